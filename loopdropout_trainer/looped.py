@@ -1,0 +1,145 @@
+"""What the gates, the adapters and the models share: the running loop, and the gates that apply in it.
+
+A looped model runs h_t = F(h_{t-1}; W) for t = 1..K with the same weights W (Eq. 1). While it runs, it *announces*
+each loop on its `LoopState`; a gated adapter reads from the same object by how much to multiply its update in that loop.
+Models, adapters and gate rules never import one another: they meet here, in one small tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class NotLoopedError(ValueError):
+    """The model has no recurrent block that announces its loops."""
+
+
+class LoopState:
+    """The running loop of one looped model, and the gates of its adapters.
+
+    Attributes:
+        loop: index of the running loop, 0-based. The model's recurrent layers write it *inside* their checkpointed
+            `forward`: recomputation in the backward pass then announces the right loop again, although loops run
+            backwards there. It is a plain attribute and not a thread-local, because CUDA's backward recomputes in
+            autograd's own thread.
+        gates: [K, N] multipliers of the adapter's update for N examples (N = 1: the same for every example), or None
+            for unit gates, which is ordinary LoRA and what inference uses.
+        segments: [B, S] index of the example that each token belongs to, when several examples share one row
+            (packing, padding-free). None: row b is example b.
+    """
+
+    def __init__(self) -> None:
+        self.loop = 0
+        self.gates: torch.Tensor | None = None
+        self.segments: torch.Tensor | None = None
+
+    def set_gates(self, gates: torch.Tensor | None, segments: torch.Tensor | None = None) -> None:
+        """Apply `gates` [K, N] from now on; exact unit gates are stored as None, so that they cost nothing."""
+        if gates is not None and not gates.requires_grad and gates.device.type == "cpu" and bool((gates == 1).all()):
+            gates = None
+        self.gates = gates
+        self.segments = segments if gates is not None else None
+
+    def unit_gates(self) -> None:
+        """Return to ordinary LoRA: every gate is one."""
+        self.set_gates(None)
+
+    def gate_for(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
+
+        Args:
+            hidden_states: the [B, S, H] input of an adapted linear map; gives batch size and device.
+        """
+        if self.gates is None:
+            return None
+        if self.loop >= len(self.gates):
+            raise ValueError(
+                f"Gates were set for {len(self.gates)} loops, but the model is running loop {self.loop + 1}: "
+                "set the gates after the model's depth (`config.num_loops`)."
+            )
+        gate = self.gates[self.loop].to(hidden_states.device, non_blocking=True)  # [N]
+        if len(gate) == 1:
+            return gate.view(1, *[1] * (hidden_states.dim() - 1))
+        if self.segments is not None:
+            return gate[self.segments.to(gate.device)].unsqueeze(-1)  # [B, S, 1]
+        if len(gate) != len(hidden_states):
+            raise ValueError(
+                f"Gates were set for {len(gate)} examples, but the batch has {len(hidden_states)}; "
+                "give one column for each example, or a single column for all of them."
+            )
+        return gate.view(-1, *[1] * (hidden_states.dim() - 1))
+
+
+class LoopedModelMixin:
+    """What a model class offers to be trained, evaluated and diagnosed loop by loop.
+
+    The model reads its depth from `config.num_loops` at every forward call, announces every loop on `loop_state`, and
+    with `output_readouts=True` returns `readouts`: K head-ready hidden states [B, S, H], one after each loop.
+    """
+
+    loop_state: LoopState
+
+    def recurrent_linears(self) -> list[str]:
+        """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""
+        raise NotImplementedError
+
+
+def find_looped_model(model: nn.Module) -> LoopedModelMixin:
+    """Return the looped model inside PEFT, DDP or other wrappers.
+
+    Raises:
+        NotLoopedError: if there is none.
+    """
+    for module in model.modules():
+        if isinstance(module, LoopedModelMixin):
+            return module
+    raise NotLoopedError(
+        f"{type(model).__name__} is not a looped model: nothing in it announces its loops. "
+        "Loop Dropout needs a model that applies one block several times, such as `model_type: ouro`."
+    )
+
+
+def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
+    """Return `num_loops` if it is a usable recurrence depth K.
+
+    Raises:
+        ValueError: if it is not a positive whole number.
+    """
+    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
+        raise ValueError(f"`{name}` is the number of loops K and must be a whole number of at least 1; got {num_loops!r}.")
+    return num_loops
+
+
+def as_gate_matrix(gates: torch.Tensor | Sequence, num_loops: int) -> torch.Tensor:
+    """Return `gates` given as [K], [K, 1] or [K, N] in the form [K, N], checked against the model's depth.
+
+    Raises:
+        ValueError: if the first dimension is not K, or a gate is not finite.
+    """
+    gates = torch.as_tensor(gates)
+    if not gates.is_floating_point():
+        gates = gates.to(torch.float32)
+    if gates.dim() == 1:
+        gates = gates.unsqueeze(1)
+    if gates.dim() != 2 or len(gates) != num_loops or gates.shape[1] == 0:
+        raise ValueError(
+            f"Gates must have shape [K], [K, 1] or [K, B] with K = {num_loops} loops; got {list(gates.shape)}."
+        )
+    if not bool(torch.isfinite(gates.detach()).all()):
+        raise ValueError("Gates must be finite numbers.")
+    return gates
+
+
+@contextmanager
+def applied_gates(state: LoopState, gates: torch.Tensor, segments: torch.Tensor | None = None) -> Iterator[None]:
+    """Apply [K, N] gates inside the block, and put back what was there before, also after an exception."""
+    before = (state.gates, state.segments)
+    state.set_gates(gates, segments)
+    try:
+        yield
+    finally:
+        state.gates, state.segments = before
