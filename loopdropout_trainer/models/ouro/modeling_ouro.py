@@ -25,6 +25,12 @@ from loopdropout_trainer.models.looped_modeling import LoopedCausalLMOutput, Loo
 from loopdropout_trainer.models.ouro.configuration_ouro import OuroConfig
 
 
+_PROJECTIONS = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+)
+
+
 class OuroDecoderLayer(GradientCheckpointingLayer):
     """One layer of the recurrent block."""
 
@@ -63,12 +69,7 @@ class OuroPreTrainedModel(LoopedPreTrainedModel):
 
     def recurrent_linears(self) -> list[str]:
         prefix = "" if self is self.base_model else f"{self.base_model_prefix}."
-        return [
-            f"{prefix}layers.{index}.{name}"
-            for index, layer in enumerate(self.base_model.layers)
-            for name, module in layer.named_modules()
-            if isinstance(module, nn.Linear)
-        ]
+        return [f"{prefix}layers.{layer}.{name}" for layer in range(len(self.base_model.layers)) for name in _PROJECTIONS]
 
 
 class OuroModel(OuroPreTrainedModel):

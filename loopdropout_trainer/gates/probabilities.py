@@ -1,0 +1,26 @@
+"""Drop probabilities p: one number for all loops, or one for each loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def check_p(p: float | Sequence[float]) -> float | tuple[float, ...]:
+    """Return p as a float or a tuple of floats.
+
+    Raises:
+        ValueError: if a value is not a number in [0, 1).
+    """
+    values = list(p) if isinstance(p, Sequence) and not isinstance(p, str) else [p]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise ValueError(f"`p` is a drop probability and must lie in [0, 1); got {value!r}.")
+    if not values:
+        raise ValueError("`p` must be one drop probability, or one for each loop; got an empty list.")
+    return float(values[0]) if len(values) == 1 else tuple(float(value) for value in values)
+
+
+def check_p_length(p: float | tuple[float, ...], num_loops: int) -> None:
+    """Raise ValueError if p is a list whose length is not the number of loops."""
+    if isinstance(p, tuple) and len(p) != num_loops:
+        raise ValueError(f"`p` has {len(p)} values, but the model runs {num_loops} loops: give one for each, or one for all.")
