@@ -110,7 +110,9 @@ def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
         ValueError: if it is not a positive whole number.
     """
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
-        raise ValueError(f"`{name}` is the number of loops K and must be a whole number of at least 1; got {num_loops!r}.")
+        raise ValueError(
+            f"`{name}` is the number of loops K and must be a whole number of at least 1; got {num_loops!r}."
+        )
     return num_loops
 
 

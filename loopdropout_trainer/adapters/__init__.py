@@ -4,4 +4,12 @@ from loopdropout_trainer.adapters.gated import adapted_layers, add_gates, has_ga
 from loopdropout_trainer.adapters.refusals import check_adapter, check_peft_config
 
 
-__all__ = ["adapted_layers", "add_gates", "check_adapter", "check_peft_config", "has_gates", "remove_gates", "use_gates"]
+__all__ = [
+    "adapted_layers",
+    "add_gates",
+    "check_adapter",
+    "check_peft_config",
+    "has_gates",
+    "remove_gates",
+    "use_gates",
+]

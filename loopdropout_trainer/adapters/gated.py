@@ -107,7 +107,9 @@ def remove_gates(model: PeftModel) -> None:
 
 def has_gates(model: nn.Module) -> bool:
     """Return whether the model's LoRA layers are gated."""
-    return any(isinstance(variant, GatedLora) for layer in adapted_layers(model) for variant in layer.lora_variant.values())
+    return any(
+        isinstance(variant, GatedLora) for layer in adapted_layers(model) for variant in layer.lora_variant.values()
+    )
 
 
 @contextmanager

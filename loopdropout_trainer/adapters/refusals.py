@@ -30,7 +30,9 @@ def check_peft_config(config: PeftConfig) -> None:
         if getattr(config, field, None):
             raise ValueError(f"`{field}` cannot be combined with gated LoRA: {reason}.")
     if config.bias != "none":
-        raise ValueError(f"`bias` must be 'none' with gated LoRA, since a gate cannot switch biases off; got {config.bias!r}.")
+        raise ValueError(
+            f"`bias` must be 'none' with gated LoRA, since a gate cannot switch biases off; got {config.bias!r}."
+        )
     if config.init_lora_weights not in _INIT_KEEPS_BASE:
         raise ValueError(
             f"`init_lora_weights` must be one of {', '.join(map(repr, _INIT_KEEPS_BASE))}, which leave the base weights "
@@ -67,5 +69,7 @@ def check_adapter(model: nn.Module) -> str:
             )
         variant = layer.lora_variant.get(adapter)
         if variant is not None and type(variant).__module__.startswith("peft."):
-            raise ValueError(f"PEFT's {type(variant).__name__} has its own forward, whose gated meaning is not defined.")
+            raise ValueError(
+                f"PEFT's {type(variant).__name__} has its own forward, whose gated meaning is not defined."
+            )
     return adapter

@@ -23,4 +23,6 @@ def check_p(p: float | Sequence[float]) -> float | tuple[float, ...]:
 def check_p_length(p: float | tuple[float, ...], num_loops: int) -> None:
     """Raise ValueError if p is a list whose length is not the number of loops."""
     if isinstance(p, tuple) and len(p) != num_loops:
-        raise ValueError(f"`p` has {len(p)} values, but the model runs {num_loops} loops: give one for each, or one for all.")
+        raise ValueError(
+            f"`p` has {len(p)} values, but the model runs {num_loops} loops: give one for each, or one for all."
+        )

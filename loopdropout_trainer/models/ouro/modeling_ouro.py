@@ -69,7 +69,9 @@ class OuroPreTrainedModel(LoopedPreTrainedModel):
 
     def recurrent_linears(self) -> list[str]:
         prefix = "" if self is self.base_model else f"{self.base_model_prefix}."
-        return [f"{prefix}layers.{layer}.{name}" for layer in range(len(self.base_model.layers)) for name in _PROJECTIONS]
+        return [
+            f"{prefix}layers.{layer}.{name}" for layer in range(len(self.base_model.layers)) for name in _PROJECTIONS
+        ]
 
 
 class OuroModel(OuroPreTrainedModel):
