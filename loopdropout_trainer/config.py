@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from trl import SFTConfig
 
@@ -49,9 +51,13 @@ class LoopDropoutConfig(SFTConfig):
     def __post_init__(self):
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
-        super().__post_init__()
+        if isinstance(self.rule_args, str):
+            self.rule_args = json.loads(self.rule_args)
         rule = self.make_rule()
         self.p = list(rule.p) if isinstance(getattr(rule, "p", None), tuple) else getattr(rule, "p", None)
+        # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
 
     def make_rule(self) -> GateRule:
         """Build the gate rule that these arguments describe."""

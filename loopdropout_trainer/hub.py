@@ -1,0 +1,220 @@
+"""Merge the adapter into the base model at unit gates, save the result with its card, and push it to the Hub.
+
+At unit gates the adapter is ordinary LoRA, so that W + (alpha / r) B A is an ordinary checkpoint of the base model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraLayer
+from transformers import PreTrainedTokenizerBase
+
+from loopdropout_trainer.adapters import check_adapter
+
+
+class PushError(RuntimeError):
+    """The Hub did not take the model; it is on disk all the same."""
+
+
+@dataclass
+class RunFacts:
+    """What a model card states about the run behind a model; unknown facts are left out of the card.
+
+    Attributes:
+        base_model: hub name or path of the model that was fine-tuned.
+        rule, p: gate rule and drop probability; rank, alpha: of the adapter; num_loops: recurrence depth K.
+        recipe: YAML text of the run's settings.
+        data: name of the training data.
+        results: measured numbers by name.
+    """
+
+    base_model: str | None = None
+    rule: str | None = None
+    p: float | list[float] | None = None
+    rank: int | None = None
+    alpha: int | None = None
+    num_loops: int | None = None
+    recipe: str | None = None
+    data: str | None = None
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
+    """Return the base model's state dict with the adapter added at unit gates; the model is left as it is.
+
+    W + Delta is summed in float32 and rounded once to the base's dtype.
+
+    Raises:
+        ValueError: if the adapter cannot be merged, or the base weights are quantised or sharded.
+    """
+    adapter = check_adapter(model)
+    base = model.get_base_model()
+    layers = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    merged = {}
+    for name, tensor in base.state_dict().items():
+        module_name, _, parameter = name.rpartition(".")
+        if module_name.endswith(".base_layer"):
+            module_name = module_name.removesuffix(".base_layer")
+            if parameter == "weight":
+                tensor = _merged_weight(module_name, layers[module_name], adapter, tensor)
+        elif any(
+            f".lora_{part}." in f".{name}" for part in ("A", "B", "embedding_A", "embedding_B", "magnitude_vector")
+        ):
+            continue
+        merged[f"{module_name}.{parameter}"] = tensor
+    return merged
+
+
+def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tensor) -> torch.Tensor:
+    if type(layer) is not LoraLinear or not weight.is_floating_point():
+        raise ValueError(
+            f"`{name}` is a {type(layer).__name__} over {weight.dtype} weights: load the base model unquantised, put the "
+            "saved adapter on it with `PeftModel.from_pretrained`, and merge that."
+        )
+    delta = layer.get_delta_weight(adapter)
+    if weight.shape != delta.shape:
+        raise ValueError(
+            f"`{name}` holds {list(weight.shape)} of a {list(delta.shape)} weight: it is sharded over processes. Save the "
+            "adapter, and merge it in one process."
+        )
+    return (weight.float() + delta.float()).to(weight.dtype)
+
+
+def merge_and_save(
+    model: PeftModel,
+    output_dir: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    facts: RunFacts | None = None,
+    repo_id: str | None = None,
+) -> Path:
+    """Save the unit-gate merged model as an ordinary checkpoint of its base: weights, tokenizer, generation config, card.
+
+    The weights are safetensors in the base's dtype under the base's own key names. `model` itself stays unmerged.
+
+    Args:
+        model: PEFT model over a looped model.
+        output_dir: new or existing folder.
+        tokenizer: saved beside the weights if given.
+        facts: for the model card; base model, depth and adapter are filled in from `model`.
+        repo_id: name on the Hub for the card, if the model is going there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: if the adapter cannot be merged.
+    """
+    output_dir = Path(output_dir)
+    weights = merged_state_dict(model)
+    base = model.get_base_model()
+    base.save_pretrained(output_dir, state_dict=weights)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output_dir)
+    model_card(facts_of(model, facts), repo_id or output_dir.name).save(output_dir / "README.md")
+    return output_dir
+
+
+def facts_of(model: PeftModel, facts: RunFacts | None = None) -> RunFacts:
+    """Return `facts` with what `model` itself tells filled in."""
+    lora = model.peft_config[model.active_adapters[0]]
+    config = model.get_base_model().config
+    known = {
+        "base_model": lora.base_model_name_or_path or config.name_or_path or None,
+        "rank": lora.r,
+        "alpha": lora.lora_alpha,
+        "num_loops": config.num_loops,
+    }
+    given = {key: value for key, value in dataclasses.asdict(facts or RunFacts()).items() if value is not None}
+    return RunFacts(**{**known, **given})
+
+
+def push_merged_to_hub(
+    folder: str | Path, repo_id: str, *, token: str | None = None, private: bool | None = None
+) -> str:
+    """Upload a folder written by `merge_and_save` to the Hub.
+
+    Args:
+        folder: of the merged model; it must hold the weights already, so that a refused push loses nothing.
+        repo_id: `user/name`; created if it does not exist.
+        token: default: the one of the logged-in user.
+        private: of a newly created repository.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        FileNotFoundError: if the folder holds no merged model.
+        PushError: if there is no valid token or the Hub refuses; one sentence, without the token.
+    """
+    folder = Path(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"{folder} holds no merged model: call `merge_and_save` first.")
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        return str(
+            api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload merged model").repo_url
+        )
+    except Exception as error:  # whatever the Hub's client raises, offline or refused: nothing may be lost here
+        reason = " ".join(str(error).split())
+        if token:
+            reason = reason.replace(token, "***")
+        raise PushError(
+            f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). The merged model is safe in {folder}; log "
+            "in with `hf auth login` or set HF_TOKEN, then push it again."
+        ) from None
+
+
+def model_card(facts: RunFacts, name: str) -> ModelCard:
+    """Write the card of a merged model."""
+    is_hub_name = facts.base_model is not None and not Path(facts.base_model).is_absolute()
+    metadata = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=facts.base_model if is_hub_name else None,
+        tags=["looped-language-model", "lora", "loop-dropout"],
+    )
+    method = "Loop Dropout" if facts.rule == "loop_dropout" else facts.rule
+    rows = {
+        "Base model": facts.base_model,
+        "Training rule": method,
+        "Drop probability p": facts.p,
+        "LoRA rank / alpha": None if facts.rank is None else f"{facts.rank} / {facts.alpha}",
+        "Recurrence depth K": facts.num_loops,
+        "Training data": facts.data,
+    }
+    table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items() if value is not None)
+    parts = [
+        f"---\n{metadata.to_yaml()}\n---",
+        f"# {name}",
+        "A looped language model, fine-tuned with LoRA on its recurrent block and merged at unit gates: an ordinary "
+        "checkpoint of its base model, without extra parameters or inference cost.",
+        f"| | |\n|---|---|\n{table}",
+    ]
+    if facts.results:
+        results = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in facts.results.items())
+        parts.append(f"## Results\n\n| | |\n|---|---|\n{results}")
+    parts.append(
+        "## Loading\n\n```python\n"
+        "import loopdropout_trainer  # registers the model family with transformers\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
+    )
+    if facts.recipe:
+        parts.append(f"## Recipe\n\n```yaml\n{facts.recipe.strip()}\n```")
+    return ModelCard("\n\n".join(parts) + "\n", ignore_metadata_errors=True)
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
