@@ -1,0 +1,120 @@
+"""Shared fixtures: golden tensors of the reference implementations, and models and data small enough for seconds."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from loopdropout_trainer import LoopDropoutConfig
+from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(2)
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """`golden(family)`: metadata and tensors of one family."""
+
+    def load(family):
+        meta = json.loads((GOLDEN / f"{family}.json").read_text())
+        return SimpleNamespace(meta=meta, **{"tensors": load_file(GOLDEN / f"{family}.safetensors")})
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def ouro(golden):
+    return golden("ouro")
+
+
+def golden_ouro(ouro, **config):
+    """The reference's tiny Ouro with its weights."""
+    model = OuroForCausalLM(OuroConfig(**{**ouro.meta["config"], **config}))
+    prefix = "weights/"
+    model.load_state_dict({k[len(prefix) :]: v for k, v in ouro.tensors.items() if k.startswith(prefix)})
+    return model.eval()
+
+
+def golden_adapted(ouro, model=None):
+    """The same with the oracle's adapter on it."""
+    lora = ouro.meta["lora"]
+    model = golden_ouro(ouro) if model is None else model
+    peft_model = get_peft_model(
+        model, LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], target_modules=lora["modules"], task_type="CAUSAL_LM")
+    )
+    for name in lora["modules"]:
+        layer = model.get_submodule(name)
+        layer.lora_A["default"].weight.data.copy_(ouro.tensors[f"oracle/lora_A/{name}"])
+        layer.lora_B["default"].weight.data.copy_(ouro.tensors[f"oracle/lora_B/{name}"])
+    return peft_model
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """One token for each byte: tokenizes any text and needs no file."""
+    vocab = {"<eos>": 0, "<pad>": 1}
+    vocab.update({byte: index + 2 for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
+    backend = Tokenizer(BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+def tiny_ouro(**config):
+    """A random Ouro over the byte tokenizer; the same weights at every call."""
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "pad_token_id": 1,
+    }
+    return OuroForCausalLM(OuroConfig(**{**fields, **config}))
+
+
+@pytest.fixture
+def model():
+    return tiny_ouro()
+
+
+@pytest.fixture(scope="session")
+def dataset():
+    """48 short prompt-completion rows of different lengths."""
+    return Dataset.from_list([{"prompt": f"{i}+{i % 7}", "completion": "=" + "x" * (i % 5 + 1)} for i in range(48)])
+
+
+@pytest.fixture
+def config(tmp_path):
+    """`config(**fields)`: arguments of a short float32 run that logs every step."""
+
+    def make(**fields):
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 4,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "no",
+            "bf16": False,
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+        }
+        return LoopDropoutConfig(**{**defaults, **fields})
+
+    return make
