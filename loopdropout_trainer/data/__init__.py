@@ -1,1 +1,8 @@
-"""Training data."""
+"""From raw rows to the examples that the trainer takes."""
+
+from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.load import LoadedData, load_data
+from loopdropout_trainer.data.rows import DataError
+
+
+__all__ = ["DataArguments", "DataError", "LoadedData", "load_data"]

@@ -1,0 +1,55 @@
+"""Prompt templates by name, and the chat templates that come with the package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loopdropout_trainer.data.rows import BadRow
+
+
+PROMPT_TEMPLATES = {
+    # Taori et al. 2023, the variant without an input field.
+    "alpaca": (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\n{instruction}\n\n### Response:"
+    ),
+    # How lm-eval's `gsm8k` task asks.
+    "question": "Question: {question}\nAnswer:",
+}
+
+
+def render_prompt(template: str, row: Mapping[str, Any]) -> str:
+    """Fill the {column} fields of a template (a name from `PROMPT_TEMPLATES`, or its text) from a row.
+
+    Braces around anything but a plain name are text.
+
+    Raises:
+        BadRow: if the row lacks a column that the template names, or the column is not text or a number.
+    """
+    return re.sub(r"\{(\w+)\}", lambda match: _cell(row, match[1]), PROMPT_TEMPLATES.get(template, template))
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if value is None:
+        raise BadRow(f"missing field `{column}`", f" (it has {', '.join(f'`{key}`' for key in row)})")
+    if not isinstance(value, (str, int, float)):
+        raise BadRow(f"field `{column}` is not text", f" (a {type(value).__name__})")
+    return str(value)
+
+
+def chat_template(name_or_path: str) -> str:
+    """Return the text of a chat template: `tulu2` from this package, or a Jinja file.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    packaged = Path(__file__).with_name("chat_templates") / f"{name_or_path}.jinja"
+    path = packaged if packaged.is_file() else Path(name_or_path)
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in packaged.parent.glob("*.jinja")))
+        raise ValueError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
+    return path.read_text(encoding="utf-8")
