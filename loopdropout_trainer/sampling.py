@@ -60,12 +60,12 @@ class GateSamplingMixin:
         given = call.arguments
         model, peft_config = given["model"], given.get("peft_config")
         args = self.args_class.from_arguments(given.get("args"), _output_dir(model))
-        config = _looped_config(model, args)
+        config = check_run(model, args, peft_config)
+        if peft_config is None and not isinstance(model, PeftModel):
+            peft_config = default_peft_config(config if isinstance(model, str) else model)
         self.rule = args.make_rule()
-        self.rule.check(config.num_loops)
-        check_arguments(args)
         given["args"] = args
-        given["peft_config"] = _checked_adapter(model, peft_config, config)
+        given["peft_config"] = peft_config
 
         super().__init__(*call.args, **call.kwargs)
 
@@ -165,17 +165,26 @@ def _output_dir(model: str | nn.Module) -> str:
     return f"{name.rstrip('/').split('/')[-1]}-LoopDropout"
 
 
-def _checked_adapter(
-    model: str | nn.Module, peft_config: PeftConfig | None, config: PreTrainedConfig
-) -> PeftConfig | None:
-    """Return the adapter to attach: the given one, none for a model that has one, or the paper's."""
+def check_run(
+    model: str | nn.Module, args: GateArguments, peft_config: PeftConfig | None = None
+) -> PreTrainedConfig:
+    """Refuse what cannot be trained, before weights or data are loaded.
+
+    Returns:
+        The model's config, with the depth that it will run at.
+
+    Raises:
+        NotLoopedError: for a model without loops.
+        ValueError: for a depth, rule, adapter or layout that cannot be trained.
+    """
+    config = _looped_config(model, args)
+    args.make_rule().check(config.num_loops)
+    check_arguments(args)
     if peft_config is not None:
         check_peft_config(peft_config)
     elif isinstance(model, PeftModel):
         check_adapter(model)
-    else:
-        peft_config = default_peft_config(config if isinstance(model, str) else model)
-    return peft_config
+    return config
 
 
 def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTrainedConfig:

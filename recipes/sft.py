@@ -33,7 +33,7 @@ from loopdropout_trainer.recipe import (
     settings_yaml,
 )
 from loopdropout_trainer.report import Outcome, print_report, write_results
-from loopdropout_trainer.trainer import check_run
+from loopdropout_trainer.sampling import check_run
 
 
 @dataclass
