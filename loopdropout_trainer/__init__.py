@@ -7,12 +7,14 @@ from loopdropout_trainer import models  # noqa: F401  (registers the families)
 from loopdropout_trainer.adapters import use_gates
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.hub import merge_and_save, push_merged_to_hub
-from loopdropout_trainer.trainer import LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.sampling import GateSamplingMixin, default_peft_config
+from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GateSamplingMixin",
     "LoopDropoutConfig",
     "LoopDropoutSFTTrainer",
     "default_peft_config",

@@ -1,4 +1,4 @@
-"""`LoopDropoutConfig`: TRL's `SFTConfig` with the gate rule and its fields."""
+"""`LoopDropoutConfig` and `LoopDropoutDPOConfig`: TRL's `SFTConfig` and `DPOConfig` with the gate rule and its fields."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from trl import SFTConfig
+from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
 
 
 @dataclass
-class LoopDropoutConfig(SFTConfig):
-    """Training arguments of `LoopDropoutSFTTrainer`: everything that `SFTConfig` has, and how gates are drawn.
+class GateArguments:
+    """How gates are drawn: the fields that this package adds to TRL's training arguments.
 
     The defaults are the paper's method: Loop Dropout with p = 0.5 and inverse-survival rescaling.
 
     Raises:
         ValueError: for an unknown rule, a field that it does not take, or a value that it refuses.
     """
-
-    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args"]
 
     rule: str = field(
         default="loop_dropout",
@@ -71,8 +69,8 @@ class LoopDropoutConfig(SFTConfig):
         return make_rule(self.rule, **fields)
 
     @classmethod
-    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> LoopDropoutConfig:
-        """Return `args` as a `LoopDropoutConfig`; a plain `SFTConfig` or `TrainingArguments` gets the paper's defaults."""
+    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> GateArguments:
+        """Return `args` as an instance of this class; TRL's own arguments get the paper's defaults."""
         if args is None:
             return cls(output_dir)
         if isinstance(args, cls):
@@ -80,3 +78,17 @@ class LoopDropoutConfig(SFTConfig):
         fields = args.to_dict()
         fields["hub_token"] = args.hub_token  # to_dict hides tokens
         return cls(**fields)
+
+
+@dataclass
+class LoopDropoutConfig(GateArguments, SFTConfig):
+    """Training arguments of `LoopDropoutSFTTrainer`: everything that `SFTConfig` has, and how gates are drawn."""
+
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args"]
+
+
+@dataclass
+class LoopDropoutDPOConfig(GateArguments, DPOConfig):
+    """Training arguments of `LoopDropoutDPOTrainer`: everything that `DPOConfig` has, and how gates are drawn."""
+
+    _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]

@@ -12,13 +12,17 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
+
+
+TINY_OURO_PATH = Path(__file__).parent / "tiny_ouro"
+"""A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
 
 
 class RecipeError(ValueError):
@@ -29,7 +33,11 @@ class RecipeError(ValueError):
 class ModelArguments:
     """Which looped model to train."""
 
-    model_name_or_path: str = field(metadata={"help": "Hub name or local folder of a looped model."})
+    model_name_or_path: str = field(
+        metadata={
+            "help": "Hub name or local folder of a looped model; `tiny-ouro` is the small one inside this package."
+        }
+    )
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
     num_loops: int | None = field(
         default=None, metadata={"help": "Recurrence depth K to train at. Default: the model's own."}
@@ -48,6 +56,21 @@ class ModelArguments:
         default=None, metadata={"help": "Path of a Jinja chat template that replaces the tokenizer's own."}
     )
 
+    def __post_init__(self):
+        if self.model_name_or_path == "tiny-ouro":
+            self.model_name_or_path = str(TINY_OURO_PATH)
+
+    @property
+    def init_kwargs(self) -> dict[str, Any]:
+        """The keywords of `from_pretrained`."""
+        fields = {
+            "revision": self.model_revision,
+            "dtype": self.dtype,
+            "attn_implementation": self.attn_implementation,
+            "num_loops": self.num_loops,
+        }
+        return {key: value for key, value in fields.items() if value is not None}
+
 
 @dataclass
 class AdapterArguments:
@@ -60,6 +83,18 @@ class AdapterArguments:
         default=None, metadata={"help": "Linear layers to adapt. Default: all in the recurrent block."}
     )
     use_rslora: bool = field(default=False, metadata={"help": "Scale the update by alpha / sqrt(r)."})
+
+    @property
+    def lora_fields(self) -> dict[str, Any]:
+        """The fields of PEFT's `LoraConfig`."""
+        fields = {
+            "r": self.lora_r,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+            "target_modules": self.lora_target_modules,
+            "use_rslora": self.use_rslora,
+        }
+        return {key: value for key, value in fields.items() if value is not None}
 
 
 class _Loader(yaml.SafeLoader):
@@ -157,13 +192,21 @@ def parse_recipe(
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
         _check_type(key, value, hints[key], path)
     settings = {**recipe, **command_line}
-    return [_build(cls, settings) for cls in dataclass_types], settings
+    return [build(cls, settings) for cls in dataclass_types], settings
 
 
-def save_settings(settings: dict[str, Any], path: str | Path) -> None:
-    """Write the settings of a run as a recipe that repeats it, without anything secret."""
-    public = {key: value for key, value in settings.items() if "token" not in key.split("_")}
-    Path(path).write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
+def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without anything secret."""
+    return {
+        key: public_settings(value) if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if "token" not in str(key).split("_")
+    }
+
+
+def settings_yaml(settings: Mapping[str, Any]) -> str:
+    """Return the settings of a run as a recipe that repeats it, without anything secret."""
+    return yaml.safe_dump(public_settings(settings), sort_keys=False, allow_unicode=True)
 
 
 def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], description: str | None) -> dict[str, Any]:
@@ -207,7 +250,12 @@ def _check_type(key: str, value: Any, hint: Any, path: str | None) -> None:
         raise RecipeError(f"`{key}` in {path} must be of type {names}; got {value!r}.")
 
 
-def _build(cls: type, settings: dict[str, Any]) -> Any:
+def build(cls: type, settings: dict[str, Any]) -> Any:
+    """Return an instance of the dataclass `cls` from those of the settings that are its fields.
+
+    Raises:
+        RecipeError: for a missing field, or a value that the dataclass refuses.
+    """
     fields = [f for f in dataclasses.fields(cls) if f.init]
     for f in fields:
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

@@ -6,34 +6,13 @@ import functools
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
 from trl import SFTTrainer
 
-from loopdropout_trainer.adapters import adapted_layers, add_gates, check_adapter, check_peft_config
-from loopdropout_trainer.callbacks import UnitGatesCallback
 from loopdropout_trainer.config import LoopDropoutConfig
-from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
+from loopdropout_trainer.sampling import GateSamplingMixin
 
 
-def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> LoraConfig:
-    """Return the paper's adapter: rank 16, alpha 32, on all linear projections of the recurrent block.
-
-    Args:
-        model: looped model, or its config (nothing is loaded then).
-        overrides: other fields of `LoraConfig`, or other values for these.
-    """
-    if isinstance(model, PreTrainedConfig):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model)
-    fields = {"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM"}
-    fields["target_modules"] = find_looped_model(model).recurrent_linears()
-    return LoraConfig(**{**fields, **overrides})
-
-
-class LoopDropoutSFTTrainer(SFTTrainer):
+class LoopDropoutSFTTrainer(GateSamplingMixin, SFTTrainer):
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies
@@ -44,7 +23,7 @@ class LoopDropoutSFTTrainer(SFTTrainer):
         model: looped model, PEFT model over one, or the name or path of one.
         args: `LoopDropoutConfig`; a plain `SFTConfig` gets the paper's default rule.
         peft_config: LoRA adapter; default: the paper's (`default_peft_config`).
-        kwargs: all other arguments of `SFTTrainer`.
+        others: all other arguments of `SFTTrainer`, under its names or in its order.
 
     Raises:
         NotLoopedError: for a model without loops.
@@ -52,149 +31,12 @@ class LoopDropoutSFTTrainer(SFTTrainer):
     """
 
     _tag_names = ["trl", "sft", "loop-dropout"]
+    args_class = LoopDropoutConfig
 
-    def __init__(
-        self,
-        model: str | PreTrainedModel | PeftModel,
-        args: TrainingArguments | None = None,
-        *positional: Any,
-        peft_config: PeftConfig | None = None,
-        **kwargs: Any,
-    ) -> None:
-        name = model if isinstance(model, str) else model.config.name_or_path
-        args = LoopDropoutConfig.from_arguments(args, output_dir=f"{name.rstrip('/').split('/')[-1]}-LoopDropout")
-        config = _looped_config(model, args)
-        self.rule = args.make_rule()
-        self.rule.check(config.num_loops)
-        _check_layout(args)
-        if peft_config is not None:
-            check_peft_config(peft_config)
-        elif isinstance(model, PeftModel):
-            check_adapter(model)
-        else:
-            peft_config = default_peft_config(config if isinstance(model, str) else model)
-
-        super().__init__(model, args, *positional, peft_config=peft_config, **kwargs)
-
-        self.loop_state = add_gates(self.model, in_activation_dtype=True)
-        self.num_modules = len(adapted_layers(self.model))
-        self.unit_gates_callback = UnitGatesCallback(self.loop_state)
-        self.add_callback(self.unit_gates_callback)
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_places, self.data_collator)
-        self._logged = (0, 0.0)  # tokens and seconds at the last log
-
-    @property
-    def num_loops(self) -> int:
-        """Recurrence depth K of the model."""
-        return find_looped_model(self.model).config.num_loops
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Draw this micro-batch's gates in training, and leave the rest to `SFTTrainer`."""
-        places = inputs.pop("gate_places", None)
-        if self.model.training:
-            self._draw_gates(inputs, places)
-        else:
-            self.loop_state.unit_gates()
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def training_step(self, *args, **kwargs):
-        # The gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
-        # not outlive the step, not even when it is interrupted.
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            self.loop_state.unit_gates()
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            now = (self._total_train_tokens, self.unit_gates_callback.train_seconds)
-            tokens, seconds = (new - old for new, old in zip(now, self._logged, strict=True))
-            self._logged = now
-            if tokens > 0 and seconds > 0:
-                logs["tokens_per_second"] = round(tokens / seconds, 1)
-        super().log(logs, start_time)
-
-    def _draw_gates(self, inputs: dict[str, torch.Tensor], places: torch.Tensor | None) -> None:
-        first_row = self._next_row()
-        if places is None:
-            places = [(first_row + row, 0) for row in range(len(inputs["input_ids"]))]
-            segments = None
-        else:
-            places = [(first_row + row, segment) for row, segment in places.tolist()]
-            # Positions start again at 0 with each example of the row.
-            segments = (inputs["position_ids"] == 0).cumsum(-1) - 1  # [B, S]
-        draw = Draw(
-            seed=self.args.seed if self.args.gate_seed is None else self.args.gate_seed,
-            step=self.state.global_step,
-            num_steps=self.state.max_steps,
-            places=places,
-            num_loops=self.num_loops,
-            num_modules=self.num_modules,
-        )
-        gates = self.rule.sample(draw)  # [K, N]
-        self.loop_state.set_gates(gates, segments)
-        self._log_gates(gates)
-
-    def _next_row(self) -> int:
-        """Return the place of this micro-batch's first row in the optimizer step's global batch."""
-        rows = self._train_batch_size
-        world = self.accelerator.num_processes
-        if self.accelerator.split_batches:
-            rows //= world
-        micro_batch = self.unit_gates_callback.micro_batch
-        self.unit_gates_callback.micro_batch += 1
-        # Accelerate deals whole micro-batches to the processes in turn, so that the order of examples is the same for
-        # every layout: here it is counted in rows.
-        return (micro_batch * world + self.accelerator.process_index) * rows
-
-    def _log_gates(self, gates: torch.Tensor) -> None:
-        active = (gates != 0).float().mean(dim=1)  # [K]
-        stats = torch.cat([gates.mean().view(1), active]).to(self.accelerator.device)
-        mean_gate, *active = self.accelerator.reduce(stats, "mean").tolist()
-        metrics = self._metrics["train"]
-        metrics["gate_mean"].append(mean_gate)
-        for loop, fraction in enumerate(active, start=1):
-            metrics[f"active_loop_{loop}"].append(fraction)
-
-
-def _looped_config(model: str | nn.Module, args: LoopDropoutConfig) -> PreTrainedConfig:
-    """Return the model's config with the depth that it will run at, without loading weights."""
-    if not isinstance(model, str):
-        return find_looped_model(model).config
-    init_kwargs = dict(args.model_init_kwargs or {})
-    num_loops = init_kwargs.get("num_loops")
-    if num_loops is not None:
-        check_num_loops(num_loops)
-    known = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-    config = AutoConfig.from_pretrained(
-        model,
-        trust_remote_code=args.trust_remote_code,
-        **{key: init_kwargs[key] for key in known if key in init_kwargs},
-    )
-    if not hasattr(config, "num_loops"):
-        raise NotLoopedError(
-            f"{model} is a `{config.model_type}` model, which is not looped: Loop Dropout needs a model that applies one "
-            "block several times, such as `model_type: ouro`."
-        )
-    if num_loops is not None:
-        config.num_loops = num_loops
-    return config
-
-
-def _check_layout(args: LoopDropoutConfig) -> None:
-    """Refuse layouts in which an example's place in the global batch, or in its row, is not known."""
-    if args.packing and args.packing_strategy != "bfd":
-        raise ValueError(
-            f"`packing_strategy` {args.packing_strategy!r} cuts examples in two, and one example has one gate vector: "
-            "use 'bfd', which keeps examples whole."
-        )
-    parallelism = getattr(args, "parallelism_config", None)
-    for size in ("tp_size", "cp_size", "sp_size"):
-        if (getattr(parallelism, size, 1) or 1) > 1:
-            raise ValueError(
-                f"`parallelism_config.{size}` above 1 is not supported: several processes would share rows."
-            )
 
 
 def _collate_with_places(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:

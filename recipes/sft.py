@@ -1,0 +1,113 @@
+"""Fine-tune a looped language model with Loop Dropout, or with any other rule.
+
+    accelerate launch recipes/sft.py recipes/quickstart.yaml
+    python recipes/sft.py recipes/gsm8k.yaml --learning_rate 2e-4 --seed 302
+
+A recipe sets the fields below; `--field value` overrides it. What was trained, its results and the settings that repeat
+the run are printed at the end and saved in `output_dir`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.trainer_utils import get_last_checkpoint
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
+from loopdropout_trainer.data import DataArguments, LoadedData, load_data
+from loopdropout_trainer.diagnostics import single_loop_activation
+from loopdropout_trainer.evaluation import BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.hub import PushError, RunFacts, push_merged_to_hub
+from loopdropout_trainer.recipe import (
+    AdapterArguments,
+    ModelArguments,
+    RecipeError,
+    build,
+    parse_recipe,
+    settings_yaml,
+)
+from loopdropout_trainer.report import Outcome, print_report, write_results
+from loopdropout_trainer.sampling import check_run
+
+
+@dataclass
+class ScriptArguments:
+    """What happens around the training."""
+
+    compare_with: list[str] | None = field(
+        default=None,
+        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
+    )
+    benchmarks: list[str] | None = field(
+        default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
+    )
+    benchmark_files: dict[str, str] | str | None = field(
+        default=None, metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."}
+    )
+    benchmark_limit: int | None = field(
+        default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
+    )
+    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
+    single_loop_batches: int = field(
+        default=0,
+        metadata={"help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."},
+    )
+    merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
+    push_merged_to_hub: bool = field(
+        default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
+
+    def __post_init__(self):
+        if isinstance(self.benchmark_files, str):
+            self.benchmark_files = json.loads(self.benchmark_files)
+
+
+class Run:
+    """The settings of one command, and the steps from them to trained, measured and saved adapters."""
+
+    def __init__(self, argv: list[str] | None = None) -> None:
+        types = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+        parsed, self.settings = parse_recipe(types, argv, description=__doc__)
+        self.script, self.model, self.adapter, self.data_args, config = parsed
+        self.configs = [config, *(self.config_for(rule, config) for rule in self.script.compare_with or ())]
+        for each in self.configs:
+            each.model_init_kwargs = {**self.model.init_kwargs, **(each.model_init_kwargs or {})}
+            base = check_run(self.model.model_name_or_path, each)
+        self.peft_config = default_peft_config(base, **self.adapter.lora_fields)
+        check_run(self.model.model_name_or_path, config, self.peft_config)
+        if self.script.push_merged_to_hub and not config.hub_model_id:
+            raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
+
+    def config_for(self, rule: str, config: LoopDropoutConfig) -> LoopDropoutConfig:
+        """Return the same arguments under another rule, at that rule's own defaults."""
+        other = {"rule": rule, "p": None, "rule_args": None, "output_dir": f"{config.output_dir}/{rule}"}
+        return build(LoopDropoutConfig, {**self.settings, **other})
+
+    def load(self) -> None:
+        """Load tokenizer, data and benchmarks."""
+        self.tokenizer = load_tokenizer(self.model)
+        config = self.configs[0]
+        with config.main_process_first(desc="data preparation"):
+            self.data = load_data(self.data_args, self.tokenizer, config.max_length)
+        files = self.script.benchmark_files or {}
+        self.benchmarks = [
+            load_benchmark(name, files.get(name), self.script.benchmark_limit) for name in self.script.benchmarks or ()
+        ]
+
+    def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult]) -> Outcome:
+        """Train one adapter, measure it and save it."""
+        trainer = LoopDropoutSFTTrainer(
+            self.model.model_name_or_path,
+            args=config,
+            train_dataset=self.data.train,
+            eval_dataset=self.data.eval,
+            processing_class=self.tokenizer,
+            peft_config=self.peft_config,
+        )
