@@ -61,6 +61,12 @@ class ModelArguments:
             self.model_name_or_path = str(TINY_OURO_PATH)
 
     @property
+    def base_name(self) -> str:
+        """The model's name for a card: its hub name, or the name of its folder."""
+        path = Path(self.model_name_or_path)
+        return path.name if path.is_dir() else self.model_name_or_path
+
+    @property
     def init_kwargs(self) -> dict[str, Any]:
         """The keywords of `from_pretrained`."""
         fields = {
