@@ -63,7 +63,7 @@ class MetaMathGSM(Preparation):
             batch = examples[start : start + batch_size]
             prompts = [prompt[: len(prompt) - len(self.args.prompt_end)] for prompt in batch["prompt"]]
             texts = [f"{prompt} {response}" for prompt, response in zip(prompts, batch["completion"], strict=True)]
-            for index, ids in enumerate(tokenizer(texts)["input_ids"], start=start):
+            for index, ids in enumerate(tokenizer(texts, verbose=False)["input_ids"], start=start):
                 if len(ids) < self.token_limit:
                     yield index
                 else:
