@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers.trainer_utils import get_last_checkpoint
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
-from loopdropout_trainer.data import DataArguments, LoadedData, load_data, load_tokenizer
+from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
 from loopdropout_trainer.diagnostics.plots import plot_single_loop
 from loopdropout_trainer.evaluation import BenchmarkResult, evaluate_benchmark, load_benchmark

@@ -38,7 +38,7 @@ class Tulu2(Preparation):
     ) -> tuple[np.ndarray, np.ndarray]:
         if "generation" not in (tokenizer.chat_template or ""):
             raise DataError(
-                "The tokenizer's chat template does not mark what the assistant says: set `chat_template: tulu2` in the recipe."
+                "The chat template does not mark what the assistant says: set `chat_template: tulu2` in the recipe."
             )
         order = np.argsort(ranks, kind="stable")
         num_drawn = len(order) if self.args.num_train_examples is None else self.args.num_train_examples
