@@ -22,7 +22,8 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, defaul
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
 from loopdropout_trainer.diagnostics.plots import plot_single_loop
-from loopdropout_trainer.evaluation import BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.hub import PushError, RunFacts, push_merged_to_hub
 from loopdropout_trainer.recipe import (
     AdapterArguments,
@@ -99,10 +100,14 @@ class Run:
         config = self.configs[0]
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, config.max_length)
-        files = self.script.benchmark_files or {}
-        self.benchmarks = [
-            load_benchmark(name, files.get(name), self.script.benchmark_limit) for name in self.script.benchmarks or ()
-        ]
+        self.benchmarks = [self.load_benchmark(name) for name in self.script.benchmarks or ()]
+
+    def load_benchmark(self, name: str) -> Benchmark:
+        """Load a benchmark's problems; `development` means the held-out training rows."""
+        limit = self.script.benchmark_limit
+        if name == DEVELOPMENT:
+            return development_benchmark(self.data.eval, self.data_args.preparation, limit)
+        return load_benchmark(name, (self.script.benchmark_files or {}).get(name), limit)
 
     def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult] | None) -> Outcome:
         """Train one adapter, measure it and save it.
