@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -34,7 +33,7 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
 class LoopedConfigMixin:
     """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`)."""
 
-    auto_map: ClassVar[dict] = {}  # TRL reads it from the config of every model class that is not part of transformers
+    auto_map = {}  # TRL reads it of every architecture that it does not find in transformers
 
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):
