@@ -170,7 +170,10 @@ def _load(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def parse_recipe(
-    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, description: str | None = None
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    unread_types: Sequence[type] = (),
 ) -> tuple[list[Any], dict[str, Any]]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
@@ -178,6 +181,8 @@ def parse_recipe(
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
         argv: arguments after the script's name; default: the process's.
         description: shown by `--help`.
+        unread_types: whose fields may stand in the recipe too, without a meaning for this script: one recipe then serves
+            several scripts.
 
     Returns:
         One instance for each type, and the settings that were given (recipe and command line together).
@@ -193,6 +198,8 @@ def parse_recipe(
 
     hints = {name: hint for cls in dataclass_types for name, hint in typing.get_type_hints(cls).items()}
     valid = [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
+    unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - set(valid)
+    recipe = {key: value for key, value in recipe.items() if key not in unread}
     for key, value in recipe.items():
         if key not in valid:
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
