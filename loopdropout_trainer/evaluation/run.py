@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
@@ -22,7 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from loopdropout_trainer.evaluation.benchmarks import Benchmark, load_benchmark
-from loopdropout_trainer.evaluation.evaluator import evaluate_benchmark
+from loopdropout_trainer.evaluation.evaluator import all_processes, evaluate_benchmark
 from loopdropout_trainer.evaluation.prediction_log import write_atomically
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.looped import find_looped_model
@@ -82,8 +81,7 @@ def run_evaluation(model_arguments: ModelArguments, arguments: EvaluationArgumen
         RecipeError: if model, adapter or a benchmark cannot be loaded.
         SettingsChangedError: if `output_dir` holds answers of another evaluation.
     """
-    # The first process may wait long for the last one.
-    state = PartialState(timeout=timedelta(days=7))
+    state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
     with state.main_process_first():
         benchmarks = load_benchmarks(arguments)
         model, tokenizer = load_model(model_arguments, arguments.adapter)
