@@ -90,11 +90,18 @@ def launch(layout: Layout, folder: Path, fields: dict | None = None, timeout: fl
     spec = folder / "spec.json"
     batch = {"per_device_train_batch_size": layout.batch, "gradient_accumulation_steps": layout.accumulation}
     spec.write_text(
-        json.dumps({"layout": layout.launch_file, "folder": str(folder), "fields": {**batch, **(fields or {})}, **options})
+        json.dumps(
+            {"layout": layout.launch_file, "folder": str(folder), "fields": {**batch, **(fields or {})}, **options}
+        )
     )
     command = [sys.executable]
     if layout.launch_file is not None:
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_FILES / f"{layout.launch_file}.yaml")]
+        command += [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(LAUNCH_FILES / f"{layout.launch_file}.yaml"),
+        ]
         command += ["--num_processes", str(layout.processes), "--main_process_port", str(_free_port())]
     command += [str(Path(__file__).resolve()), "--work", str(spec)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

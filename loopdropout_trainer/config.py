@@ -70,11 +70,18 @@ class GateArguments:
 
     @classmethod
     def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> GateArguments:
-        """Return `args` as an instance of this class; TRL's own arguments get the paper's defaults."""
+        """Return `args` as an instance of this class; TRL's own arguments get the paper's defaults.
+
+        Raises:
+            ValueError: if they are the arguments of another kind of trainer.
+        """
         if args is None:
             return cls(output_dir)
         if isinstance(args, cls):
             return args
+        trl_class = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
+        if not isinstance(args, trl_class) and type(args) is not TrainingArguments:
+            raise ValueError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
         fields = args.to_dict()
         fields["hub_token"] = args.hub_token  # to_dict hides tokens
         return cls(**fields)
