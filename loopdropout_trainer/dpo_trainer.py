@@ -10,10 +10,11 @@ from trl import DPOTrainer
 from loopdropout_trainer.adapters import add_unit_gates
 from loopdropout_trainer.config import LoopDropoutDPOConfig
 from loopdropout_trainer.gates.streams import Place
+from loopdropout_trainer.safe_run import SafeRunMixin
 from loopdropout_trainer.sampling import GateSamplingMixin
 
 
-class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
+class LoopDropoutDPOTrainer(GateSamplingMixin, SafeRunMixin, DPOTrainer):
     """Preference tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `DPOTrainer` takes. The chosen and the rejected answer of a pair share their gates, so that their rewards are
