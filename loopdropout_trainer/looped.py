@@ -88,18 +88,19 @@ class LoopState:
         return gate
 
     def per_token(self, values: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return one value for each example, [N], shaped to multiply [B, S, r] activations."""
-        ones = [1] * (hidden_states.dim() - 1)
+        """Return values of each example, [N] or [N, E], shaped to multiply [B, S, r] or [B, S, E] activations."""
+        values = values.reshape(len(values), -1)  # [N, E]
+        between = [1] * (hidden_states.dim() - 2)
         if len(values) == 1:
-            return values.view(1, *ones)
+            return values.view(1, *between, -1)
         if self.segments is not None:
-            return values[self.segments.to(values.device)].unsqueeze(-1)  # [B, S, 1]
+            return values[self.segments.to(values.device)]  # [B, S, E]
         if len(values) != len(hidden_states):
             raise ValueError(
                 f"Gates were set for {len(values)} examples, but the batch has {len(hidden_states)}; "
                 "give one column for each example, or a single column for all of them."
             )
-        return values.view(-1, *ones)
+        return values.view(len(values), *between, -1)
 
     def is_off(self, module: int) -> bool:
         """Return whether no loop and no example of the batch uses the module's update."""

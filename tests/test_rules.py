@@ -99,7 +99,7 @@ def oracle_loss(model, batch, num_items, update):
 
     `update` gets the module's index and LoRA layer, and returns an [out, in] matrix.
     """
-    ouro = model.get_base_model()
+    ouro, plain = model.get_base_model(), tiny_ouro(num_hidden_layers=1).model.layers[0]
     layers = {id(layer): index for index, layer in enumerate(adapted_layers(model))}
     total = 0.0
     for example in range(len(batch["input_ids"])):
@@ -110,7 +110,6 @@ def oracle_loss(model, batch, num_items, update):
         rotary = ouro.model.rotary_emb(x, positions)
         for loop in range(K):
             for block in ouro.model.layers:
-                plain = tiny_ouro(num_hidden_layers=1).model.layers[0]
                 weights = dict(block.state_dict())
                 for name, layer in block.named_modules():
                     if id(layer) in layers:
@@ -150,7 +149,7 @@ def noisy_update(seeds, p, noise_rank, c=1.0):
         if seed == 0:
             return delta
         d_out, d_in = delta.shape
-        drawn = torch.randn(noise_rank, d_in + d_out, generator=torch.Generator().manual_seed(seed))
+        drawn = torch.randn(noise_rank, d_in + d_out, generator=torch.Generator().manual_seed(seed)).to(delta.dtype)
         g_in, g_out = drawn[:, :d_in], drawn[:, d_in:].T
         norm = torch.linalg.matrix_norm(delta).detach()
         return delta + c * norm / math.sqrt((1 - p[loop]) * d_out * d_in * noise_rank) * (g_out @ g_in)
@@ -162,8 +161,9 @@ def sparse_update(seeds, p):
     def update(module, layer, loop, example):
         d_out, d_in = layer.out_features, layer.in_features
         kept = torch.rand(d_in + d_out, generator=torch.Generator().manual_seed(int(seeds[module]))) >= p
-        mask_in, mask_out = torch.diag(kept[:d_in] / (1 - p)), torch.diag(kept[d_in:] / (1 - p))
-        return mask_out @ full_update(layer, loop) @ mask_in
+        delta = full_update(layer, loop)
+        masks = (kept / (1 - p)).to(delta.dtype)
+        return torch.diag(masks[d_in:]) @ delta @ torch.diag(masks[:d_in])
 
     return update
 
@@ -185,7 +185,7 @@ def draw_of(trainer, num_examples, **fields):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "lora+"])
 def test_loss_and_gradients_are_those_of_full_matrices(case, make_trainer):
     trainer = make_trainer(case)
-    model, rule = trainer.model, trainer.rule
+    model, rule = trainer.model.double(), trainer.rule
     randomise(model)
     batch, num_items = batch_of(trainer)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

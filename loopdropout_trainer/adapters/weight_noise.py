@@ -60,9 +60,11 @@ class NoisyLora(GatedLora, kind="weight_noise"):
 @torch.no_grad()
 def update_norm(module: LoraLayer, adapter: str) -> torch.Tensor:
     """Return the Frobenius norm of (alpha / r) B A, from the factors alone."""
-    a, b = module.lora_A[adapter].weight.float(), module.lora_B[adapter].weight.float()
+    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError("Weight noise needs whole factors on every process; it does not run under ZeRO-3.")
     with torch.autocast(a.device.type, enabled=False):
+        dtype = torch.promote_types(a.dtype, torch.float32)
+        a, b = a.to(dtype), b.to(dtype)
         energy = ((b.T @ b) * (a @ a.T)).sum()
     return energy.clamp(min=0).sqrt() * module.scaling[adapter]
