@@ -10,15 +10,11 @@ since a process group over gloo sometimes aborts at exit. ZeRO needs deepspeed a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 

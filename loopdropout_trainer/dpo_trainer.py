@@ -14,7 +14,7 @@ from loopdropout_trainer.safe_run import SafeRunMixin
 from loopdropout_trainer.sampling import GateSamplingMixin
 
 
-class LoopDropoutDPOTrainer(GateSamplingMixin, SafeRunMixin, DPOTrainer):
+class LoopDropoutDPOTrainer(SafeRunMixin, GateSamplingMixin, DPOTrainer):
     """Preference tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `DPOTrainer` takes. The chosen and the rejected answer of a pair share their gates, so that their rewards are

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
+from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
-from loopdropout_trainer.adapters import adapted_layers, add_gates, check_adapter, check_peft_config
-from loopdropout_trainer.callbacks import UnitGatesCallback
+from loopdropout_trainer.adapters import add_gates, check_adapter, check_peft_config, physical_layers
+from loopdropout_trainer.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
 from loopdropout_trainer.config import GateArguments
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import Place
@@ -73,10 +75,18 @@ class GateSamplingMixin:
         check_processes(self.accelerator)
         non_reentrant_checkpointing(self.args)
         float32_adapter(self.model, before)
-        self.loop_state = add_gates(self.model, in_activation_dtype=True)
-        self.num_modules = len(adapted_layers(self.model))
+        if self.rule.passes > 1 and self.is_deepspeed_enabled:
+            raise ValueError(
+                f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
+                "after each: use DDP or FSDP."
+            )
+        self.loop_state = add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
+        self.physical_layers = physical_layers(self.model)  # [M]
         self.unit_gates_callback = UnitGatesCallback(self.loop_state)
+        self.rule_callback = RuleCallback(self.rule, self.accelerator)
         self.add_callback(self.unit_gates_callback)
+        self.add_callback(self.rule_callback)
+        self._pass_index = 0
         self._logged = (0, 0.0)  # tokens and seconds at the last log
 
     @property
@@ -99,15 +109,52 @@ class GateSamplingMixin:
             self._draw_gates(inputs, packed_places)
         else:
             self.loop_state.unit_gates()
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss / self.rule.passes if self.model.training and self.rule.passes > 1 else loss
 
-    def training_step(self, *args, **kwargs):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """Run the rule's passes over one micro-batch; nearly every rule has one."""
+        passes, tokens, loss = self.rule.passes, self._total_train_tokens, 0.0
+        for self._pass_index in range(passes):
+            is_last = self._pass_index == passes - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(model):
+                loss = loss + self._run_pass(model, dict(inputs), num_items_in_batch)
+        if passes > 1:  # TRL counted the tokens in every pass
+            self._total_train_tokens = tokens + (self._total_train_tokens - tokens) // passes
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return loss
+
+    def _run_pass(self, *args) -> torch.Tensor:
         # The gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
         # not outlive the step, not even when it is interrupted.
         try:
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args)
+            if self.rule.wants_sensitivity:
+                self.rule_callback.add_sensitivity(self._drawn.grad)
+            return loss
         finally:
             self.loop_state.unit_gates()
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if resume_from_checkpoint:
+            load_rule_state(self.rule, resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            save_rule_state(self.rule, output_dir or self.args.output_dir)
+
+    def create_optimizer(self, model=None):
+        ratio = self.args.loraplus_lr_ratio
+        if ratio is None or self.optimizer is not None:
+            return super().create_optimizer(*() if model is None else (model,))
+        model = self.model if model is None else model
+        optimizer_cls, fields = self.get_optimizer_cls_and_kwargs(self.args, model)
+        self.optimizer = create_loraplus_optimizer(
+            model, optimizer_cls, loraplus_lr_ratio=ratio, loraplus_weight_decay=self.args.weight_decay, **fields
+        )
+        return self.optimizer
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -133,11 +180,13 @@ class GateSamplingMixin:
             num_steps=self.state.max_steps,
             places=[(first_row + row, segment) for row, segment in places],
             num_loops=self.num_loops,
-            num_modules=self.num_modules,
+            num_modules=len(self.physical_layers),
+            layers=self.physical_layers,
+            pass_index=self._pass_index,
         )
-        gates = self.rule.sample(draw)  # [K, N]
-        self.loop_state.set_gates(gates, segments)
-        self._log_gates(gates)
+        self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
+        self.loop_state.set_gates(self._drawn, segments, self.rule.seeds(draw))
+        self._log_gates(self._drawn.detach())
 
     def _next_row(self) -> int:
         """Return the place of this micro-batch's first row in the optimizer step's global batch."""
@@ -146,13 +195,13 @@ class GateSamplingMixin:
         if self.accelerator.split_batches:
             rows //= world
         micro_batch = self.unit_gates_callback.micro_batch
-        self.unit_gates_callback.micro_batch += 1
+        self.unit_gates_callback.micro_batch += self._pass_index == self.rule.passes - 1
         # Accelerate deals whole micro-batches to the processes in turn, so that the order of examples is the same for
         # every layout: here it is counted in rows.
         return (micro_batch * world + self.accelerator.process_index) * rows
 
     def _log_gates(self, gates: torch.Tensor) -> None:
-        active = (gates != 0).float().mean(dim=1)  # [K]
+        active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
         stats = torch.cat([gates.mean().view(1), active]).to(self.accelerator.device)
         mean_gate, *active = self.accelerator.reduce(stats, "mean").tolist()
         metrics = self._metrics["train"]

@@ -13,7 +13,7 @@ from loopdropout_trainer.safe_run import SafeRunMixin
 from loopdropout_trainer.sampling import GateSamplingMixin
 
 
-class LoopDropoutSFTTrainer(GateSamplingMixin, SafeRunMixin, SFTTrainer):
+class LoopDropoutSFTTrainer(SafeRunMixin, GateSamplingMixin, SFTTrainer):
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies

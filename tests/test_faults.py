@@ -242,7 +242,9 @@ def test_a_full_disk_is_one_error_and_leaves_the_newest_whole_checkpoint(make_tr
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     trainer = make_trainer(cls=Fills)
     try:
-        with pytest.raises(CheckpointError, match="checkpoint of step 4 could not be written .*newest whole .*checkpoint-2"):
+        with pytest.raises(
+            CheckpointError, match="checkpoint of step 4 could not be written .*newest whole .*checkpoint-2"
+        ):
             trainer.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -353,9 +355,8 @@ def test_a_refused_push_leaves_the_adapter_on_disk_and_never_tells_the_token(
     trainer = make_trainer(push_to_hub=True, hub_model_id="someone/model", hub_token=TOKEN)
     trainer.train()  # every checkpoint's push is refused, and training goes on
     assert trainer.state.global_step == STEPS
-    with pytest.raises(PushError, match=r"403 Forbidden for \*\*\*\). The adapter is safe in") as error:
+    with pytest.raises(PushError, match=r"403 Forbidden for \*\*\*\). The adapter is safe in"):
         trainer.push_to_hub()
-    assert "from None" or error
     folder = Path(trainer.args.output_dir)
     torch.testing.assert_close(saved_weights(folder), saved_weights(folder / "checkpoint-6"))
 
@@ -389,7 +390,9 @@ def test_an_adapter_over_a_trained_one_keeps_every_bit(make_trainer, tmp_path):
     model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()))
     model.save_pretrained(tmp_path / "adapter")
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    save_file({name: tensor + 1e-4 for name, tensor in tensors.items()}, tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(
+        {name: tensor + 1e-4 for name, tensor in tensors.items()}, tmp_path / "adapter" / "adapter_model.safetensors"
+    )
     model = load_adapter(tiny_ouro().bfloat16(), tmp_path / "adapter", is_trainable=True)
     before = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
     trainer = make_trainer(model)
