@@ -9,10 +9,8 @@ the run are printed at the end and saved in `output_dir`.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from loopdropout_trainer.recipe import (
     AdapterArguments,
     ModelArguments,
     RecipeError,
+    RunArguments,
     build,
     parse_recipe,
     settings_yaml,
@@ -37,47 +36,11 @@ from loopdropout_trainer.report import Outcome, print_report, write_results
 from loopdropout_trainer.sampling import check_run
 
 
-@dataclass
-class ScriptArguments:
-    """What happens around the training."""
-
-    compare_with: list[str] | None = field(
-        default=None,
-        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
-    )
-    benchmarks: list[str] | None = field(
-        default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
-    )
-    benchmark_files: dict[str, str] | str | None = field(
-        default=None,
-        metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."},
-    )
-    benchmark_limit: int | None = field(
-        default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
-    )
-    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
-    single_loop_batches: int = field(
-        default=0,
-        metadata={
-            "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
-        },
-    )
-    merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
-    push_merged_to_hub: bool = field(
-        default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
-    )
-    dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
-
-    def __post_init__(self):
-        if isinstance(self.benchmark_files, str):
-            self.benchmark_files = json.loads(self.benchmark_files)
-
-
 class Run:
     """The settings of one command, and the steps from them to trained, measured and saved adapters."""
 
     def __init__(self, argv: list[str] | None = None) -> None:
-        types = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+        types = (RunArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
         parsed, self.settings = parse_recipe(types, argv, description=__doc__)
         self.script, self.model, self.adapter, self.data_args, config = parsed
         self.configs = [config, *(self.config_for(rule, config) for rule in self.script.compare_with or ())]

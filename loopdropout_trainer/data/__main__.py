@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
-from loopdropout_trainer.recipe import ModelArguments, parse_recipe
+from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RunArguments, parse_recipe
 
 
 @dataclass
@@ -66,7 +66,9 @@ def marked(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokeniz
 
 def main(argv: list[str] | None = None) -> None:
     types = (ShowArguments, ModelArguments, DataArguments, LossArguments)
-    (show, model, data_args, loss), _ = parse_recipe(types, argv, description=__doc__, only_known=True)
+    (show, model, data_args, loss), _ = parse_recipe(
+        types, argv, description=__doc__, unread_types=(RunArguments, AdapterArguments, LoopDropoutConfig)
+    )
     tokenizer = load_tokenizer(model)
     data = load_data(data_args, tokenizer, loss.max_length)
     examples = data.eval if show.held_out else data.train

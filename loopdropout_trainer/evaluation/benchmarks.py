@@ -129,18 +129,36 @@ def load_benchmark(
         ValueError: for an unknown name, a limit below 1, or a bad row, with its file and place.
         OSError: if a file cannot be read.
     """
-    if name not in BENCHMARKS:
-        raise ValueError(f"`benchmarks` must be among {', '.join(BENCHMARKS)}; got {name!r}.")
+    _check_name(name)
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` is the number of problems and must be at least 1; got {limit}.")
-    task = BENCHMARKS[name]
     if files is None:
-        located = ((f"row {place} of {name}", row) for place, row in enumerate(task.rows(limit), start=1))
+        rows = ((f"Row {place} of {name}", row) for place, row in enumerate(BENCHMARKS[name].rows(limit), start=1))
     else:
         files = [files] if isinstance(files, str | Path) else files
-        located = (pair for file in files for pair in _read(Path(file)))
+        rows = (placed for file in files for placed in _read(Path(file)))
+    return _benchmark(name, islice(rows, limit))
+
+
+def make_benchmark(name: str, rows: Iterable[Row]) -> Benchmark:
+    """Ask and score rows of the user's own, such as held-out ones, as the benchmark `name` does.
+
+    Raises:
+        ValueError: for an unknown name, or a row without the benchmark's fields.
+    """
+    return _benchmark(name, ((f"Row {place}", row) for place, row in enumerate(rows, start=1)))
+
+
+def _check_name(name: str) -> None:
+    if name not in BENCHMARKS:
+        raise ValueError(f"`benchmarks` must be among {', '.join(BENCHMARKS)}; got {name!r}.")
+
+
+def _benchmark(name: str, rows: Iterable[tuple[str, Row]]) -> Benchmark:
+    _check_name(name)
+    task = BENCHMARKS[name]
     prompts, references = [], []
-    for where, row in islice(located, limit):
+    for where, row in rows:
         try:
             prompts.append(task.prompt(row))
             references.append(task.reference(row))

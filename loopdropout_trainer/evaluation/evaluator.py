@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
@@ -44,7 +45,7 @@ def evaluate_benchmark(
     Raises:
         SettingsChangedError: if `log_dir` holds answers of other settings.
     """
-    state = PartialState()
+    state = all_processes()
     answers: dict[int, str] = {}
     log = None
     if log_dir is not None:
@@ -71,6 +72,12 @@ def evaluate_benchmark(
     for part in gather_object([new_answers]):
         answers.update(part)
     return score_completions(benchmark, [answers[index] for index in range(len(benchmark.prompts))])
+
+
+def all_processes(**kwargs: Any) -> PartialState:
+    """Return this process's view of all of them, and set up their group if nobody has; kwargs are for that."""
+    # Without `cpu`, every process of a group without accelerators takes itself for the only one.
+    return PartialState(cpu=not torch.accelerator.is_available(), **kwargs)
 
 
 def _resume(log: PredictionLog, settings: dict[str, Any], state: PartialState) -> dict[int, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from loopdropout_trainer.evaluation.benchmarks import Benchmark
 from loopdropout_trainer.evaluation.scorers import load_metric
@@ -72,3 +74,12 @@ def score_completions(benchmark: Benchmark, completions: Sequence[str]) -> Bench
     fields = (benchmark.prompts, completions, benchmark.references)
     fields += (verdicts["extracted"], verdicts["correct"], verdicts["errors"])
     return BenchmarkResult(benchmark.name, [Prediction(*row) for row in zip(*fields, strict=True)])
+
+
+def load_results(path: str | Path) -> dict[str, BenchmarkResult]:
+    """Read the results of every benchmark in an `evaluation.json`, by name."""
+    benchmarks = json.loads(Path(path).read_text(encoding="utf-8"))["benchmarks"]
+    return {
+        name: BenchmarkResult(name, [Prediction(**prediction) for prediction in measured["predictions"]])
+        for name, measured in benchmarks.items()
+    }

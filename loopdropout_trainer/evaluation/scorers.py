@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import evaluate
-
-
-METRICS = Path(__file__).parent / "metrics"
-"""Folder of the `evaluate` metrics; `evaluate.load(str(METRICS / name))` loads one."""
+from loopdropout_trainer.evaluation.metrics import METRICS, evaluate
 
 
-def load_metric(name: str) -> evaluate.EvaluationModule:
+if TYPE_CHECKING:
+    from evaluate import EvaluationModule
+
+
+def load_metric(name: str) -> EvaluationModule:
     """Load one of this package's answer metrics: `gsm8k_strict`, `metamath_gsm8k` or `metamath_math`.
 
     Raises:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
-import evaluate
+
+from loopdropout_trainer.evaluation.metrics import evaluate
 
 
 @dataclass(frozen=True)
