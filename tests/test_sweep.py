@@ -1,10 +1,12 @@
 """Sweeps: what runs in which order, which rate is chosen, and that nothing is done twice, whatever interrupts it."""
 
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from loopdropout_trainer.sweep import Sweep, SweepArguments, SweepError, sweep_c
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(RECIPES.parent)}
 # Stands in for sft.py and evaluate.py: notes its command, then writes results with a score that peaks at rate 0.02.
 SCRIPT = """
 import json, pathlib, sys, time
@@ -120,24 +123,46 @@ def test_failed_and_cut_off_runs_are_done_again(lab):
     assert len(set(lab.ran())) == len(lab.ran()) - 1
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_an_interrupted_run_ends_with_the_sweep_and_is_done_again(tmp_path, monkeypatch):
+    lab = Lab(tmp_path, hang=True)
+    lab.trap.touch()
+    children = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args: children.append(popen(*args)) or children[-1])
+
+    def interrupt():
+        while not lab.ran():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        lab.sweep().run()
+    assert children[0].poll() is not None
+    assert len(lab.ran()) == 1
+    lab.sweep().run()
+    assert lab.ran()[0] == lab.ran()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_the_script_is_stopped_and_continues(tmp_path, stop):
     lab = Lab(tmp_path, hang=True)
     command = [sys.executable, str(tmp_path / "sweep.py"), str(lab.recipe), "--learning_rates", "0.01", "0.02"]
     command += ["--methods", "lora", "--seeds", "1", "2", "--output_dir", str(tmp_path / "out")]
     (tmp_path / "sweep.py").write_text((RECIPES / "sweep.py").read_text())  # the real one, beside the stand-ins
     lab.trap.touch()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 60
-    while not lab.ran() and time.time() < deadline:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    deadline = time.time() + 120
+    while not lab.ran() and process.poll() is None and time.time() < deadline:
         time.sleep(0.05)
     process.send_signal(stop)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "the same command continues" in errors
     assert len(lab.ran()) == 1
 
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=ENVIRONMENT)
     assert len(lab.ran()) == 1 + 3 + 2
     assert "0.01: 50.00  0.02: 70.00*" in done.stdout
 
@@ -226,17 +251,17 @@ def test_a_real_sweep(tmp_path, tokenizer):
     )
     command = [sys.executable, str(RECIPES / "sweep.py"), str(recipe), "--learning_rates", "1e-3", "2e-3"]
     command += ["--seeds", "1", "2", "--output_dir", str(tmp_path / "out")]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=ENVIRONMENT)
     first = tmp_path / "out" / "lora" / "lr_0.001" / "seed_1" / "results.json"
     deadline = time.time() + 120
-    while not first.exists() and time.time() < deadline:
+    while not first.exists() and process.poll() is None and time.time() < deadline:
         time.sleep(0.2)
     time.sleep(8)  # well into the second run
     process.terminate()
-    process.wait(timeout=60)
+    process.wait(timeout=120)
     stamp = first.stat().st_mtime_ns
 
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900, env=ENVIRONMENT)
     assert first.stat().st_mtime_ns == stamp
     assert len(list((tmp_path / "out").glob("*/*/*/results.json"))) == 6
     assert len(list((tmp_path / "out").glob("*/*/*/test/evaluation.json"))) == 4
