@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import sys
 import types
 import typing
@@ -101,6 +102,42 @@ class AdapterArguments:
             "use_rslora": self.use_rslora,
         }
         return {key: value for key, value in fields.items() if value is not None}
+
+
+@dataclass
+class RunArguments:
+    """What happens around the training."""
+
+    compare_with: list[str] | None = field(
+        default=None,
+        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
+    )
+    benchmarks: list[str] | None = field(
+        default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
+    )
+    benchmark_files: dict[str, str] | str | None = field(
+        default=None,
+        metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."},
+    )
+    benchmark_limit: int | None = field(
+        default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
+    )
+    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
+    single_loop_batches: int = field(
+        default=0,
+        metadata={
+            "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+        },
+    )
+    merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
+    push_merged_to_hub: bool = field(
+        default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
+
+    def __post_init__(self):
+        if isinstance(self.benchmark_files, str):
+            self.benchmark_files = json.loads(self.benchmark_files)
 
 
 class _Loader(yaml.SafeLoader):

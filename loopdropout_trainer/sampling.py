@@ -66,12 +66,13 @@ class GateSamplingMixin:
         self.rule = args.make_rule()
         given["args"] = args
         given["peft_config"] = peft_config
+        before = _trained_weights(model) if isinstance(model, PeftModel) else {}
 
         super().__init__(*call.args, **call.kwargs)
 
         check_processes(self.accelerator)
         non_reentrant_checkpointing(self.args)
-        float32_adapter(self.model, self.accelerator)
+        float32_adapter(self.model, before)
         self.loop_state = add_gates(self.model, in_activation_dtype=True)
         self.num_modules = len(adapted_layers(self.model))
         self.unit_gates_callback = UnitGatesCallback(self.loop_state)
@@ -160,14 +161,16 @@ class GateSamplingMixin:
             metrics[f"active_loop_{loop}"].append(fraction)
 
 
+def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
 def _output_dir(model: str | nn.Module) -> str:
     name = model if isinstance(model, str) else model.config.name_or_path
     return f"{name.rstrip('/').split('/')[-1]}-LoopDropout"
 
 
-def check_run(
-    model: str | nn.Module, args: GateArguments, peft_config: PeftConfig | None = None
-) -> PreTrainedConfig:
+def check_run(model: str | nn.Module, args: GateArguments, peft_config: PeftConfig | None = None) -> PreTrainedConfig:
     """Refuse what cannot be trained, before weights or data are loaded.
 
     Returns:

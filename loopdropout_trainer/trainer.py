@@ -9,10 +9,11 @@ import torch
 from trl import SFTTrainer
 
 from loopdropout_trainer.config import LoopDropoutConfig
+from loopdropout_trainer.safe_run import SafeRunMixin
 from loopdropout_trainer.sampling import GateSamplingMixin
 
 
-class LoopDropoutSFTTrainer(GateSamplingMixin, SFTTrainer):
+class LoopDropoutSFTTrainer(GateSamplingMixin, SafeRunMixin, SFTTrainer):
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies

@@ -12,16 +12,15 @@ from __future__ import annotations
 import os
 import sys
 
-from sft import ScriptArguments  # beside this file
 
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
 from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
-from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RecipeError, parse_recipe
+from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RecipeError, RunArguments, parse_recipe
 
 
-OF_TRAINING = (ScriptArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+OF_TRAINING = (RunArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
 IS_FIRST = os.environ.get("RANK", "0") == "0"
 
 

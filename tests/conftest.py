@@ -19,7 +19,7 @@ from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -22,9 +22,11 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.gsm8k import GSM8K, Arithmetic
 from loopdropout_trainer.data.lengths import token_lengths
+from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
 from loopdropout_trainer.data.preparation import Preparation, Unwanted, rank
 from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, read_files
+from loopdropout_trainer.data.tulu2 import Tulu2
 
 
 _CACHE_VERSION = 1  # to be raised when the same settings give other examples
@@ -32,6 +34,8 @@ _PREPARATIONS: dict[str | None, type[Preparation]] = {
     None: Preparation,
     "arithmetic": Arithmetic,
     "gsm8k": GSM8K,
+    "metamath_gsm": MetaMathGSM,
+    "tulu2": Tulu2,
 }
 
 
@@ -241,8 +245,8 @@ def _split(
     asked = preparation.args.num_train_examples
     if asked is not None and len(train) < asked or len(held_out) < preparation.num_held_out:
         raise DataError(
-            f"{report.source} has {len(examples):,} usable rows: too few for "
-            f"`num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`; lower one of them."
+            f"Too few rows for `num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`: "
+            f"{len(train):,} and {len(held_out):,} are usable; ask for fewer.\n{report}"
         )
     report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
     return examples.select(train), examples.select(held_out)
