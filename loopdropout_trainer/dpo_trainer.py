@@ -40,6 +40,10 @@ class LoopDropoutDPOTrainer(SafeRunMixin, GateSamplingMixin, DPOTrainer):
         if "ref" in self.model.peft_config:
             add_unit_gates(self.model, "ref")
 
+    @staticmethod
+    def dataset_formats(args: LoopDropoutDPOConfig) -> list[set[str]]:
+        return [{"chosen", "rejected"}, {"prompt_ids", "chosen_ids", "rejected_ids"}]
+
     def places_of(self, inputs: dict[str, torch.Tensor]) -> list[Place]:
         """Return the places of N chosen and then N rejected answers: those of their pairs."""
         pairs = len(inputs["input_ids"]) // 2

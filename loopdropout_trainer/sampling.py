@@ -46,8 +46,8 @@ class GateSamplingMixin:
     """Draws gates [K, N] in each training micro-batch of the TRL trainer that it stands before in the list of bases.
 
     The trainer keeps its own loss. All forward passes of one micro-batch see the same gates, and so does the backward
-    pass; evaluation, generation and saving see unit gates. A subclass names its arguments class in `args_class`, and
-    overrides `places_of` if the rows of its batches are not its examples.
+    pass; evaluation, generation and saving see unit gates. A subclass names its arguments class in `args_class` and the
+    columns of its data in `dataset_formats`, and overrides `places_of` if the rows of its batches are not its examples.
 
     Raises:
         NotLoopedError: for a model without loops.
@@ -66,6 +66,8 @@ class GateSamplingMixin:
         if peft_config is None and not isinstance(model, PeftModel):
             peft_config = default_peft_config(config if isinstance(model, str) else model)
         self.rule = args.make_rule()
+        if not given.get("formatting_func"):
+            check_dataset(given.get("train_dataset"), self.dataset_formats(args))
         given["args"] = args
         given["peft_config"] = peft_config
         before = _trained_weights(model) if isinstance(model, PeftModel) else {}
@@ -93,6 +95,11 @@ class GateSamplingMixin:
     def num_loops(self) -> int:
         """Recurrence depth K of the model."""
         return find_looped_model(self.model).config.num_loops
+
+    @staticmethod
+    def dataset_formats(args: TrainingArguments) -> list[set[str]]:
+        """Return the sets of columns of which a training dataset must have one."""
+        raise NotImplementedError
 
     def places_of(self, inputs: dict[str, torch.Tensor]) -> list[Place]:
         """Return (row, segment) of each example of a micro-batch; rows are counted from the micro-batch's first.
@@ -208,6 +215,26 @@ class GateSamplingMixin:
         metrics["gate_mean"].append(mean_gate)
         for loop, fraction in enumerate(active, start=1):
             metrics[f"active_loop_{loop}"].append(fraction)
+
+
+def check_dataset(dataset: Any, formats: list[set[str]]) -> None:
+    """Refuse training data that is empty, cannot be read, or has none of the sets of columns in `formats`.
+
+    Raises:
+        ValueError: in one sentence.
+    """
+    if dataset is None:
+        return
+    try:
+        columns = set(next(iter(dataset)))
+    except StopIteration:
+        raise ValueError("`train_dataset` is empty: there is no example to train on.") from None
+    except Exception as error:  # whatever the file format's reader raises
+        raise ValueError(f"`train_dataset` cannot be read ({type(error).__name__}: {error}).") from error
+    if not any(wanted <= columns for wanted in formats):
+        valid = " or ".join(" and ".join(map(repr, sorted(wanted))) for wanted in formats)
+        found = ", ".join(map(repr, sorted(columns)))
+        raise ValueError(f"`train_dataset` has the columns {found}; it needs {valid}.")
 
 
 def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:

@@ -39,6 +39,10 @@ class LoopDropoutSFTTrainer(SafeRunMixin, GateSamplingMixin, SFTTrainer):
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_places, self.data_collator)
 
+    @staticmethod
+    def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
+        return [{args.dataset_text_field}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"}]
+
 
 def _collate_with_places(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:
     """Collate, and note which row (and which of the examples packed in it) each part of the flattened row comes from."""
