@@ -117,7 +117,11 @@ def oracle_loss(model, batch, num_items, update):
                         weights[f"{name}.weight"] = base + update(layers[id(layer)], layer, loop, example)
                 weights = {name: weight for name, weight in weights.items() if "lora_" not in name}
                 x = functional_call(
-                    plain, weights, (x,), {"loop": 0, "attention_mask": None, "position_embeddings": rotary}, strict=True
+                    plain,
+                    weights,
+                    (x,),
+                    {"loop": 0, "attention_mask": None, "position_embeddings": rotary},
+                    strict=True,
                 )
             x = ouro.model.norm(x)
         logits = ouro.lm_head(x)[0, :-1]
@@ -269,7 +273,9 @@ def test_every_rule_has_a_case():
 # --- Single rules ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["weight_noise", "module_wise", "independent + loop mask", "lora_dropout", "adaptive"])
+@pytest.mark.parametrize(
+    "case", ["weight_noise", "module_wise", "independent + loop mask", "lora_dropout", "adaptive"]
+)
 def test_gradient_checkpointing_changes_nothing(case, make_trainer):
     gradients = []
     for checkpointing in (False, True):
@@ -395,7 +401,10 @@ def test_loops_start_from_different_factors_without_global_randomness():
 
 
 def test_unmergeable_adapters_say_why(make_trainer, tmp_path):
-    for case, reason in (("independent", "each loop has an update of its own"), ("learned", "learned gates .* each loop")):
+    for case, reason in (
+        ("independent", "each loop has an update of its own"),
+        ("learned", "learned gates .* each loop"),
+    ):
         trainer = make_trainer(case)
         randomise(trainer.model)
         with pytest.raises(ValueError, match=reason):
