@@ -68,8 +68,7 @@ def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
             if parameter == "weight":
                 tensor = _merged_weight(module_name, layers[module_name], adapter, tensor)
         elif any(
-            f".lora_{part}." in f".{name}"
-            for part in ("A", "B", "embedding_A", "embedding_B", "magnitude_vector", "loop_gates")
+            f".lora_{part}." in f".{name}" for part in ("A", "B", "embedding_A", "embedding_B", "magnitude_vector")
         ):
             continue
         merged[f"{module_name}.{parameter}"] = tensor

@@ -19,10 +19,11 @@ class LearnedGatesLora(GatedLora, kind="learned"):
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:
-        looped = find_looped_model(model)
-        if looped.loop_state.learned is not None:
+        state = find_looped_model(model).loop_state
+        if state.learned is not None:
             return
         device = adapted_layers(model)[0].lora_A[adapter].weight.device
-        # "lora_" makes PEFT save and load it with the adapter.
-        looped.lora_loop_gates = nn.ParameterDict({adapter: nn.Parameter(torch.ones(num_loops, device=device))})
-        looped.loop_state.learned = (looped.lora_loop_gates, adapter)
+        # Here PEFT saves and loads it with the adapter, and FSDP gathers it for the whole forward pass.
+        tuner = model.base_model
+        tuner.lora_loop_gates = nn.ParameterDict({adapter: nn.Parameter(torch.ones(num_loops, device=device))})
+        state.learned = (tuner.lora_loop_gates, adapter)
