@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,6 +17,14 @@ from torch import nn
 
 class NotLoopedError(ValueError):
     """The model has no recurrent block that announces its loops."""
+
+
+class Draw(Protocol):
+    """What a training step's random draws are keyed by; `places` are (row, segment) of its examples."""
+
+    seed: int
+    step: int
+    places: Sequence[tuple[int, int]]
 
 
 class LoopState:
@@ -30,12 +39,15 @@ class LoopState:
             for unit gates, which is ordinary LoRA and what inference uses.
         segments: [B, S] index of the example that each token belongs to, when several examples share one row
             (packing, padding-free). None: row b is example b.
+        draw: in a training step, what its random draws are keyed by (`seed`, `step`, and the examples' `places` in the
+            global batch), for models that start from a random state; None outside of one.
     """
 
     def __init__(self) -> None:
         self.loop = 0
         self.gates: torch.Tensor | None = None
         self.segments: torch.Tensor | None = None
+        self.draw: Draw | None = None
 
     def set_gates(self, gates: torch.Tensor | None, segments: torch.Tensor | None = None) -> None:
         """Apply `gates` [K, N] from now on; exact unit gates are stored as None, so that they cost nothing."""
@@ -45,8 +57,9 @@ class LoopState:
         self.segments = segments if gates is not None else None
 
     def unit_gates(self) -> None:
-        """Return to ordinary LoRA: every gate is one."""
+        """Return to ordinary LoRA, outside of any training step: every gate is one."""
         self.set_gates(None)
+        self.draw = None
 
     def gate_for(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.

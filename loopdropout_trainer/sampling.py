@@ -136,6 +136,7 @@ class GateSamplingMixin:
         )
         gates = self.rule.sample(draw)  # [K, N]
         self.loop_state.set_gates(gates, segments)
+        self.loop_state.draw = draw
         self._log_gates(gates)
 
     def _next_row(self) -> int:

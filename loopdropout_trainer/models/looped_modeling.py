@@ -320,6 +320,24 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     float32_logits = False
 
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.register_load_state_dict_pre_hook(
+            lambda module, weights, prefix, *args: module.accept_hub_weights(weights, prefix)
+        )
+
+    def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the state dict `weights` as the published code names and completes it: what is saved."""
+        return weights
+
+    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str) -> None:
+        """Turn a published state dict, whose keys start with `prefix`, into this model's in place."""
+
+    def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
+        """Save the model under the hub's own key names; arguments as in transformers."""
+        weights = self.hub_weights(self.state_dict() if state_dict is None else state_dict)
+        super().save_pretrained(save_directory, *args, state_dict=weights, **kwargs)
+
     @property
     def loop_state(self) -> LoopState:
         return self.base_model.loop_state
