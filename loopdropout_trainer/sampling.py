@@ -166,9 +166,7 @@ def _output_dir(model: str | nn.Module) -> str:
     return f"{name.rstrip('/').split('/')[-1]}-LoopDropout"
 
 
-def check_run(
-    model: str | nn.Module, args: GateArguments, peft_config: PeftConfig | None = None
-) -> PreTrainedConfig:
+def check_run(model: str | nn.Module, args: GateArguments, peft_config: PeftConfig | None = None) -> PreTrainedConfig:
     """Refuse what cannot be trained, before weights or data are loaded.
 
     Returns:

@@ -48,7 +48,8 @@ class ScriptArguments:
         default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
     )
     benchmark_files: dict[str, str] | str | None = field(
-        default=None, metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."}
+        default=None,
+        metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."},
     )
     benchmark_limit: int | None = field(
         default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
@@ -56,7 +57,9 @@ class ScriptArguments:
     benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
     single_loop_batches: int = field(
         default=0,
-        metadata={"help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."},
+        metadata={
+            "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+        },
     )
     merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
     push_merged_to_hub: bool = field(

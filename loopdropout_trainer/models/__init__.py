@@ -3,12 +3,14 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from loopdropout_trainer.models.huginn import HuginnConfig, HuginnForCausalLM, HuginnModel
+from loopdropout_trainer.models.loopus import LoopusConfig, LoopusForCausalLM, LoopusModel
 from loopdropout_trainer.models.ouro import OuroConfig, OuroForCausalLM, OuroModel
 
 
 for _config, _backbone, _causal_lm in (
     (OuroConfig, OuroModel, OuroForCausalLM),
     (HuginnConfig, HuginnModel, HuginnForCausalLM),
+    (LoopusConfig, LoopusModel, LoopusForCausalLM),
 ):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _backbone, exist_ok=True)
@@ -18,6 +20,9 @@ __all__ = [
     "HuginnConfig",
     "HuginnForCausalLM",
     "HuginnModel",
+    "LoopusConfig",
+    "LoopusForCausalLM",
+    "LoopusModel",
     "OuroConfig",
     "OuroForCausalLM",
     "OuroModel",

@@ -94,7 +94,9 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         layers = self.n_layers_in_prelude + self.n_layers_in_recurrent_block + self.n_layers_in_coda
-        depth = self.n_layers_in_prelude + self.n_layers_in_recurrent_block * self.mean_recurrence + self.n_layers_in_coda
+        depth = (
+            self.n_layers_in_prelude + self.n_layers_in_recurrent_block * self.mean_recurrence + self.n_layers_in_coda
+        )
         std = math.sqrt(2 / (5 * self.n_embd))
         derived = {
             "n_layers": layers,
