@@ -22,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, LoadedData, load_data
 from loopdropout_trainer.diagnostics import single_loop_activation
+from loopdropout_trainer.diagnostics.plots import plot_single_loop
 from loopdropout_trainer.evaluation import BenchmarkResult, evaluate_benchmark, load_benchmark
 from loopdropout_trainer.hub import PushError, RunFacts, push_merged_to_hub
 from loopdropout_trainer.recipe import (
@@ -48,8 +49,7 @@ class ScriptArguments:
         default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
     )
     benchmark_files: dict[str, str] | str | None = field(
-        default=None,
-        metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."},
+        default=None, metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."}
     )
     benchmark_limit: int | None = field(
         default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
@@ -57,9 +57,7 @@ class ScriptArguments:
     benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
     single_loop_batches: int = field(
         default=0,
-        metadata={
-            "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
-        },
+        metadata={"help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."},
     )
     merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
     push_merged_to_hub: bool = field(
@@ -104,8 +102,13 @@ class Run:
             load_benchmark(name, files.get(name), self.script.benchmark_limit) for name in self.script.benchmarks or ()
         ]
 
-    def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult]) -> Outcome:
-        """Train one adapter, measure it and save it."""
+    def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult] | None) -> Outcome:
+        """Train one adapter, measure it and save it.
+
+        Args:
+            config: rule and hyperparameters.
+            base_benchmarks: results before training if they are known; they are the same for every rule.
+        """
         trainer = LoopDropoutSFTTrainer(
             self.model.model_name_or_path,
             args=config,
@@ -114,3 +117,93 @@ class Run:
             processing_class=self.tokenizer,
             peft_config=self.peft_config,
         )
+        if base_benchmarks is None:
+            base_benchmarks = self.evaluate(trainer)  # a new adapter changes nothing yet
+        began = time.perf_counter()
+        result = trainer.train(resume_from_checkpoint=checkpoint_of(config))
+        outcome = Outcome(
+            rule=config.rule,
+            p=config.p,
+            num_loops=trainer.num_loops,
+            trainable_parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            steps=trainer.state.global_step,
+            examples=len(trainer.train_dataset),
+            train_loss=result.training_loss,
+            train_seconds=time.perf_counter() - began,
+            base_benchmarks=base_benchmarks,
+        )
+        trainer.save_model()  # before anything else can go wrong
+        outcome.saved["adapter"] = config.output_dir
+        outcome.benchmarks = self.evaluate(trainer)
+        if self.script.single_loop_batches and trainer.eval_dataset is not None:
+            batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
+            outcome.single_loop = single_loop_activation(trainer.model, batches)
+        if trainer.accelerator.is_main_process:
+            Path(config.output_dir, "recipe.yaml").write_text(settings_yaml(self.settings), encoding="utf-8")
+            if config is self.configs[0] and (self.script.merge or self.script.push_merged_to_hub):
+                self.merge(trainer, outcome)
+            write_results(outcome, self.settings, config.output_dir)
+        return outcome
+
+    def evaluate(self, trainer: LoopDropoutSFTTrainer) -> list[BenchmarkResult]:
+        """Answer every benchmark by greedy generation at unit gates."""
+        batch_size = self.script.benchmark_batch_size
+        return [evaluate_benchmark(trainer.model, self.tokenizer, each, batch_size) for each in self.benchmarks]
+
+    def merge(self, trainer: LoopDropoutSFTTrainer, outcome: Outcome) -> None:
+        """Save the merged model with its card."""
+        facts = RunFacts(
+            base_model=self.model.base_name,
+            rule=outcome.rule,
+            p=outcome.p,
+            recipe=settings_yaml(self.settings),
+            data=self.data.description,
+            results=outcome.results,
+        )
+        folder = Path(trainer.args.output_dir) / "merged"
+        merge_and_save(trainer.model, folder, self.tokenizer, facts, repo_id=trainer.args.hub_model_id)
+        outcome.saved["merged model"] = str(folder)
+
+
+def load_tokenizer(model: ModelArguments) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer, with the recipe's chat template if it names one."""
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    if model.chat_template is not None:
+        tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def checkpoint_of(config: LoopDropoutConfig) -> str | None:
+    """Return the checkpoint to resume from: `resume_from_checkpoint: true` means the last one, if there is any."""
+    wanted = config.resume_from_checkpoint
+    if wanted in (True, "true", "True"):
+        return get_last_checkpoint(config.output_dir) if Path(config.output_dir).is_dir() else None
+    return None if wanted in (False, "false", "False") else wanted
+
+
+def main(argv: list[str] | None = None) -> None:
+    run = Run(argv)
+    run.load()
+    outcomes: list[Outcome] = []
+    for config in run.configs:
+        outcomes.append(run.train(config, outcomes[0].base_benchmarks if outcomes else None))
+    config = run.configs[0]
+    if not config.should_save:  # the other processes
+        return
+    if outcomes[0].single_loop is not None:
+        chart = Path(config.output_dir) / "single_loop.png"
+        plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart)
+        outcomes[0].saved["chart of single-loop activation"] = str(chart)
+    print_report(outcomes)
+    if run.script.push_merged_to_hub:
+        address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)
+        print(f"Pushed to {address}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, PushError) as error:  # what the user can put right, in one sentence
+        sys.exit(f"sft.py: {error}")

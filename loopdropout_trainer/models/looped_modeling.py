@@ -134,6 +134,9 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         prefix = "" if self is self.base_model else f"{self.base_model_prefix}."
         return [f"{prefix}{name}" for name in self.base_model.recurrent_names()]
 
+    def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
+        return self.base_model(**inputs, use_cache=False, output_readouts=True).readouts
+
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
         # Reentrant checkpointing runs a backward pass inside the backward pass. A layer that ran K times then reports
         # its gradients K times: DDP raises or lets the ranks diverge, ZeRO-3 reduces wrong sums, silently.
