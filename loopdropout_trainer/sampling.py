@@ -11,8 +11,15 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers.utils import logging
 
-from loopdropout_trainer.adapters import add_gates, check_adapter, check_peft_config, physical_layers
+from loopdropout_trainer.adapters import (
+    add_gates,
+    check_adapter,
+    check_peft_config,
+    physical_layers,
+    sole_trained_factors,
+)
 from loopdropout_trainer.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
 from loopdropout_trainer.config import GateArguments
 from loopdropout_trainer.gates import Draw
@@ -22,9 +29,13 @@ from loopdropout_trainer.layouts import (
     check_packed_batch,
     check_processes,
     float32_adapter,
+    may_skip_loops,
     non_reentrant_checkpointing,
 )
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
+
+
+logger = logging.get_logger(__name__)
 
 
 def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> LoraConfig:
@@ -88,6 +99,7 @@ class GateSamplingMixin:
         self.rule_callback = RuleCallback(self.rule, self.accelerator)
         self.add_callback(self.unit_gates_callback)
         self.add_callback(self.rule_callback)
+        self.factors = self._skippable_factors()  # or None
         self._pass_index = 0
         self._logged = (0, 0.0)  # tokens and seconds at the last log
 
@@ -194,7 +206,22 @@ class GateSamplingMixin:
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
         self.loop_state.set_gates(self._drawn, segments, self.rule.seeds(draw))
         self.loop_state.draw = draw
+        self.loop_state.factors = self.factors
         self._log_gates(self._drawn.detach())
+
+    def _skippable_factors(self) -> list[nn.Parameter] | None:
+        """Return what `LoopState.factors` is to be in training, and say so."""
+        if not self.args.skip_frozen_loops:
+            return None
+        factors = sole_trained_factors(self.model) if may_skip_loops(self.accelerator, self.args) else None
+        if factors is None:
+            logger.warning_once(
+                "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that is "
+                "trained."
+            )
+        else:
+            logger.info("Loops before an example's first active gate run without gradient (`skip_frozen_loops`).")
+        return factors
 
     def _next_row(self) -> int:
         """Return the place of this micro-batch's first row in the optimizer step's global batch."""

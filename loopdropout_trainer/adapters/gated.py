@@ -81,11 +81,11 @@ class GatedLora(LoraVariant):
         return x.to(result.dtype) if self.in_activation_dtype else x
 
     def _off(self, module: LoraLayer, adapter: str, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Leave the update out; among several processes, run it on one token times zero.
+        """Leave the update out; among several processes, where it may have a gradient, run it on one token times zero.
 
         A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
         """
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if self.loop_state.frozen or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return result
         token = self._cast(x.flatten(0, -2)[:1], result)
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
@@ -144,6 +144,24 @@ def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
     """
     variant = layer.lora_variant.get(adapter)
     return variant.merged_update(layer, adapter) if isinstance(variant, GatedLora) else layer.get_delta_weight(adapter)
+
+
+def sole_trained_factors(model: PeftModel) -> list[nn.Parameter] | None:
+    """Return the factors A and B of a gated adapter, or None if anything else is trained, or if its input is dropped out."""
+    factors = [
+        factor[adapter].weight
+        for layer in adapted_layers(model)
+        for factor in (layer.lora_A, layer.lora_B)
+        for adapter in layer.active_adapters
+    ]
+    dropped = any(
+        module.p > 0
+        for layer in adapted_layers(model)
+        for module in layer.lora_dropout.modules()
+        if isinstance(module, nn.Dropout)
+    )
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return factors if trained == set(map(id, factors)) and not dropped else None
 
 
 def physical_layers(model: nn.Module) -> list[int]:
