@@ -105,7 +105,7 @@ def frozen_prefix(inputs: LoopInputs, loop_state: LoopState) -> FrozenPrefix | N
     num_rows, dim = len(inputs.state), _ROWS
     joins = [min(first_loops)] * num_rows
     dense = inputs.attention_mask is None or torch.is_tensor(inputs.attention_mask)
-    if loop_state.segments is not None:
+    if loop_state.segments is not None and len(first_loops) > 1:
         if num_rows == 1 and torch.is_tensor(inputs.attention_mask) and inputs.attention_mask.dim() == 4:
             segments = loop_state.segments[0]
             joins, dim = torch.tensor(first_loops, device=segments.device)[segments].tolist(), _TOKENS
