@@ -31,6 +31,7 @@ from loopdropout_trainer.layouts import (
     float32_adapter,
     may_skip_loops,
     non_reentrant_checkpointing,
+    whole_parameters,
 )
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
 
@@ -93,7 +94,13 @@ class GateSamplingMixin:
                 f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
                 "after each: use DDP or FSDP."
             )
-        self.loop_state = add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
+        self.loop_state = add_gates(
+            self.model,
+            in_activation_dtype=True,
+            rule=self.rule,
+            seed=self.args.seed,
+            fused=self.args.fused_lora and whole_parameters(self.accelerator),
+        )
         self.physical_layers = physical_layers(self.model)  # [M]
         self.unit_gates_callback = UnitGatesCallback(self.loop_state)
         self.rule_callback = RuleCallback(self.rule, self.accelerator)
