@@ -4,7 +4,7 @@ Importing this package registers the model families with transformers' Auto clas
 """
 
 from loopdropout_trainer import models  # noqa: F401  (registers the families)
-from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.adapters import load_adapter, use_gates
 from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig
 from loopdropout_trainer.dpo_trainer import LoopDropoutDPOTrainer
 from loopdropout_trainer.hub import merge_and_save, push_merged_to_hub
@@ -21,6 +21,7 @@ __all__ = [
     "LoopDropoutDPOTrainer",
     "LoopDropoutSFTTrainer",
     "default_peft_config",
+    "load_adapter",
     "merge_and_save",
     "push_merged_to_hub",
     "use_gates",
