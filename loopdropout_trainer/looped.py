@@ -7,15 +7,25 @@ Models, adapters and gate rules never import one another: they meet here, in one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 
 class NotLoopedError(ValueError):
     """The model has no recurrent block that announces its loops."""
+
+
+class Draw(Protocol):
+    """What a training step's random draws are keyed by; `places` are (row, segment) of its examples."""
+
+    seed: int
+    step: int
+    places: Sequence[tuple[int, int]]
 
 
 class LoopState:
@@ -36,6 +46,8 @@ class LoopState:
             not be computed. Empty unless gates are [K, N, M].
         learned: where the [K] trained gates are that multiply the drawn ones, as a dictionary and a key, or None. Not
             the tensor itself, since sharding puts another one in its place.
+        draw: in a training step, what its random draws are keyed by (`seed`, `step`, and the examples' `places` in the
+            global batch), for models that start from a random state; None outside of one.
     """
 
     def __init__(self) -> None:
@@ -45,6 +57,7 @@ class LoopState:
         self.seeds: torch.Tensor | None = None
         self.off: list[bool] = []
         self.learned: tuple[nn.ParameterDict, str] | None = None
+        self.draw: Draw | None = None
 
     def set_gates(
         self, gates: torch.Tensor | None, segments: torch.Tensor | None = None, seeds: torch.Tensor | None = None
@@ -61,8 +74,9 @@ class LoopState:
         self.segments = segments if gates is not None or seeds is not None else None
 
     def unit_gates(self) -> None:
-        """Return to ordinary LoRA: every gate is one."""
+        """Return to ordinary LoRA, outside of any training step: every gate is one."""
         self.set_gates(None)
+        self.draw = None
 
     def gate_for(self, hidden_states: torch.Tensor, module: int = 0) -> torch.Tensor | None:
         """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
@@ -117,21 +131,31 @@ class LoopState:
 
 
 class LoopedModelMixin:
-    """What a model class offers to be trained, evaluated and diagnosed loop by loop.
+    """What is known of a looped model: which modules recur, which loop runs, how deep it runs, how it is read out.
 
-    The model reads its depth from `config.num_loops` at every forward call, announces every loop on `loop_state`, and
-    with `output_readouts=True` returns `readouts`: K head-ready hidden states [B, S, H], one after each loop.
+    A model class of one's own subclasses this; one that belongs to others gets a `LoopDescription`. The model reads its
+    depth from `config.num_loops` at every forward call, and announces every loop on `loop_state`, inside the recurrent
+    layers' checkpointed `forward`.
     """
 
     loop_state: LoopState
+    config: PreTrainedConfig
 
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""
         raise NotImplementedError
 
+    def loop_readouts(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
+        raise NotImplementedError
+
+
+DESCRIPTIONS: dict[type, Callable[[nn.Module], LoopedModelMixin]] = {}
+"""Descriptions of model classes that are not looped by themselves; see `register_looped`."""
+
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
-    """Return the looped model inside PEFT, DDP or other wrappers.
+    """Return the looped model inside PEFT, DDP or other wrappers, or the description of one.
 
     Raises:
         NotLoopedError: if there is none.
@@ -139,9 +163,14 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     for module in model.modules():
         if isinstance(module, LoopedModelMixin):
             return module
+        describe = next((DESCRIPTIONS[cls] for cls in type(module).__mro__ if cls in DESCRIPTIONS), None)
+        if describe is not None:
+            if not hasattr(module, "_loop_description"):
+                module._loop_description = describe(module)
+            return module._loop_description
     raise NotLoopedError(
-        f"{type(model).__name__} is not a looped model: nothing in it announces its loops. "
-        "Loop Dropout needs a model that applies one block several times, such as `model_type: ouro`."
+        f"{type(model).__name__} is not a looped model: nothing in it announces its loops. Loop Dropout needs a model that "
+        "applies one block several times, such as `model_type: ouro`, or one that `register_looped` describes."
     )
 
 

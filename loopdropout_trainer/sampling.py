@@ -193,6 +193,7 @@ class GateSamplingMixin:
         )
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
         self.loop_state.set_gates(self._drawn, segments, self.rule.seeds(draw))
+        self.loop_state.draw = draw
         self._log_gates(self._drawn.detach())
 
     def _next_row(self) -> int:
