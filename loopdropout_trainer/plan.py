@@ -104,7 +104,6 @@ def plan_run(
 
     num_loops = model.config.num_loops
     rule = config.make_rule()
-    kind, passes = getattr(rule, "adapter", "gated"), getattr(rule, "passes", 1)
     forward = num_loops * inside + outside
     steps_per_epoch, steps = num_steps(len(data.train), config)
     return RunPlan(
@@ -113,7 +112,9 @@ def plan_run(
         parameters=sum(p.numel() for name, p in model.named_parameters() if not _is_adapter(name)),
         rule=config.rule,
         p=config.p,
-        trainable_parameters={"per_loop": num_loops * adapter, "learned": num_loops + adapter}.get(kind, adapter),
+        trainable_parameters={"per_loop": num_loops * adapter, "learned": num_loops + adapter}.get(
+            rule.adapter, adapter
+        ),
         examples=len(data.train),
         tokens=data.report.train_tokens,
         batch_size=config.train_batch_size * config.gradient_accumulation_steps * config.world_size,
@@ -121,7 +122,7 @@ def plan_run(
         epochs=steps / steps_per_epoch,
         learning_rate=config.learning_rate,
         seed=config.seed,
-        flops_per_token=passes * (4 * forward + 6 * num_loops * adapter),
+        flops_per_token=rule.passes * (4 * forward + 6 * num_loops * adapter),
         data=data.description,
     )
 
