@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 
-
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError

@@ -141,13 +141,13 @@ def test_prompts_budgets_and_references_of_real_problems():
 def test_bad_benchmarks_are_refused_with_file_and_line(tmp_path):
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "no answer"}\n')
-    with pytest.raises(ValueError, match=r"Line 2 of .*problems.jsonl is not a problem of `gsm8k`: .*'answer'"):
+    with pytest.raises(ValueError, match="problems.jsonl, row 2 is not a problem of `gsm8k`: .*'answer'"):
         load_benchmark("gsm8k", file)
     assert len(load_benchmark("gsm8k", file, limit=1).prompts) == 1
     file.write_text('{"question": "1 + 1?", "answer": "two"}\n{"quest')
-    with pytest.raises(ValueError, match="Line 1 of .* no `#### `"):
+    with pytest.raises(ValueError, match="row 1 is .* no `#### `"):
         load_benchmark("metamath_gsm8k", file)
-    with pytest.raises(ValueError, match="Line 2 of .* is not JSON"):
+    with pytest.raises(ValueError, match="row 2 is .* broken JSON"):
         load_benchmark("gsm8k", file)
     with pytest.raises(ValueError, match="must be among metamath_gsm8k"):
         load_benchmark("gsm9k")
@@ -368,18 +368,6 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
     recipe.write_text(recipe.read_text() + "benchmark: gsm8k\n")
     with pytest.raises(RecipeError, match="did you mean `benchmarks`"):
         evaluate_script.main([str(recipe)])
-
-
-def test_an_adapter_that_plain_lora_would_misread_is_refused(saved, evaluate_script, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text((saved / "adapter" / "adapter_config.json").read_text())
-    tensors = load_file(saved / "adapter" / "adapter_model.safetensors")
-    save_file({**tensors, "base_model.model.model.loop_scale": torch.ones(4)}, folder / "adapter_model.safetensors")
-    with pytest.raises(RecipeError, match="loop_scale"):
-        evaluate_script.main(command(saved, tmp_path / "out", adapter=folder))
 
 
 # Statistics
