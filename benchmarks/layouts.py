@@ -3,9 +3,9 @@
     python benchmarks/layouts.py                      # writes benchmarks/results/layouts.md
     python benchmarks/layouts.py --layouts ddp zero3
 
-A run trains a random two-layer Ouro of four loops on eight examples a step. The reference is one process with batch 8.
-Each process of a layout writes what it saw (`rank<r>.json`), and the first one the adapter; only these files are judged,
-since a process group over gloo sometimes aborts at exit. ZeRO needs deepspeed and a C++ compiler.
+A run trains a random two-layer Ouro of four loops for four steps of eight examples. The reference is one process with
+batch 8. Each process of a layout writes what it saw (`rank<r>.json`), and the first one the adapter; only these files are
+judged, since a process group over gloo sometimes aborts at exit. ZeRO needs deepspeed and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -59,41 +61,59 @@ LAYOUTS = {
 REFERENCE = "one process, batch 8"
 
 
+RUNS = {
+    "plain": {"gradient_checkpointing": False},
+    "checkpointing": {"gradient_checkpointing": True},
+    "reentrant asked for": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "packing": {"packing": True, "max_length": 32},
+    "saving": {"save_strategy": "steps", "save_steps": 2},
+    "resuming": {},
+}
+"""Fields of each run of a launch. The last resumes the one before from its checkpoint of step 2."""
+
+
 @dataclass
-class Outcome:
-    """What a launch left behind: one record for each process, the adapter's weights, and the launcher's last words."""
+class Run:
+    """What the processes of one run recorded, and its adapter.
+
+    Attributes:
+        records: of each process: distributed_type, world_size, first_step, losses, gates.
+        adapter: the saved weights by name.
+    """
 
     records: list[dict]
-    adapter: dict = field(default_factory=dict)
-    log: str = ""
+    adapter: dict
 
     @property
     def gates(self) -> dict[str, list[float]]:
-        """Gates of each example of each step, from all processes."""
-        return {key: gates for record in self.records for key, gates in record["gates"].items()}
+        """Gates [K] of each example of each step, from all processes."""
+        return {name: gates for record in self.records for name, gates in record["gates"].items()}
+
+    def distance(self, other: Run) -> float:
+        """Largest difference of a weight, relative to the largest weight."""
+        scale = max(tensor.abs().max().item() for tensor in other.adapter.values())
+        return max((self.adapter[n].float() - t.float()).abs().max().item() for n, t in other.adapter.items()) / scale
 
 
-def launch(layout: Layout, folder: Path, fields: dict | None = None, timeout: float = 240, **options) -> Outcome:
-    """Run a layout in processes of its own and read what it wrote.
+def launch(
+    layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), timeout: float = 300, **fields
+) -> dict[str, Run]:
+    """Make runs in a layout, in processes of its own, and read what they wrote.
 
     Args:
-        folder: for its files; a run that finds checkpoints there can resume with `resume=True`.
-        fields: of `LoopDropoutConfig`.
-        options: `resume`, `packing`, `dtype`, see `work`.
+        folder: for its files; emptied first.
+        runs: keys of `RUNS`.
+        timeout: in seconds, for all runs together.
+        fields: of `LoopDropoutConfig`, for all runs; `dtype` for that of the base model.
 
     Raises:
-        RuntimeError: with the end of the log, if a process left no record.
+        RuntimeError: with the end of the log, if a process did not finish all runs.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("rank*.json"):
-        old.unlink()
-    spec = folder / "spec.json"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     batch = {"per_device_train_batch_size": layout.batch, "gradient_accumulation_steps": layout.accumulation}
-    spec.write_text(
-        json.dumps(
-            {"layout": layout.launch_file, "folder": str(folder), "fields": {**batch, **(fields or {})}, **options}
-        )
-    )
+    spec = {"layout": layout.launch_file, "folder": str(folder), "runs": list(runs), "fields": {**batch, **fields}}
+    (folder / "spec.json").write_text(json.dumps(spec))
     command = [sys.executable]
     if layout.launch_file is not None:
         command += [
@@ -103,7 +123,7 @@ def launch(layout: Layout, folder: Path, fields: dict | None = None, timeout: fl
             str(LAUNCH_FILES / f"{layout.launch_file}.yaml"),
         ]
         command += ["--num_processes", str(layout.processes), "--main_process_port", str(_free_port())]
-    command += [str(Path(__file__).resolve()), "--work", str(spec)]
+    command += [str(Path(__file__).resolve()), "--work", str(folder / "spec.json")]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     log = folder / "log.txt"
@@ -114,13 +134,14 @@ def launch(layout: Layout, folder: Path, fields: dict | None = None, timeout: fl
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    text = log.read_text()
     files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
     if not all(file.exists() for file in files):
-        raise RuntimeError(f"{layout} left {sum(f.exists() for f in files)} of {len(files)} records:\n{text[-4000:]}")
-    return Outcome([json.loads(file.read_text()) for file in files], _adapter(folder / "adapter"), text)
+        finished = sum(file.exists() for file in files)
+        raise RuntimeError(f"{finished} of {len(files)} processes finished:\n{log.read_text()[-6000:]}")
+    records = [json.loads(file.read_text()) for file in files]
+    return {name: Run([record[name] for record in records], _adapter(folder / name)) for name in runs}
 
 
 def _free_port() -> int:
@@ -137,59 +158,67 @@ def _adapter(folder: Path) -> dict:
 
 
 def work(spec: dict) -> None:
-    """Train in this process, one of a layout's, and write its record."""
+    """Make the runs of one of a layout's processes, and write its record."""
     if spec["layout"] == "fsdp2":
         _fsdp_on_a_cpu()
     import torch
-    from accelerate.utils import DistributedType  # noqa: F401
-    from safetensors.torch import save_file  # noqa: F401
-
-    from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
+    from accelerate import PartialState
 
     torch.set_num_threads(1)
     folder = Path(spec["folder"])
-    args = LoopDropoutConfig(**{**_FIELDS, "output_dir": str(folder / "run"), **spec["fields"]})
+    record = {name: train(folder, name, **spec["fields"]) for name in spec["runs"]}
+    file = folder / f"rank{PartialState().process_index}.json"
+    file.with_suffix(".partial").write_text(json.dumps(record))
+    os.replace(file.with_suffix(".partial"), file)
+
+
+def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
+    """Make one run in this process, save its adapter in `folder / name`, and return what to record."""
+    import torch
+
+    from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 
     gates = {}
 
     class RecordingTrainer(LoopDropoutSFTTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
-            rows = inputs["input_ids"].tolist()
             loss = super().compute_loss(model, inputs, *args, **kwargs)
-            if self.model.training and self.loop_state.segments is None:
-                drawn = self.loop_state.gates
-                for index, row in enumerate(rows):
-                    name = f"{self.state.global_step}:{''.join(chr(t) for t in row if t > 1)}"
-                    gates[name] = [1.0] * self.num_loops if drawn is None else drawn[:, index].tolist()
+            state = self.loop_state
+            if self.model.training and state.gates is not None:  # None: all ones, in the whole micro-batch
+                rows = inputs["input_ids"]
+                texts = rows.tolist() if state.segments is None else _texts(rows, state.segments)
+                for text, drawn in zip(texts, state.gates.T.tolist(), strict=True):
+                    gates[f"{self.state.global_step}: {''.join(map(chr, (t for t in text if t > 1)))}"] = drawn
             return loss
 
+    run_dir = folder / ("saving" if name == "resuming" else name) / "run"
+    args = LoopDropoutConfig(**{**_FIELDS, "output_dir": str(run_dir), **RUNS[name], **fields})
     trainer = RecordingTrainer(
-        tiny_model(getattr(torch, spec.get("dtype", "float32"))),
-        args,
-        train_dataset=examples(),
-        processing_class=byte_tokenizer(),
+        tiny_model(getattr(torch, dtype)), args, train_dataset=examples(), processing_class=byte_tokenizer()
     )
-    plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
-    if plugin is not None and plugin.zero_stage == 3:  # else nothing of a tiny model is divided
-        plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    trainer.train(resume_from_checkpoint=spec.get("resume", False))
-    trainer.save_model(str(folder / "adapter"))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    record = {
+    if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model
+        zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_param_persistence_threshold"] = 0
+    trainer.train(resume_from_checkpoint=str(run_dir / "checkpoint-2") if name == "resuming" else None)
+    trainer.save_model(str(folder / name))
+    return {
         "distributed_type": trainer.accelerator.distributed_type.value,
         "world_size": trainer.accelerator.num_processes,
-        "losses": losses,
+        "first_step": trainer._initial_global_step,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "gates": gates,
-        "first_step": min((int(name.split(":")[0]) for name in gates), default=None),
     }
-    rank = trainer.accelerator.process_index
-    (folder / f"rank{rank}.tmp").write_text(json.dumps(record))
-    os.replace(folder / f"rank{rank}.tmp", folder / f"rank{rank}.json")
+
+
+def _texts(rows, segments) -> list[list[int]]:
+    """Return the tokens of each example packed in `rows` [1, S]."""
+    return [rows[segments == index].tolist() for index in range(int(segments.max()) + 1)]
 
 
 _FIELDS = {
     "max_steps": 4,
     "learning_rate": 1e-2,
+    "adam_epsilon": 1e-4,  # AdamW divides a gradient by its own size: rounding would become a step of full length
     "logging_steps": 1,
     "report_to": "none",
     "save_strategy": "no",
@@ -220,10 +249,10 @@ def tiny_model(dtype):
 
 
 def examples():
-    """Return 48 prompts with completions of different lengths."""
+    """Return 192 prompts, no two alike, with completions of different lengths: enough for four steps when packed."""
     from datasets import Dataset
 
-    return Dataset.from_list([{"prompt": f"{i}+{i % 7}", "completion": "=" + "x" * (i % 5 + 1)} for i in range(48)])
+    return Dataset.from_list([{"prompt": f"{i}+{i % 7}", "completion": "=" + "x" * (i % 5 + 1)} for i in range(192)])
 
 
 def byte_tokenizer():
@@ -256,8 +285,95 @@ def _fsdp_on_a_cpu() -> None:
     AcceleratorState.__init__ = init
 
 
+def measure(name: str, folder: Path, reference: dict[str, Run] | None) -> tuple[dict[str, Run], list[str]]:
+    """Launch a layout and return its runs and its row of the table."""
+    layout = LAYOUTS[name]
+    began = time.time()
+    try:
+        runs = launch(layout, folder)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return {}, [name, "did not finish", *[""] * 7]
+    seconds = time.time() - began
+    reference = reference or runs
+    records = runs["plain"].records
+    kinds = {(record["distributed_type"], record["world_size"]) for record in records}
+    as_asked = kinds == {(layout.distributed_type, layout.processes)}
+    far = lambda run, other: f"{runs[run].distance(other):.0e}"
+    same_gates = all(runs[run].gates == reference[run].gates for run in runs)
+    return runs, [
+        name,
+        f"{layout.distributed_type} x {layout.processes}" if as_asked else f"WRONG: {kinds}",
+        f"{'yes' if same_gates else 'NO'} ({sum(len(run.gates) for run in runs.values())})",
+        far("plain", reference["plain"]),
+        far("checkpointing", runs["plain"]),
+        far("reentrant asked for", runs["plain"]),
+        far("packing", reference["packing"]),
+        far("resuming", runs["saving"]),
+        f"{seconds:.0f} s",
+    ]
+
+
+_HEADER = [
+    "layout",
+    "processes found",
+    "same gates (examples)",
+    "weights: reference",
+    "checkpointing: without",
+    "reentrant asked for: without",
+    "packing: reference, packed",
+    "resumed at step 2: uninterrupted",
+    "time",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "layouts.md")
+    options = parser.parse_args()
+    rows, reference = [], None
+    with tempfile.TemporaryDirectory() as folder:
+        for name in dict.fromkeys([REFERENCE, *options.layouts]):
+            runs, row = measure(name, Path(folder) / name.replace(" ", "_"), reference)
+            reference = reference or runs
+            rows.append(row)
+            print(" | ".join(row), flush=True)
+        other_seed = launch(LAYOUTS[REFERENCE], Path(folder) / "control", ["plain"], gate_seed=1)["plain"]
+        control = other_seed.distance(reference["plain"])
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(_report(rows, control))
+
+
+def _report(rows: list[list[str]], control: float) -> str:
+    import accelerate
+    import torch
+    import transformers
+    import trl
+
+    try:
+        import deepspeed
+
+        zero = f", deepspeed {deepspeed.__version__}"
+    except ImportError:
+        zero = ""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}, "
+    versions += f"accelerate {accelerate.__version__}{zero}"
+    table = "\n".join(f"| {' | '.join(row)} |" for row in [_HEADER, ["---"] * len(_HEADER), *rows])
+    return (
+        "# The same run in every layout\n\nWritten by `python benchmarks/layouts.py`: processes over gloo on a CPU "
+        f"({versions}). A random two-layer Ouro of four loops is trained for four steps of eight examples with Loop Dropout, "
+        "AdamW and TRL's token-weighted loss. Numbers are the largest difference of an adapter weight from the run that is "
+        "named after the colon, relative to the largest weight; rounding alone gives about 1e-4, since AdamW divides small "
+        f'gradients by their own size, and other gates give {control:.0e}. "Same gates" compares the gates of every '
+        "example, step and run with the reference's.\n\n"
+        f"{table}\n\nFSDP2 runs on a CPU through a patch of accelerate that only this script makes; CUDA was not measured.\n"
+    )
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
         work(json.loads(Path(sys.argv[2]).read_text()))
         sys.stdout.flush()
         os._exit(0)  # tearing down gloo sometimes aborts
+    main()

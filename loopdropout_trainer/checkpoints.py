@@ -105,9 +105,12 @@ def rotate_checkpoints(output_dir: str | Path, limit: int | None, keep: Collecti
 
 def _checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the folders `checkpoint-<step>`, by step."""
-    steps = {folder: re.fullmatch(r"checkpoint-(\d+)", folder.name) for folder in Path(output_dir).glob("checkpoint-*")}
+    steps = {
+        folder: re.fullmatch(r"checkpoint-(\d+)", folder.name) for folder in Path(output_dir).glob("checkpoint-*")
+    }
     return sorted(
-        (folder for folder, step in steps.items() if step and folder.is_dir()), key=lambda folder: int(steps[folder][1])
+        (folder for folder, step in steps.items() if step and folder.is_dir()),
+        key=lambda folder: int(steps[folder][1]),
     )
 
 

@@ -28,7 +28,8 @@ class GateArguments:
     rule: str = field(
         default="loop_dropout",
         metadata={
-            "help": "How gates are drawn in training: `loop_dropout` (the paper's method) or `lora` (unit gates)."
+            "help": "How gates are drawn in training: `loop_dropout` (the paper's method), `lora` (unit gates), or another; "
+            "`python -m loopdropout_trainer.gates` lists them with their fields."
         },
     )
     p: list[float] | None = field(
@@ -51,8 +52,18 @@ class GateArguments:
         default=True,
         metadata={"help": "Stop, before the step is taken, when the loss is NaN or infinite."},
     )
+    loraplus_lr_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "LoRA+: learning rate of B as a multiple of A's, which is `learning_rate`. The paper uses 4."
+        },
+    )
 
     def __post_init__(self):
+        if self.loraplus_lr_ratio is not None and not self.loraplus_lr_ratio >= 1:
+            raise ValueError(
+                f"`loraplus_lr_ratio` must be a number of at least 1, or empty; got {self.loraplus_lr_ratio!r}."
+            )
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
         if isinstance(self.rule_args, str):

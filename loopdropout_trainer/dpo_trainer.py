@@ -14,7 +14,7 @@ from loopdropout_trainer.safe_run import SafeRunMixin
 from loopdropout_trainer.sampling import GateSamplingMixin
 
 
-class LoopDropoutDPOTrainer(GateSamplingMixin, SafeRunMixin, DPOTrainer):
+class LoopDropoutDPOTrainer(SafeRunMixin, GateSamplingMixin, DPOTrainer):
     """Preference tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `DPOTrainer` takes. The chosen and the rejected answer of a pair share their gates, so that their rewards are
@@ -39,6 +39,10 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, SafeRunMixin, DPOTrainer):
         super().__init__(*positional, **keywords)
         if "ref" in self.model.peft_config:
             add_unit_gates(self.model, "ref")
+
+    @staticmethod
+    def dataset_formats(args: LoopDropoutDPOConfig) -> list[set[str]]:
+        return [{"chosen", "rejected"}, {"prompt_ids", "chosen_ids", "rejected_ids"}]
 
     def places_of(self, inputs: dict[str, torch.Tensor]) -> list[Place]:
         """Return the places of N chosen and then N rejected answers: those of their pairs."""

@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.adapters import check_adapter
+from loopdropout_trainer.adapters import check_adapter, merged_update
 
 
 class PushError(RuntimeError):
@@ -54,7 +54,8 @@ def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
     W + Delta is summed in float32 and rounded once to the base's dtype.
 
     Raises:
-        ValueError: if the adapter cannot be merged, or the base weights are quantised or sharded.
+        ValueError: if the adapter cannot be merged (learned gates, a pair of factors for each loop), or the base weights
+            are quantised or sharded.
     """
     adapter = check_adapter(model)
     base = model.get_base_model()
@@ -80,7 +81,7 @@ def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tens
             f"`{name}` is a {type(layer).__name__} over {weight.dtype} weights: load the base model unquantised, put the "
             "saved adapter on it with `PeftModel.from_pretrained`, and merge that."
         )
-    delta = layer.get_delta_weight(adapter)
+    delta = merged_update(layer, adapter)
     if weight.shape != delta.shape:
         raise ValueError(
             f"`{name}` holds {list(weight.shape)} of a {list(delta.shape)} weight: it is sharded over processes. Save the "

@@ -11,14 +11,14 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from loopdropout_trainer.recipe import RecipeError, load_recipe
+from loopdropout_trainer.recipe import load_recipe
 
 
 class SweepError(RuntimeError):
@@ -206,17 +206,13 @@ class Sweep:
 
     # Doing them
 
-    def run(self, execute: Callable[[Sequence[str]], None] | None = None) -> None:
+    def run(self) -> None:
         """Do all that is not done yet, one job after another.
-
-        Args:
-            execute: what runs a command; default: a child process.
 
         Raises:
             SweepError: if a job fails, or the folder belongs to another sweep.
         """
         self.claim()
-        execute = execute or _execute
         while (job := next(self.ready_jobs(), None)) is not None:
             execute(job.command)
             if job.benchmarks() is None:
@@ -310,9 +306,20 @@ def _other_sweep(folder: Path, name: str, before: Any, now: Any) -> str:
     )
 
 
-def _execute(command: Sequence[str]) -> None:
+def execute(command: Sequence[str]) -> None:
+    """Run a command in a child process, which does not outlive this one if this one is asked to stop.
+
+    Raises:
+        SweepError: if it fails.
+    """
     print(f"\n$ {shlex.join(command)}", flush=True)
-    status = subprocess.run(command).returncode
+    process = subprocess.Popen(command)
+    try:
+        status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
     if status:
         raise SweepError(
             f"{shlex.join(command)} failed with exit status {status}; the same sweep command goes on from there."
@@ -332,6 +339,3 @@ def sweep_command_line(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if argv and not argv[0].startswith("-") and "recipe" not in load_recipe(argv[0]):
         argv = ["--recipe", *argv]
     return argv, passed_on
-
-
-__all__ = ["Job", "RecipeError", "Sweep", "SweepArguments", "SweepError", "method_name", "sweep_command_line"]

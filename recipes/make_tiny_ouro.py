@@ -115,8 +115,8 @@ def main() -> None:
             done = elapsed / budget
             if done >= 1:
                 break
-            for group in optimizer.param_groups:  # 100 steps of warm-up, then a cosine over the time that is given
-                group["lr"] = args.learning_rate * min((step + 1) / 100, (1 + math.cos(math.pi * done)) / 2)
+            for group in optimizer.param_groups:  # 50 steps of warm-up, then a cosine over the time that is given
+                group["lr"] = args.learning_rate * min((step + 1) / 50, (1 + math.cos(math.pi * done)) / 2)
             losses = loss_over_loops(model, ids)
             losses.mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

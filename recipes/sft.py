@@ -23,6 +23,7 @@ from loopdropout_trainer.diagnostics.plots import plot_single_loop
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.hub import PushError, RunFacts, push_merged_to_hub
+from loopdropout_trainer.plan import plan_run
 from loopdropout_trainer.recipe import (
     AdapterArguments,
     ModelArguments,
@@ -46,8 +47,8 @@ class Run:
         self.configs = [config, *(self.config_for(rule, config) for rule in self.script.compare_with or ())]
         for each in self.configs:
             each.model_init_kwargs = {**self.model.init_kwargs, **(each.model_init_kwargs or {})}
-            base = check_run(self.model.model_name_or_path, each)
-        self.peft_config = default_peft_config(base, **self.adapter.lora_fields)
+            self.base = check_run(self.model.model_name_or_path, each)
+        self.peft_config = default_peft_config(self.base, **self.adapter.lora_fields)
         check_run(self.model.model_name_or_path, config, self.peft_config)
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
@@ -71,6 +72,12 @@ class Run:
         if name == DEVELOPMENT:
             return development_benchmark(self.data.eval, self.data_args.preparation, limit)
         return load_benchmark(name, (self.script.benchmark_files or {}).get(name), limit)
+
+    def announce(self) -> None:
+        """Print what became of the data, and what is about to be done with it."""
+        print(self.data.report)
+        for config in self.configs:
+            print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
 
     def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult] | None) -> Outcome:
         """Train one adapter, measure it and save it.
@@ -146,6 +153,10 @@ def checkpoint_of(config: LoopDropoutConfig) -> str | None:
 def main(argv: list[str] | None = None) -> None:
     run = Run(argv)
     run.load()
+    if run.configs[0].process_index == 0:
+        run.announce()
+    if run.script.dry_run:
+        return
     outcomes: list[Outcome] = []
     for config in run.configs:
         outcomes.append(run.train(config, outcomes[0].base_benchmarks if outcomes else None))

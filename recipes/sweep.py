@@ -12,6 +12,7 @@ goes to sft.py. The same command continues a sweep that was interrupted, or prin
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> None:
         for job in sweep.ready_jobs():
             print(shlex.join(job.command))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("sweep.py: asked to stop; the same command continues."))
     sweep.run()
     console = Console()
     console.print(sweep.grid_table())

@@ -15,12 +15,24 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutConfig
-from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
+from loopdropout_trainer.models import (
+    HuginnConfig,
+    HuginnForCausalLM,
+    LoopusConfig,
+    LoopusForCausalLM,
+    OuroConfig,
+    OuroForCausalLM,
+)
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
 GOLDEN = Path(__file__).parent / "golden"
+FAMILIES = {
+    "ouro": (OuroConfig, OuroForCausalLM),
+    "huginn": (HuginnConfig, HuginnForCausalLM),
+    "loopus": (LoopusConfig, LoopusForCausalLM),
+}
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +41,7 @@ def golden():
 
     def load(family):
         meta = json.loads((GOLDEN / f"{family}.json").read_text())
-        return SimpleNamespace(meta=meta, **{"tensors": load_file(GOLDEN / f"{family}.safetensors")})
+        return SimpleNamespace(meta=meta, tensors=load_file(GOLDEN / f"{family}.safetensors"))
 
     return load
 
@@ -39,26 +51,51 @@ def ouro(golden):
     return golden("ouro")
 
 
-def golden_ouro(ouro, **config):
-    """The reference's tiny Ouro with its weights."""
-    model = OuroForCausalLM(OuroConfig(**{**ouro.meta["config"], **config}))
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request, golden):
+    """Golden data of each family in turn."""
+    return golden(request.param)
+
+
+def golden_model(data, **config):
+    """The tiny model of the reference with its weights; `data` is what `golden(family)` gives."""
+    config_class, model_class = FAMILIES[data.meta["family"]]
+    model = model_class(config_class(**{**data.meta["config"], **config}))
     prefix = "weights/"
-    model.load_state_dict({k[len(prefix) :]: v for k, v in ouro.tensors.items() if k.startswith(prefix)})
+    model.load_state_dict({k[len(prefix) :]: v for k, v in data.tensors.items() if k.startswith(prefix)})
     return model.eval()
 
 
-def golden_adapted(ouro, model=None):
-    """The same with the oracle's adapter on it."""
-    lora = ouro.meta["lora"]
-    model = golden_ouro(ouro) if model is None else model
+def golden_adapted(data, model=None, modules=None):
+    """The same with the oracle's adapter on it, or on some of its modules."""
+    lora = data.meta["lora"]
+    modules = modules or lora["modules"]
+    model = golden_model(data) if model is None else model
     peft_model = get_peft_model(
-        model, LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], target_modules=lora["modules"], task_type="CAUSAL_LM")
+        model, LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], target_modules=modules, task_type="CAUSAL_LM")
     )
-    for name in lora["modules"]:
-        layer = model.get_submodule(name)
-        layer.lora_A["default"].weight.data.copy_(ouro.tensors[f"oracle/lora_A/{name}"])
-        layer.lora_B["default"].weight.data.copy_(ouro.tensors[f"oracle/lora_B/{name}"])
+    for name in modules:
+        layer = model.get_submodule(submodule_name(data, name))
+        layer.lora_A["default"].weight.data.copy_(data.tensors[f"oracle/lora_A/{name}"])
+        layer.lora_B["default"].weight.data.copy_(data.tensors[f"oracle/lora_B/{name}"])
     return peft_model
+
+
+def submodule_name(data, name):
+    """The name in our model of what the reference calls `name`; LoopUS has its backbone inside a causal model here."""
+    return f"model.{name}" if data.meta["family"] == "loopus" else name
+
+
+def golden_inputs(data, batch):
+    """Inputs, labels, and for Huginn the initial state, of a batch such as `padded` or `oracle/left`."""
+    names = ("input_ids", "attention_mask", "labels", "initial_state")
+    inputs = {name: data.tensors[f"{batch}/{name}"] for name in names if f"{batch}/{name}" in data.tensors}
+    if "initial_state" in inputs:
+        inputs["initial_state"] = inputs["initial_state"][:, : inputs["input_ids"].shape[1]]
+    return inputs
+
+
+golden_ouro = golden_model
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +122,53 @@ def tiny_ouro(**config):
         "pad_token_id": 1,
     }
     return OuroForCausalLM(OuroConfig(**{**fields, **config}))
+
+
+def tiny_huginn(**config):
+    """A random Huginn over the byte tokenizer; the same weights at every call."""
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 258,
+        "n_embd": 32,
+        "n_heads": 4,
+        "intermediate_size": 48,
+        "n_layers_in_prelude": 1,
+        "n_layers_in_recurrent_block": 1,
+        "n_layers_in_coda": 1,
+        "mean_recurrence": 4,
+        "block_size": 512,
+        "pad_token_id": 1,
+        "eos_token_id": 0,
+    }
+    return HuginnForCausalLM(HuginnConfig(**{**fields, **config}))
+
+
+def tiny_loopus(**config):
+    """A random LoopUS over the byte tokenizer; the same weights at every call."""
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "pad_token_id": 1,
+        "eos_token_id": 0,
+        "N": 4,
+    }
+    return LoopusForCausalLM(LoopusConfig(**{**fields, **config}))
+
+
+TINY = {"ouro": tiny_ouro, "huginn": tiny_huginn, "loopus": tiny_loopus}
+
+
+@pytest.fixture(params=TINY)
+def make_tiny(request):
+    """The function that makes a tiny random model of each family in turn."""
+    return TINY[request.param]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Kills, broken files, a full disk, NaN, wrong adapters and a refusing Hub: one clear error, and nothing trained is lost."""
 
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_ouro
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -35,6 +36,8 @@ from loopdropout_trainer.saved_adapters import load_adapter, training_facts
 
 STEPS = 6
 os.environ["OMP_NUM_THREADS"] = "1"
+here = Path(__file__).resolve().parent
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["test_faults"])  # imports once, so that a real process starts in milliseconds
 
@@ -190,11 +193,11 @@ def test_a_broken_checkpoint_is_passed_over_with_the_reason(finished, make_train
     folder, straight = finished
     damage(folder / "checkpoint-6" / name)
     assert reason in why_broken(folder / "checkpoint-6")
-    transformers_logger = __import__("logging").getLogger("loopdropout_trainer")
-    transformers_logger.addHandler(caplog.handler)
+    own_logger = logging.getLogger("loopdropout_trainer")
+    own_logger.addHandler(caplog.handler)
     trainer = make_trainer()
     trainer.train(resume_from_checkpoint=True)
-    transformers_logger.removeHandler(caplog.handler)
+    own_logger.removeHandler(caplog.handler)
     assert f"Passing over {folder / 'checkpoint-6'}" in caplog.text and reason in caplog.text
     assert trainer._initial_global_step == 4
     assert torch.equal(weights(trainer), straight)
@@ -242,7 +245,9 @@ def test_a_full_disk_is_one_error_and_leaves_the_newest_whole_checkpoint(make_tr
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     trainer = make_trainer(cls=Fills)
     try:
-        with pytest.raises(CheckpointError, match="checkpoint of step 4 could not be written .*newest whole .*checkpoint-2"):
+        with pytest.raises(
+            CheckpointError, match="checkpoint of step 4 could not be written .*newest whole .*checkpoint-2"
+        ):
             trainer.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -276,12 +281,21 @@ def test_a_nan_loss_stops_the_run_before_it_reaches_the_weights(make_trainer):
     "rows, message",
     [
         ([], "`train_dataset` is empty"),
-        ([{"question": "1+1", "answer": "2"}], "has the columns 'answer', 'question'"),
+        ([{"question": "1+1", "answer": "2"}], "has the columns 'answer', 'question'; it needs 'text' or"),
     ],
 )
 def test_a_dataset_that_cannot_be_trained_on_is_one_error(make_trainer, rows, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(train_dataset=Dataset.from_list(rows))
+
+
+def test_a_dataset_file_that_is_cut_off_is_one_error(make_trainer, dataset, tmp_path):
+    file = tmp_path / "data.parquet"
+    dataset.to_parquet(file)
+    rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+    cut(file)
+    with pytest.raises(ValueError, match="`train_dataset` cannot be read"):
+        make_trainer(train_dataset=rows)
 
 
 # --- the wrong adapter ------------------------------------------------------------------------------------------------
@@ -292,7 +306,7 @@ def test_a_dataset_that_cannot_be_trained_on_is_one_error(make_trainer, rows, me
     [
         ({"peft_config": {"r": 8}}, "`r` 16, this run's has 8"),
         ({"peft_config": {"lora_alpha": 16}}, "`lora_alpha` 32, this run's has 16"),
-        ({"model": {"hidden_size": 48}}, "another base model: its .* has in_features 32, this model's has 48"),
+        ({"model": {"hidden_size": 48}}, "another base model: its .* has out_features 32, this model's has 48"),
         ({"model": {"total_ut_steps": 3}}, "trains at depth 4, but the model runs 3 loops"),
     ],
 )
@@ -307,10 +321,10 @@ def test_an_adapter_loads_at_another_depth_with_a_word_and_not_on_another_base(f
     folder, straight = finished
     checkpoint = folder / "checkpoint-6"
     assert training_facts(checkpoint)["num_loops"] == 4
-    transformers_logger = __import__("logging").getLogger("loopdropout_trainer")
-    transformers_logger.addHandler(caplog.handler)
+    own_logger = logging.getLogger("loopdropout_trainer")
+    own_logger.addHandler(caplog.handler)
     model = load_adapter(tiny_ouro(total_ut_steps=6), checkpoint, is_trainable=True)
-    transformers_logger.removeHandler(caplog.handler)
+    own_logger.removeHandler(caplog.handler)
     assert "trained at depth 4; the model runs 6 loops" in caplog.text
     assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]), straight)
 
@@ -355,7 +369,6 @@ def test_a_refused_push_leaves_the_adapter_on_disk_and_never_tells_the_token(
     assert trainer.state.global_step == STEPS
     with pytest.raises(PushError, match=r"403 Forbidden for \*\*\*\). The adapter is safe in") as error:
         trainer.push_to_hub()
-    assert "from None" or error
     folder = Path(trainer.args.output_dir)
     torch.testing.assert_close(saved_weights(folder), saved_weights(folder / "checkpoint-6"))
 
@@ -389,7 +402,9 @@ def test_an_adapter_over_a_trained_one_keeps_every_bit(make_trainer, tmp_path):
     model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()))
     model.save_pretrained(tmp_path / "adapter")
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    save_file({name: tensor + 1e-4 for name, tensor in tensors.items()}, tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(
+        {name: tensor + 1e-4 for name, tensor in tensors.items()}, tmp_path / "adapter" / "adapter_model.safetensors"
+    )
     model = load_adapter(tiny_ouro().bfloat16(), tmp_path / "adapter", is_trainable=True)
     before = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
     trainer = make_trainer(model)

@@ -22,7 +22,8 @@ def readout_losses(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]])
     Raises:
         ValueError: if the batches hold no target token.
     """
-    num_loops = find_looped_model(model).config.num_loops
+    looped = find_looped_model(model)
+    num_loops = looped.config.num_loops
     device = next(model.parameters()).device
     head = model.get_output_embeddings()
     was_training = model.training
@@ -33,8 +34,7 @@ def readout_losses(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]])
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             labels = batch.pop("labels")[:, 1:]
             kept = labels != -100
-            readouts = model(**batch, use_cache=False, output_readouts=True, logits_to_keep=1).readouts
-            for loop, readout in enumerate(readouts):
+            for loop, readout in enumerate(looped.loop_readouts(**batch)):
                 logits = head(readout[:, :-1][kept]).float()  # [targets, V]
                 totals[loop] += float(F.cross_entropy(logits, labels[kept], reduction="sum"))
             tokens += int(kept.sum())

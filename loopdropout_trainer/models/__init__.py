@@ -2,11 +2,28 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from loopdropout_trainer.models.huginn import HuginnConfig, HuginnForCausalLM, HuginnModel
+from loopdropout_trainer.models.loopus import LoopusConfig, LoopusForCausalLM, LoopusModel
 from loopdropout_trainer.models.ouro import OuroConfig, OuroForCausalLM, OuroModel
 
 
-AutoConfig.register(OuroConfig.model_type, OuroConfig, exist_ok=True)
-AutoModel.register(OuroConfig, OuroModel, exist_ok=True)
-AutoModelForCausalLM.register(OuroConfig, OuroForCausalLM, exist_ok=True)
+for _config, _backbone, _causal_lm in (
+    (OuroConfig, OuroModel, OuroForCausalLM),
+    (HuginnConfig, HuginnModel, HuginnForCausalLM),
+    (LoopusConfig, LoopusModel, LoopusForCausalLM),
+):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _backbone, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
 
-__all__ = ["OuroConfig", "OuroForCausalLM", "OuroModel"]
+__all__ = [
+    "HuginnConfig",
+    "HuginnForCausalLM",
+    "HuginnModel",
+    "LoopusConfig",
+    "LoopusForCausalLM",
+    "LoopusModel",
+    "OuroConfig",
+    "OuroForCausalLM",
+    "OuroModel",
+]

@@ -1,16 +1,28 @@
-"""What every looped model does the same way, whatever its layers look like."""
+"""What every looped model does the same way, whatever its layers look like: the driver of its K loops, and its head.
+
+    h_0 = begin(embeddings);   h_t = one_loop(h_{t-1}), t = 1..K;   readout of loop t = read_out(h_t);   logits = head(last)
+
+A family supplies `begin`, `one_loop` and `read_out`; the driver is `LoopedBackbone.run_loops`.
+"""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import logging
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.output_capturing import capture_outputs
 
-from loopdropout_trainer.looped import LoopedModelMixin, check_num_loops
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, check_num_loops
+from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 
 
 logger = logging.get_logger(__name__)
@@ -18,31 +30,114 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class LoopedModelOutput(BaseModelOutputWithPast):
-    """`last_hidden_state` is the final loop's readout; `readouts` holds all K of them, each [B, S, H], if asked for."""
+    """`last_hidden_state` is the final loop's readout, ready for the head.
+
+    If asked for, `readouts` holds all K of them and `loop_states` the K states carried out of the loops, each [B, S, H].
+    """
 
     readouts: tuple[torch.FloatTensor, ...] | None = None
+    loop_states: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
 class LoopedCausalLMOutput(CausalLMOutputWithPast):
-    """`loss` and `logits` belong to the final loop; `readouts` are K head-ready states [B, S, H], if asked for."""
+    """`loss` and `logits` belong to the final loop; `readouts` and `loop_states` are the backbone's, if asked for."""
 
     readouts: tuple[torch.FloatTensor, ...] | None = None
+    loop_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class LoopInputs:
+    """All that a loop reads besides weights and cache. Nothing about the rows of a batch is passed in any other way.
+
+    Attributes:
+        state: [B, S, H], carried from loop to loop.
+        attention_mask: in the attention kernel's own form: None, [B, 1, S, cached + S], or a block mask.
+        position_ids: [B or 1, S].
+        position_embeddings: cosines and sines, each [B or 1, S, ...].
+        injected: [B, S, H] that every loop mixes in again, or None.
+        token_mask: [B, cached + S], 0 on padding; or None.
+        attention_kwargs: further arguments of the attention kernel, such as the lengths of packed examples.
+    """
+
+    state: torch.Tensor
+    attention_mask: Any
+    position_ids: torch.Tensor
+    position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    injected: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def of_layer(self) -> dict[str, Any]:
+        """Return the keyword arguments that every layer takes."""
+        return {
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+            "position_embeddings": self.position_embeddings,
+            **self.attention_kwargs,
+        }
 
 
 class LoopedConfigMixin:
-    """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`)."""
+    """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`).
+
+    `backprop_depth` is the number of last loops that gradients flow through; None: all of them.
+    """
 
     auto_map = {}  # TRL reads it of every architecture that it does not find in transformers
 
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):
             check_num_loops(value, name)
+        if name == "backprop_depth" and value is not None:
+            check_num_loops(value, name)
         super().__setattr__(name, value)
+
+    def to_diff_dict(self) -> dict:
+        """Return what is saved; a `backprop_depth` that was never set is not."""
+        fields = super().to_diff_dict()
+        if fields.get("backprop_depth") is None:
+            fields.pop("backprop_depth", None)
+        return fields
+
+
+class RecurrentLayer(GradientCheckpointingLayer):
+    """A transformer layer that may be part of the loop. A subclass defines `layer_forward`.
+
+    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loop), and what `layer_forward`
+    takes.
+    """
+
+    loop_state: LoopState
+
+    def forward(self, hidden_states: torch.Tensor, loop: int | None = None, **kwargs) -> torch.Tensor:
+        # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
+        if loop is not None:
+            self.loop_state.loop = loop
+        return self.layer_forward(hidden_states, **kwargs)
+
+    def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        raise NotImplementedError
 
 
 class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     """A `PreTrainedModel` whose layers run more than once in a forward pass."""
+
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    def recurrent_linears(self) -> list[str]:
+        prefix = "" if self is self.base_model else f"{self.base_model_prefix}."
+        return [f"{prefix}{name}" for name in self.base_model.recurrent_names()]
+
+    def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
+        return self.base_model(**inputs, use_cache=False, output_readouts=True).readouts
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
         # Reentrant checkpointing runs a backward pass inside the backward pass. A layer that ran K times then reports
@@ -59,4 +154,244 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
             gradient_checkpointing_func = functools.partial(gradient_checkpointing_func, use_reentrant=False)
         super()._set_gradient_checkpointing(
             enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs
+        )
+
+
+class LoopedBackbone(LoopedPreTrainedModel):
+    """The looped model without its head: embeddings, what runs before the loop, K loops, what makes their readouts.
+
+    Class attributes:
+        readout_attends: whether `read_out` runs attention layers, which hold keys of the final loop only.
+    """
+
+    readout_attends = False
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.loop_state = LoopState()
+        self.gradient_checkpointing = False
+
+    # What a family supplies.
+
+    def recurrent_names(self) -> list[str]:
+        """Return the names, in the backbone, of the linear projections inside the recurrent block."""
+        raise NotImplementedError
+
+    def layer_counts(self) -> tuple[int, int]:
+        """Return how many attention layers run outside of the loop, and how many inside."""
+        raise NotImplementedError
+
+    def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cosines and sines of the positions, in the form that the family's attention takes."""
+        return self.rotary_emb(embeddings, position_ids)
+
+    def begin(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+        """Return the first loop's inputs; those given hold the embeddings [B, S, H] as their state."""
+        return inputs if initial_state is None else replace(inputs, state=initial_state.to(inputs.state))
+
+    def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+        """Return the state [B, S, H] after loop `loop`, from the state before it and what else `inputs` holds."""
+        raise NotImplementedError
+
+    def read_out(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+        """Return the head-ready hidden state [B, S, H] of a loop's state; the state carried on is another matter."""
+        return inputs.state
+
+    # What all of them do.
+
+    def run_loops(
+        self, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
+    ) -> tuple[LoopInputs, list[torch.Tensor]]:
+        """Run `config.num_loops` loops: the one place where any family's loops are run.
+
+        The loops before the last `config.backprop_depth` run without gradient.
+
+        Returns:
+            The inputs with the final state; and the K states [B, S, H] in order if `keep_states`, else nothing.
+        """
+        num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
+        first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
+        _, num_inside = self.layer_counts()
+        states = []
+        for loop in range(num_loops):
+            view = None if cache is None else LoopCacheView(cache, loop * num_inside)
+            self.loop_state.loop = loop  # for what runs in the loop outside of a layer; layers announce it themselves
+            with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
+                state = self.one_loop(inputs, loop, past_key_values=view, use_cache=use_cache)
+            inputs = replace(inputs, state=state)
+            if keep_states:
+                states.append(state)
+        return inputs, states
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        initial_state: torch.FloatTensor | None = None,
+        output_readouts: bool = False,
+        **kwargs,
+    ) -> LoopedModelOutput:
+        """Run `config.num_loops` loops.
+
+        Args:
+            input_ids, inputs_embeds: exactly one of [B, S] token ids and [B, S, H] embeddings.
+            attention_mask: [B, cached + S], 0 on padding, on either side.
+            position_ids: [B, S]; default: counted from the first token that is not padding. Without an attention mask,
+                positions that start again at 0 mark packed examples, which then attend to themselves only.
+            past_key_values: cache with one slot for every (loop, layer); missing slots are added.
+            use_cache: default `config.use_cache`, and False in training or with `output_readouts`.
+            initial_state: [B, S, H] that the first loop starts from; default: the family's own.
+            output_readouts: also return the K readouts and the K states.
+
+        Raises:
+            ValueError: for inputs that exclude each other or do not fit.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        if initial_state is not None and initial_state.shape != inputs_embeds.shape:
+            raise ValueError(
+                f"`initial_state` must have the shape [B, S, H] = {list(inputs_embeds.shape)} of this call's tokens; got "
+                f"{list(initial_state.shape)}."
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not output_readouts
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        if output_readouts and self.readout_attends and past_key_values is not None:
+            raise ValueError(
+                f"`output_readouts` cannot be combined with a cache in {type(self).__name__}: the layers behind the loop "
+                "cache the final loop's keys only. Set `use_cache=False`, or `config.num_loops` to the loop wanted."
+            )
+        num_outside, num_inside = self.layer_counts()
+        if past_key_values is not None:
+            fit_cache(past_key_values, num_outside + self.config.num_loops * num_inside)
+
+        token_mask = attention_mask if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 else None
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = _positions(inputs_embeds, token_mask, seen)
+        if isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
+            causal_mask = attention_mask["full_attention"]
+        else:
+            causal_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+        inputs = LoopInputs(
+            state=inputs_embeds,
+            attention_mask=causal_mask,
+            position_ids=position_ids,
+            position_embeddings=self.rotate(inputs_embeds, position_ids),
+            token_mask=token_mask,
+            attention_kwargs=kwargs,
+        )
+        outside = {"past_key_values": past_key_values, "use_cache": use_cache}
+        inputs = self.begin(inputs, initial_state, **outside)
+        inputs, states = self.run_loops(inputs, past_key_values, use_cache, keep_states=output_readouts)
+        if output_readouts:
+            readouts = tuple(self.read_out(replace(inputs, state=state), **outside) for state in states)
+        return LoopedModelOutput(
+            last_hidden_state=readouts[-1] if output_readouts else self.read_out(inputs, **outside),
+            past_key_values=past_key_values,
+            readouts=readouts if output_readouts else None,
+            loop_states=tuple(states) if output_readouts else None,
+        )
+
+
+def _positions(embeddings: torch.Tensor, token_mask: torch.Tensor | None, seen: int) -> torch.Tensor:
+    """Return positions [B or 1, S]: of a token among its row's tokens, padding not counted."""
+    length = embeddings.shape[1]
+    if token_mask is not None and token_mask.shape[1] == seen + length:
+        return (token_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+    return (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
+
+
+class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
+    """A looped backbone with its head. Loss and logits are always the final loop's.
+
+    Class attributes:
+        float32_logits: whether logits are returned in float32 whatever the model's dtype.
+    """
+
+    float32_logits = False
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.register_load_state_dict_pre_hook(
+            lambda module, weights, prefix, *args: module.accept_hub_weights(weights, prefix)
+        )
+
+    def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the state dict `weights` as the published code names and completes it: what is saved."""
+        return weights
+
+    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str) -> None:
+        """Turn a published state dict, whose keys start with `prefix`, into this model's in place."""
+
+    def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
+        """Save the model under the hub's own key names; arguments as in transformers."""
+        weights = self.hub_weights(self.state_dict() if state_dict is None else state_dict)
+        super().save_pretrained(save_directory, *args, state_dict=weights, **kwargs)
+
+    @property
+    def loop_state(self) -> LoopState:
+        return self.base_model.loop_state
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        initial_state: torch.FloatTensor | None = None,
+        output_readouts: bool = False,
+        **kwargs,
+    ) -> LoopedCausalLMOutput:
+        """Run all loops and score with the final one; see the backbone's `forward` for the other arguments.
+
+        Args:
+            labels: [B, S], -100 where no loss is wanted; shifted inside.
+            logits_to_keep: number of last positions (0: all), or their indices, to compute logits [B, S', V] for.
+        """
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            initial_state=initial_state,
+            output_readouts=output_readouts,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])
+        if self.float32_logits:
+            logits = logits.float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return LoopedCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            readouts=outputs.readouts,
+            loop_states=outputs.loop_states,
         )

@@ -57,6 +57,7 @@ class OuroConfig(LoopedConfigMixin, PreTrainedConfig):
     layer_types: list[str] | None = None
     total_ut_steps: int = 4
     early_exit_threshold: float | None = 1.0
+    backprop_depth: int | None = None
 
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:

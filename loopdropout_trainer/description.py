@@ -1,0 +1,190 @@
+"""Loops of a model class that one does not own: say how it loops, and everything here works on it.
+
+A class of one's own subclasses `LoopedModelMixin` instead, as the families in `models` do; what both have to say is the
+same: which modules recur, which loop is running, how deep the model runs, and how a loop's readout is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from loopdropout_trainer.looped import (
+    DESCRIPTIONS,
+    LoopedModelMixin,
+    LoopState,
+    NotLoopedError,
+    check_num_loops,
+    find_looped_model,
+)
+
+
+class LoopDescription(LoopedModelMixin):
+    """How the models of one class loop. Subclass it, and register the subclass with `register_looped`.
+
+    Attributes:
+        model: the causal language model that is described.
+        loop_state: its running loop and gates.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.loop_state = LoopState()
+        for layer in self.recurrent_layers():
+            layer.loop_description = self
+            layer.__class__ = _announcing(type(layer))
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Configuration of the model; `config.num_loops` is its depth."""
+        return self.model.config
+
+    # What a subclass says.
+
+    @staticmethod
+    def get_num_loops(config: PreTrainedConfig) -> int:
+        """Return the recurrence depth K that a model of this configuration runs at."""
+        raise NotImplementedError
+
+    @staticmethod
+    def set_num_loops(config: PreTrainedConfig, num_loops: int) -> None:
+        """Make a model of this configuration, loaded or not, run `num_loops` loops; a positive whole number."""
+        raise NotImplementedError
+
+    def recurrent_layers(self) -> Iterable[nn.Module]:
+        """Return the modules that recur: each call of one belongs to one loop, and is checkpointed as a whole.
+
+        Their linear projections are where adapters go.
+        """
+        raise NotImplementedError
+
+    def running_loop(self, layer: nn.Module, *args: Any, **kwargs: Any) -> int:
+        """Return the 0-based loop that a call of a recurrent layer with these arguments belongs to.
+
+        It is asked again when gradient checkpointing recomputes the call, loops then running backwards: the arguments
+        must tell, not a count of calls.
+        """
+        raise NotImplementedError
+
+    def readout_module(self) -> nn.Module:
+        """Return the module that runs once in each loop and gives the state that the loop's readout is made of."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how a readout is made: define `readout_module`."
+        )
+
+    def readout(self, output: Any) -> torch.Tensor:
+        """Return the head-ready hidden state [B, S, H] for an output of `readout_module`; default: the output itself."""
+        return output
+
+    # What follows from it.
+
+    def recurrent_linears(self) -> list[str]:
+        layers = set(map(id, self.recurrent_layers()))
+        inside = tuple(f"{name}." for name, module in self.model.named_modules() if id(module) in layers)
+        return [
+            name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
+            for name, module in self.model.named_modules()
+            if name.startswith(inside) and isinstance(module, nn.Linear) and ".lora_" not in name
+        ]
+
+    def loop_readouts(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
+        readouts: list[torch.Tensor] = []
+        hook = self.readout_module().register_forward_hook(
+            lambda module, args, output: readouts.append(self.readout(output))
+        )
+        try:
+            self.model.base_model(**inputs, use_cache=False)
+        finally:
+            hook.remove()
+        if len(readouts) != self.config.num_loops:
+            raise ValueError(
+                f"{type(self).__name__}.readout_module must return a module that runs once in each of the "
+                f"{self.config.num_loops} loops; it ran {len(readouts)} times."
+            )
+        return tuple(readouts)
+
+
+@functools.cache
+def _announcing(layer_class: type[nn.Module]) -> type[nn.Module]:
+    """Return `layer_class` with a `forward` that announces the running loop first.
+
+    A subclass, not a hook: transformers checkpoints the outermost `forward` of a layer, so that this one runs inside the
+    checkpoint and is recomputed with it. A hook on the layer would run outside.
+    """
+
+    class Announcing(layer_class):
+        def forward(self, *args, **kwargs):
+            description = self.loop_description
+            description.loop_state.loop = description.running_loop(self, *args, **kwargs)
+            return super().forward(*args, **kwargs)
+
+    Announcing.__name__, Announcing.__qualname__ = layer_class.__name__, layer_class.__qualname__  # wrapping policies
+    return Announcing
+
+
+def register_looped(model_class: type[PreTrainedModel], description: type[LoopDescription]) -> None:
+    """Let Loop Dropout train, evaluate and diagnose models of a class that is not looped by itself.
+
+    The class's configurations get the property `num_loops`, so that depth is read and set as for every looped model, also
+    as a keyword of `from_pretrained`.
+
+    Args:
+        model_class: causal language model whose `base_model` returns a head-ready `last_hidden_state`.
+        description: how it loops.
+
+    Raises:
+        ValueError: if the class is looped already, or is not a causal language model around a backbone.
+    """
+    if issubclass(model_class, LoopedModelMixin):
+        raise ValueError(f"{model_class.__name__} is looped by itself; it needs no description.")
+    if not model_class.base_model_prefix or not model_class.can_generate():
+        raise ValueError(
+            f"{model_class.__name__} is not a causal language model around a backbone: register the class that "
+            "AutoModelForCausalLM would load."
+        )
+
+    def set_num_loops(config: PreTrainedConfig, num_loops: int) -> None:
+        description.set_num_loops(config, check_num_loops(num_loops))
+
+    model_class.config_class.num_loops = property(description.get_num_loops, set_num_loops)
+    DESCRIPTIONS[model_class] = description
+
+
+@torch.no_grad()
+def check_loops(model: nn.Module, **inputs: Any) -> None:
+    """Run one forward, and check that every projection of the recurrent block runs in every loop, in order.
+
+    Args:
+        model: looped model.
+        inputs: of the model, without labels.
+
+    Raises:
+        NotLoopedError: naming a projection, and the loops that were announced when it ran.
+    """
+    looped = find_looped_model(model)
+    announced = defaultdict(list)
+    modules = dict((looped.model if isinstance(looped, LoopDescription) else looped).named_modules())
+    hooks = [
+        modules[name].register_forward_pre_hook(
+            lambda module, args, name=name: announced[name].append(looped.loop_state.loop)
+        )
+        for name in looped.recurrent_linears()
+    ]
+    try:
+        model(**inputs, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in looped.recurrent_linears():
+        loops = announced[name]
+        if sorted(set(loops)) != list(range(looped.config.num_loops)) or loops != sorted(loops):
+            raise NotLoopedError(
+                f"`{name}` should run in each of the {looped.config.num_loops} loops, in order; the loops announced when it "
+                f"ran were {loops}."
+            )

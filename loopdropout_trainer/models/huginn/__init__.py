@@ -1,0 +1,5 @@
+from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
+from loopdropout_trainer.models.huginn.modeling_huginn import HuginnForCausalLM, HuginnModel
+
+
+__all__ = ["HuginnConfig", "HuginnForCausalLM", "HuginnModel"]

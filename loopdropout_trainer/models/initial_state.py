@@ -1,0 +1,62 @@
+"""Random initial states without a random state: a pure function of (key, position, channel), on any device.
+
+The source is Philox-4x32-10 (Salmon et al. 2011): 64-bit key, counter (channel // 4, position, 0, 0). A token's state
+depends on nothing but its key and its position, so that decoding with a cache, another batch size, padding, another
+number of processes or a resumed run start from the same states; and the global random stream is never touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def stream_key(*parts: str | int) -> int:
+    """Return the 64-bit key of the stream that `parts` name, such as a purpose, a seed and an optimizer step."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the four 32-bit words of Philox-4x32-10, as int64 tensors, for broadcastable counter and key words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the high and the low word of a 32 x 32 bit product, within int64's 63 bits."""
+    upper, lower = (word >> 16) * factor, (word & 0xFFFF) * factor
+    return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _WORD
+
+
+def truncated_normals(keys: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+    """Draw from the standard normal distribution, truncated at 3 sigma.
+
+    Args:
+        keys: int64 of 64-bit stream keys, of any shape that broadcasts with `positions`.
+        positions: [...] int64.
+        width: numbers for each position; a longer request starts with the shorter one's numbers.
+
+    Returns:
+        [..., width] float32.
+    """
+    blocks = torch.arange(math.ceil(width / 4), device=positions.device)
+    positions, keys = positions.unsqueeze(-1), keys.unsqueeze(-1)
+    zero = torch.zeros_like(positions)
+    words = philox((blocks, positions, zero, zero), (keys & _WORD, (keys >> 32) & _WORD))
+    words = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :width]
+    uniforms = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24  # the middle of each of the 2^24 cells
+    inside = math.erf(3 / math.sqrt(2))  # probability of |z| < 3
+    return math.sqrt(2) * torch.erfinv(inside * (2 * uniforms - 1))

@@ -1,0 +1,197 @@
+"""The extension point, through the example of docs/extending.md: HRM-Text of transformers."""
+
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, HrmTextConfig, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from loopdropout_trainer import (
+    LoopDescription,
+    LoopDropoutSFTTrainer,
+    check_loops,
+    default_peft_config,
+    merge_and_save,
+    register_looped,
+    use_gates,
+)
+from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
+from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, find_looped_model
+from loopdropout_trainer.models import OuroForCausalLM
+
+
+DOCS = Path(__file__).parents[1] / "docs" / "extending.md"
+EXAMPLE = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    exec(EXAMPLE, {"__name__": "example"})
+    yield
+    del DESCRIPTIONS[HrmTextForCausalLM], HrmTextConfig.num_loops
+
+
+def tiny_hrm(**config):
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "L_cycles": 2,
+        "H_cycles": 3,
+        "pad_token_id": 1,
+        "eos_token_id": 0,
+    }
+    return HrmTextForCausalLM(HrmTextConfig(**{**fields, **config}))
+
+
+def adapted(model):
+    peft_model = get_peft_model(model, default_peft_config(model))
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return peft_model
+
+
+def test_the_example_is_short_and_announces_every_loop():
+    assert len(EXAMPLE.splitlines()) <= 40
+    model = tiny_hrm().eval()
+    check_loops(model, input_ids=torch.tensor([[3, 4, 5]]))
+    names = find_looped_model(model).recurrent_linears()
+    assert len(names) == 2 * 8 and all(name.startswith(("model.L_module.", "model.H_module.")) for name in names)
+    assert find_looped_model(adapted(model)).recurrent_linears() == names
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gated_forward_and_gradients_equal_swapping_the_weights_by_hand(checkpointing):
+    gates = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.5, 2.0]])
+    ids = torch.randint(2, 258, (2, 9))
+
+    peft_model = adapted(tiny_hrm()).train()
+    if checkpointing:
+        peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    with use_gates(peft_model, gates):
+        out = peft_model(ids, labels=ids, use_cache=False)
+        out.loss.backward()
+    gradients = {name: p.grad for name, p in peft_model.named_parameters() if p.requires_grad}
+
+    # The reference knows nothing of descriptions: it counts the calls of the slow stack, and runs one example at a time.
+    weights = {
+        name: p.detach().clone().requires_grad_() for name, p in peft_model.named_parameters() if "lora_" in name
+    }
+    for row in range(2):
+        model, loop = tiny_hrm().train(), [0]
+        for name, module in model.named_modules():
+            a = weights.get(f"base_model.model.{name}.lora_A.default.weight")
+            if a is not None:
+                b = weights[f"base_model.model.{name}.lora_B.default.weight"]
+
+                def forward(x, module=module, a=a, b=b, row=row, loop=loop):
+                    return nn.functional.linear(x, module.weight + gates[loop[0], row] * 2 * b @ a)
+
+                module.forward = forward
+        model.model.H_module.register_forward_hook(lambda *_, loop=loop: loop.__setitem__(0, loop[0] + 1))
+        logits = model(ids[row : row + 1], use_cache=False).logits
+        torch.testing.assert_close(out.logits[row], logits[0], atol=1e-5, rtol=1e-5)
+        (nn.functional.cross_entropy(logits[0, :-1], ids[row, 1:]) / 2).backward()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, weights[name].grad, atol=1e-5, rtol=1e-4)
+
+
+def test_depth_is_read_and_set_as_everywhere(tmp_path):
+    model = tiny_hrm().eval()
+    assert model.config.num_loops == 3
+    ids = torch.tensor([[1, 1, 5, 6], [2, 3, 4, 5]])
+    options = {"attention_mask": (ids != 1).long(), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    readouts = find_looped_model(model).loop_readouts(input_ids=ids)
+    for num_loops in (1, 2, 3, 5):
+        model.config.num_loops = num_loops
+        assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+        if num_loops <= 3:
+            last = model.model(ids, use_cache=False).last_hidden_state
+            assert torch.equal(last, readouts[num_loops - 1])
+    with pytest.raises(ValueError, match="whole number of at least 1"):
+        model.config.num_loops = 0
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_loops == 5
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=2).config.num_loops == 2
+
+
+def test_train_evaluate_diagnose_save_and_merge(config, dataset, tokenizer, tmp_path):
+    tiny_hrm().save_pretrained(tmp_path / "base")
+    args = config(gradient_checkpointing=True, max_steps=3, model_init_kwargs={"num_loops": 4}, save_strategy="no")
+    trainer = LoopDropoutSFTTrainer(
+        str(tmp_path / "base"), args, train_dataset=dataset, eval_dataset=dataset, processing_class=tokenizer
+    )
+    assert trainer.num_loops == 4
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "active_loop_4" in entry]
+    assert len(logged) == 3 and any(0 < entry["active_loop_4"] < 1 for entry in logged)
+    evaluated = trainer.evaluate()["eval_loss"]
+
+    batches = [trainer.data_collator([trainer.eval_dataset[i] for i in range(8)])]
+    measured = single_loop_activation(trainer.model, batches)
+    assert measured.all_on < measured.frozen and len(measured.only) == 4
+    assert readout_losses(trainer.model, batches)[-1] == pytest.approx(measured.all_on, abs=1e-4)
+
+    trainer.save_model(str(tmp_path / "adapter"))
+    merge_and_save(trainer.model, tmp_path / "merged", tokenizer)
+    fresh = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+torch.save(model(torch.arange(2, 14).view(2, 6)).logits.detach(), sys.argv[2])
+"""
+    subprocess.run([sys.executable, "-c", fresh, str(tmp_path / "merged"), str(tmp_path / "logits.pt")], check=True)
+    with torch.no_grad():
+        want = trainer.model.eval()(torch.arange(2, 14).view(2, 6)).logits
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), want.float(), atol=1e-5, rtol=1e-5)
+    assert evaluated > 0
+
+
+def test_what_is_not_possible_is_refused(config, dataset, tokenizer):
+    model = tiny_hrm()
+    model.config.num_loops = 4
+    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="to train at another depth, load it with `num_loops`"):
+        trainer.train()
+    with pytest.raises(ValueError, match="looped by itself"):
+        register_looped(OuroForCausalLM, LoopDescription)
+    with pytest.raises(ValueError, match="not a causal language model around a backbone"):
+        register_looped(type(model.model), LoopDescription)
+
+
+def test_a_wrong_description_is_found_out():
+    class OneLoop(LoopDescription):
+        get_num_loops = staticmethod(lambda config: 2)
+
+        def recurrent_layers(self):
+            return self.model.model.layers
+
+        def running_loop(self, layer, *args, **kwargs):
+            return 0
+
+        def readout_module(self):
+            return self.model.model.norm
+
+    config = functools.partial(LlamaConfig, vocab_size=258, hidden_size=16, intermediate_size=16)
+    model = LlamaForCausalLM(config(num_hidden_layers=1, num_attention_heads=2))
+    with pytest.raises(NotLoopedError, match="or one that `register_looped` describes"):
+        check_loops(model, input_ids=torch.tensor([[3]]))
+    register_looped(LlamaForCausalLM, OneLoop)
+    try:
+        with pytest.raises(NotLoopedError, match=r"`model.layers.0.*` should run in each of the 2 loops.*were \[0\]"):
+            check_loops(model, input_ids=torch.tensor([[3]]))
+        with pytest.raises(ValueError, match="runs once in each of the 2 loops; it ran 1 times"):
+            find_looped_model(model).loop_readouts(input_ids=torch.tensor([[3]]))
+    finally:
+        del DESCRIPTIONS[LlamaForCausalLM], LlamaConfig.num_loops

@@ -1,0 +1,355 @@
+"""What holds for every family alike: the reference's golden tensors, its brute-force oracle, cache, padding, packing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import golden_adapted, golden_inputs, golden_model, submodule_name
+from peft import get_peft_model
+from safetensors import safe_open
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops, default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
+from loopdropout_trainer.looped import find_looped_model
+
+
+BATCHES = ("unpadded", "padded")
+
+
+def example_nll(logits, labels):
+    """Sums of the cross entropy over each row's targets, [B]."""
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], reduction="none")
+    return losses.sum(dim=1)
+
+
+def assert_close(got, want, atol):
+    torch.testing.assert_close(got, want, atol=atol, rtol=0)
+
+
+# The reference's golden tensors
+
+
+@pytest.mark.parametrize(
+    ("batch", "attention"),
+    [("unpadded", "sdpa"), ("padded", "sdpa"), ("padded", "eager"), ("padded", "flex_attention")],
+)
+def test_states_readouts_and_losses_agree_with_the_reference(family, batch, attention):
+    model, inputs = golden_model(family, attn_implementation=attention), golden_inputs(family, batch)
+    valid = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        out = model(**inputs, output_readouts=True)
+        logits = model.get_output_embeddings()(torch.stack(out.readouts))
+    got = {"loop_state": torch.stack(out.loop_states), "loop_hidden": torch.stack(out.readouts), "loop_logits": logits}
+    for name, tensor in got.items():
+        assert_close(tensor[:, valid], family.tensors[f"{batch}/{name}"][:, valid], atol=1e-4)
+    assert_close(out.logits[valid], family.tensors[f"{batch}/logits"][valid], atol=1e-4)
+    assert_close(out.loss, family.tensors[f"{batch}/loss"], atol=2e-5)
+    targets = (inputs["labels"][:, 1:] != -100).sum()
+    losses = torch.stack([example_nll(x, inputs["labels"]).sum() / targets for x in logits])
+    assert_close(losses, family.tensors[f"{batch}/loop_loss"], atol=2e-5)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_deeper_run_agrees_with_the_reference(family, batch):
+    model, inputs = golden_model(family), golden_inputs(family, batch)
+    model.config.num_loops = family.meta["deep_loops"]
+    valid = inputs["attention_mask"].bool()
+    out = model(**inputs)
+    assert_close(out.logits[valid], family.tensors[f"{batch}/deep/logits"][valid], atol=1e-4)
+    assert_close(out.loss, family.tensors[f"{batch}/deep/loss"], atol=2e-5)
+
+
+@pytest.mark.parametrize("cache", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_greedy_tokens_agree_with_and_without_a_cache(family, batch, cache):
+    model = golden_model(family)
+    options = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}[cache]
+    for num_loops, name in ((family.meta["loops"], "generated"), (family.meta["deep_loops"], "deep/generated")):
+        model.config.num_loops = num_loops
+        inputs = golden_inputs(family, batch)
+        inputs.pop("labels")
+        if "initial_state" in inputs:  # one state for each column that generation will reach
+            inputs["initial_state"] = family.tensors[f"{batch}/initial_state"]
+        tokens = model.generate(
+            **inputs, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, **options
+        )
+        assert torch.equal(tokens[:, inputs["input_ids"].shape[1] :], family.tensors[f"{batch}/{name}"])
+
+
+# The brute-force oracle of Loop Dropout
+
+
+def assert_gradients_agree(family, peft_model, gates, prefix):
+    model = peft_model.get_base_model()
+    for name in family.meta["lora"]["modules"]:
+        if f"{prefix}/lora_A/{name}" not in family.tensors:
+            continue
+        layer = model.get_submodule(submodule_name(family, name))
+        for factor in ("lora_A", "lora_B"):
+            want = family.tensors[f"{prefix}/{factor}/{name}"]
+            difference = getattr(layer, factor)["default"].weight.grad - want
+            assert difference.norm() <= max(1e-4 * want.norm(), 1e-6), (factor, name)
+    want = family.tensors[f"{prefix}/gates"]
+    assert (gates.grad - want).norm() <= max(1e-4 * want.norm(), 1e-6)
+
+
+@pytest.mark.parametrize("mean", ["token_mean", "example_mean"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_losses_and_gradients_under_gates_agree_with_the_oracle(family, side, checkpointing, mean):
+    peft_model, inputs = golden_adapted(family), golden_inputs(family, f"oracle/{side}")
+    if checkpointing:
+        peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+    peft_model.train()
+    gates = family.tensors["oracle/gates"].clone().requires_grad_()
+    with use_gates(peft_model, gates):
+        out = peft_model(**inputs)
+        nll = example_nll(out.logits, inputs["labels"])
+        loss = out.loss if mean == "token_mean" else (nll / family.tensors["oracle/example_tokens"]).mean()
+        loss.backward()
+    assert_close(nll, family.tensors["oracle/example_nll"], atol=1e-4)
+    assert_close(loss, family.tensors[f"oracle/loss_{mean}"], atol=2e-5)
+    if side == "left":
+        valid = inputs["attention_mask"].bool()
+        assert_close(out.logits[valid], family.tensors["oracle/left/logits"][valid], atol=1e-4)
+    assert_gradients_agree(family, peft_model, gates, f"oracle/grad_{mean}")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_examples_under_gates_agree_with_the_oracle(family, checkpointing):
+    peft_model, inputs = golden_adapted(family), golden_inputs(family, "oracle/right")
+    if checkpointing:
+        peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+    peft_model.train()
+    kept = inputs.pop("attention_mask").bool()
+    lengths = kept.sum(dim=1).tolist()
+    packed = {name: tensor[kept][None] for name, tensor in inputs.items()}
+    packed["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    gates = family.tensors["oracle/gates"].clone().requires_grad_()
+    with use_gates(peft_model, gates, segments):
+        out = peft_model(**packed)
+        out.loss.backward()
+    assert_close(out.loss, family.tensors["oracle/loss_token_mean"], atol=2e-5)
+    assert_gradients_agree(family, peft_model, gates, "oracle/grad_token_mean")
+
+
+def test_zero_unit_and_single_loop_gates_agree_with_the_oracle(family):
+    peft_model, inputs = golden_adapted(family), golden_inputs(family, "oracle/left")
+    num_loops, tokens = family.meta["loops"], family.tensors["oracle/example_tokens"]
+    want = {
+        "zero_gate": torch.zeros(1, num_loops),
+        "unit_gate": torch.ones(1, num_loops),
+        "single_loop": torch.eye(num_loops),
+    }
+    for name, rows in want.items():
+        losses = []
+        for gates in rows:
+            with torch.no_grad(), use_gates(peft_model, gates):
+                losses.append(example_nll(peft_model(**inputs).logits, inputs["labels"]) / tokens)
+        reference = family.tensors[f"oracle/{name}/example_loss"]
+        assert_close(torch.stack(losses).view_as(reference), reference, atol=2e-5)
+    with torch.no_grad():
+        batch = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+        readouts = torch.stack(find_looped_model(peft_model).loop_readouts(**batch))
+        logits = peft_model.get_base_model().get_output_embeddings()(readouts)
+    losses = torch.stack([example_nll(x, inputs["labels"]) / tokens for x in logits])
+    assert_close(losses, family.tensors["oracle/unit_gate/readout_loss"], atol=2e-5)
+
+
+def test_the_default_adapter_is_on_the_modules_of_the_oracle(family):
+    model = golden_model(family)
+    want = [submodule_name(family, name) for name in family.meta["lora"]["modules"]]
+    assert find_looped_model(model).recurrent_linears() == want
+    adapted = get_peft_model(model, default_peft_config(model, r=family.meta["lora"]["r"]))
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == family.meta["lora"]["num_params"]
+
+
+# Loops, cache and checkpointing
+
+
+def test_the_readout_of_loop_t_is_a_run_of_depth_t_bit_for_bit(make_tiny):
+    model = make_tiny().eval()
+    ids = torch.randint(2, 258, (2, 7))
+    check_loops(model, input_ids=ids)
+    readouts = model.loop_readouts(input_ids=ids)
+    for loop, readout in enumerate(readouts, start=1):
+        model.config.num_loops = loop
+        assert torch.equal(model.base_model(ids, use_cache=False).last_hidden_state, readout)
+
+
+def test_a_multi_token_step_on_a_filled_cache_equals_one_pass(make_tiny):
+    model = make_tiny().eval()
+    ids = torch.randint(2, 258, (3, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[1, :1] = 0
+    for num_loops in (4, 6):
+        model.config.num_loops = num_loops
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            whole = model(ids, mask, use_cache=False).logits
+            first = model(ids[:, :5], mask[:, :5], past_key_values=cache).logits
+            second = model(ids[:, 5:], mask, past_key_values=cache).logits
+        torch.testing.assert_close(
+            torch.cat([first, second], 1)[mask.bool()], whole[mask.bool()], atol=1e-5, rtol=1e-5
+        )
+        outside, inside = model.base_model.layer_counts()
+        assert len(cache) == outside + num_loops * inside
+        assert {layer.get_seq_length() for layer in cache.layers} == {9}
+
+
+def test_padding_changes_no_valid_logit_whatever_the_batch(make_tiny):
+    model = make_tiny().eval()
+    rows = [torch.randint(2, 258, (length,)) for length in (3, 6, 4)]
+    alone = [model(row[None]).logits[0] for row in rows]
+    for side in (0, 1):
+        pads = [(6 - len(row), 0) if side == 0 else (0, 6 - len(row)) for row in rows]
+        ids = torch.stack([F.pad(row, pad, value=1) for row, pad in zip(rows, pads, strict=True)])
+        mask = torch.stack([F.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)])
+        logits = model(ids, mask).logits
+        for row, logit in enumerate(alone):
+            torch.testing.assert_close(logits[row, mask[row].bool()], logit, atol=1e-5, rtol=1e-5)
+    packed = torch.cat(rows)[None]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    torch.testing.assert_close(
+        model(packed, position_ids=positions, use_cache=False).logits[0], torch.cat(alone), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_gradients_flow_through_the_last_backprop_depth_loops_only(make_tiny):
+    model = make_tiny().train()
+    ids = torch.randint(2, 258, (2, 7))
+    peft_model = get_peft_model(model, default_peft_config(model, r=2))
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    losses, reached = [], []
+    for depth in (None, 4, 9, 2):
+        model.config.backprop_depth = depth
+        gates = torch.ones(4, 1, requires_grad=True)
+        with use_gates(peft_model, gates):
+            loss = peft_model(ids, labels=ids).loss
+            loss.backward()
+        losses.append(loss.item())
+        reached.append((gates.grad != 0).flatten().tolist())
+    assert len(set(losses)) == 1
+    assert reached == [[True] * 4] * 3 + [[False, False, True, True]]
+    with pytest.raises(ValueError, match="backprop_depth"):
+        model.config.backprop_depth = 0
+
+
+@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}])
+def test_checkpointing_is_never_reentrant(make_tiny, kwargs):
+    model = make_tiny()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    functions = {
+        module._gradient_checkpointing_func.keywords["use_reentrant"]
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+    }
+    assert functions == {False}
+
+
+# Checkpoints
+
+
+def hub_folder(family, path, **config):
+    """The golden model as the hub would hold it: its own keys and config fields."""
+    golden_model(family).save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({**family.meta["config"], **config}))
+
+
+def test_a_hub_checkpoint_loads_without_remote_code_and_saves_under_its_own_names(family, tmp_path):
+    hub_folder(family, tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    model.save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert {name: saved[name] for name in family.meta["config"]} == family.meta["config"]
+    with safe_open(tmp_path / "again" / "model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == sorted(n[8:] for n in family.tensors if n.startswith("weights/"))
+        for name in file.keys():  # noqa: SIM118
+            assert_close(file.get_tensor(name), family.tensors[f"weights/{name}"], atol=2e-6)
+
+
+def test_num_loops_is_a_keyword_of_from_pretrained(family, tmp_path):
+    hub_folder(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=family.meta["deep_loops"])
+    inputs = golden_inputs(family, "unpadded")
+    assert_close(model(**inputs).loss, family.tensors["unpadded/deep/loss"], atol=2e-5)
+    model.config.num_loops = family.meta["loops"]
+    assert_close(model(**inputs).loss, family.tensors["unpadded/loss"], atol=2e-5)
+    with pytest.raises(ValueError, match="whole number of at least 1"):
+        model.config.num_loops = 0
+
+
+# Training
+
+
+def test_training_with_padding_checkpointing_and_resume(make_tiny, config, dataset, tokenizer):
+    def train(output, resume=None, **fields):
+        args = config(gradient_checkpointing=True, eval_strategy="no", **fields)
+        args.output_dir = str(output)
+        trainer = LoopDropoutSFTTrainer(make_tiny(), args, train_dataset=dataset, processing_class=tokenizer)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    folder = config().output_dir
+    whole = train(f"{folder}/a", max_steps=4, save_strategy="steps", save_steps=2)
+    resumed = train(f"{folder}/b", f"{folder}/a/checkpoint-2", max_steps=4)
+    weights = {n: p for n, p in whole.model.named_parameters() if p.requires_grad}
+    assert any("lora_B" in name and bool((p != 0).any()) for name, p in weights.items())
+    for name, parameter in resumed.model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, weights[name]), name
+    rows = dataset.select(range(8)).map(lambda row: tokenized(row, tokenizer))
+    assert 0 < whole.evaluate(rows)["eval_loss"] == whole.evaluate(rows)["eval_loss"]
+
+
+def tokenized(row, tokenizer):
+    prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "completion"))
+    return {"input_ids": prompt + completion, "completion_mask": [0] * len(prompt) + [1] * len(completion)}
+
+
+FRESH = """
+import sys, torch, loopdropout_trainer
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+ids = torch.arange(2, 14).view(2, 6)
+for path, adapter in ((sys.argv[1], None), (sys.argv[2], sys.argv[3])):
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model = PeftModel.from_pretrained(model, adapter) if adapter else model
+    torch.save(model(ids).logits.detach(), sys.argv[4] + ("/adapted.pt" if adapter else "/merged.pt"))
+"""
+
+
+def test_saved_and_merged_models_reload_in_a_fresh_process(make_tiny, tmp_path):
+    model = make_tiny()
+    model.save_pretrained(tmp_path / "base")
+    peft_model = get_peft_model(model, default_peft_config(model))
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    merge_and_save(peft_model, tmp_path / "merged")
+    paths = [str(tmp_path / name) for name in ("merged", "base", "adapter", "")]
+    subprocess.run([sys.executable, "-c", FRESH, *paths], check=True)
+    want = peft_model.eval()(torch.arange(2, 14).view(2, 6)).logits
+    assert torch.equal(torch.load(tmp_path / "adapted.pt"), want)
+    torch.testing.assert_close(torch.load(tmp_path / "merged.pt"), want, atol=1e-5, rtol=1e-5)
+    with peft_model.disable_adapter():
+        assert not torch.allclose(peft_model(torch.arange(2, 14).view(2, 6)).logits, want, atol=1e-2)
+
+
+def test_the_diagnostics_run(make_tiny):
+    model = make_tiny()
+    peft_model = get_peft_model(model, default_peft_config(model))
+    ids = torch.randint(2, 258, (2, 7))
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}]
+    measured = single_loop_activation(peft_model, batches)
+    assert measured.only == (measured.frozen,) * 4  # an untrained adapter changes nothing, in any loop
+    assert readout_losses(peft_model, batches)[-1] == pytest.approx(measured.all_on, abs=1e-5)

@@ -1,0 +1,199 @@
+"""What is Huginn's own: its initial state, its tied head and stored rotations, core-only adapters, published sizes."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import golden_adapted, golden_inputs, golden_model, tiny_huginn
+from safetensors.torch import load_file, save_file
+from test_families import assert_close, example_nll
+from transformers import AutoModelForCausalLM
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, use_gates
+from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM
+from loopdropout_trainer.models.initial_state import philox, truncated_normals
+
+
+@pytest.fixture(scope="module")
+def huginn(golden):
+    return golden("huginn")
+
+
+@pytest.mark.parametrize("batch", ["unpadded", "padded"])
+def test_prelude_and_latents_agree_with_the_reference(huginn, batch):
+    model, inputs = golden_model(huginn), golden_inputs(huginn, batch)
+    valid = inputs["attention_mask"].bool()
+    seen = {}
+    model.transformer.prelude[-1].register_forward_hook(lambda module, args, output: seen.update(prelude=output))
+    with torch.no_grad():
+        states = torch.stack(model(**inputs, output_readouts=True).loop_states)
+    assert_close(seen["prelude"][valid], huginn.tensors[f"{batch}/prelude"][valid], atol=1e-4)
+    latents = model.transformer.ln_f(states)
+    assert_close(latents[:, valid], huginn.tensors[f"{batch}/loop_latent"][:, valid], atol=1e-4)
+
+
+def test_the_zero_state_agrees_with_the_reference(huginn):
+    model = golden_model(huginn, state_init="zero")
+    ids = huginn.tensors["unpadded/input_ids"]
+    assert_close(model(ids).logits, huginn.tensors["unpadded/zero_state/logits"], atol=1e-4)
+    tokens = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(tokens[:, ids.shape[1] :], huginn.tensors["unpadded/zero_state/generated"])
+
+
+def test_an_adapter_on_the_core_alone_agrees_with_the_oracle(huginn):
+    peft_model = golden_adapted(huginn, modules=huginn.meta["lora"]["modules_core_only"])
+    inputs = golden_inputs(huginn, "oracle/left")
+    with use_gates(peft_model, huginn.tensors["oracle_core_only/gates"]):
+        out = peft_model(**inputs)
+        out.loss.backward()
+    assert_close(example_nll(out.logits, inputs["labels"]), huginn.tensors["oracle_core_only/example_nll"], atol=1e-4)
+    for name in huginn.meta["lora"]["modules_core_only"]:
+        layer = peft_model.get_base_model().get_submodule(name)
+        for factor in ("lora_A", "lora_B"):
+            want = huginn.tensors[f"oracle_core_only/grad_token_mean/{factor}/{name}"]
+            assert (getattr(layer, factor)["default"].weight.grad - want).norm() <= max(1e-4 * want.norm(), 1e-6)
+
+
+# The stream of initial states
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "want"),
+    [  # known answers of the Random123 library for Philox-4x32-10
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_the_random_source_gives_its_known_answers(counter, key, want):
+    assert [int(word) for word in philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))] == want
+
+
+def test_states_have_the_published_distribution(huginn):
+    numbers = truncated_normals(torch.tensor([7]), torch.arange(64), 512).flatten().double()
+    inside = math.erf(3 / 2**0.5)
+    quantiles = (torch.erf(numbers.sort().values / 2**0.5) / inside + 1) / 2
+    ideal = (torch.arange(len(numbers)) + 0.5) / len(numbers)
+    assert (quantiles - ideal).abs().max() < 1.63 / len(numbers) ** 0.5  # Kolmogorov-Smirnov, 1%
+    std = (1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / inside) ** 0.5
+    model = tiny_huginn(n_embd=512, n_heads=8)
+    seen = {}
+    model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.setdefault("first", args[0]))
+    model(torch.arange(2, 40)[None])
+    state = seen["first"][..., :512]
+    assert state.abs().max() <= 1.8975  # 3 sqrt(2 / 5)
+    assert state.std().item() == pytest.approx(0.4**0.5 * std, rel=0.02)
+
+
+def test_in_evaluation_a_state_depends_on_seed_and_position_alone():
+    model = tiny_huginn().eval()
+    ids = torch.arange(2, 14)[None]
+    torch.manual_seed(1)
+    first = model(ids).logits
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    assert torch.equal(model(ids).logits, first)
+    assert torch.equal(torch.get_rng_state(), before)
+    prompts = torch.stack([ids[0], ids[0].flip(0), ids[0]])
+    torch.testing.assert_close(model(prompts).logits[[0, 2]], first.expand(2, -1, -1), atol=1e-5, rtol=1e-5)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    other = tiny_huginn(state_seed=1).eval()
+    assert not torch.allclose(other(ids).logits, first, atol=1e-3)
+
+
+def states_of_training(config, dataset, tokenizer, **fields):
+    """Initial states [rows, E] of the first tokens that the first optimizer step sees, by row of the global batch."""
+    model = tiny_huginn(**fields.pop("model", {}))
+    seen = []
+    model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.append(args[0][:, 0, :32].detach()))
+    args = config(max_steps=1, **fields)
+    trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    return torch.cat(seen[:: model.config.num_loops])
+
+
+def test_in_training_each_example_and_step_has_its_own_state_whatever_the_layout(config, dataset, tokenizer):
+    whole = states_of_training(config, dataset, tokenizer, per_device_train_batch_size=4)
+    split = states_of_training(
+        config, dataset, tokenizer, per_device_train_batch_size=2, gradient_accumulation_steps=2
+    )
+    assert torch.equal(whole, split)
+    assert len(whole.unique(dim=0)) == 4
+    assert not torch.equal(whole, states_of_training(config, dataset, tokenizer, gate_seed=5))
+    fixed = states_of_training(config, dataset, tokenizer, model={"redraw_state": False})
+    assert len(fixed.unique(dim=0)) == 1
+
+
+def test_packed_training_draws_a_state_for_each_example(config, dataset, tokenizer):
+    states = []
+
+    def record(module, args):
+        states.append(args[0][0, :, :32].detach())
+
+    model = tiny_huginn()
+    model.transformer.adapter.register_forward_pre_hook(record)
+    args = config(max_steps=1, padding_free=True, max_length=None, per_device_train_batch_size=3)
+    LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer).train()
+    assert len(states[0].unique(dim=0)) == len(states[0])  # no two tokens alike, though positions repeat
+
+
+# Traps
+
+
+def test_depth_is_never_sampled_and_a_given_state_must_fit(huginn):
+    model, inputs = golden_model(huginn).train(), golden_inputs(huginn, "unpadded")
+    assert_close(model(**inputs).loss, huginn.tensors["unpadded/loss"], atol=2e-5)
+    with pytest.raises(ValueError, match=r"`initial_state` must have the shape \[B, S, H\]"):
+        model(**{**inputs, "initial_state": inputs["initial_state"][:, 1:]})
+    ids = inputs["input_ids"]
+    with pytest.raises(ValueError, match="`initial_state` has 10 columns"):
+        model.generate(ids, initial_state=inputs["initial_state"], max_new_tokens=3, pad_token_id=0)
+
+
+def test_readouts_with_a_cache_are_refused():
+    with pytest.raises(ValueError, match="`output_readouts` cannot be combined with a cache"):
+        tiny_huginn()(torch.tensor([[3, 4]]), use_cache=True, output_readouts=True)
+
+
+@pytest.mark.parametrize("duplicate", [False, True])
+def test_the_head_may_be_stored_twice_and_rotations_stay_float32(huginn, duplicate, tmp_path):
+    weights = {name[8:]: tensor for name, tensor in huginn.tensors.items() if name.startswith("weights/")}
+    if duplicate:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(huginn.meta["config"]))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model(torch.tensor([[3, 4]])).logits.dtype == torch.float32
+    model.save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert saved["transformer.wte.weight"].dtype == torch.bfloat16
+    assert_close(saved["freqs_cis"], huginn.tensors["weights/freqs_cis"], atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("injection_type", "add"), ("state_init", "embed"), ("num_key_value_heads", 11), ("bias", True), ("n_layers", 3)],
+)
+def test_what_is_not_implemented_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"`{field}`"):
+        HuginnConfig(**{field: value})
+
+
+def test_published_sizes_come_out():
+    from peft import get_peft_model
+
+    config = HuginnConfig()
+    assert config.init_values["std"] == pytest.approx((2 / (5 * 5280)) ** 0.5)
+    with torch.device("meta"):
+        model = HuginnForCausalLM(config)
+        assert sum(p.numel() for p in model.parameters()) == 3_564_976_800
+        adapted = get_peft_model(model, default_peft_config(config))
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == 6_397_440
+    assert (config.num_loops, config.bos_token_id, config.pad_token_id) == (32, 65504, 65509)
