@@ -27,6 +27,7 @@ def reference(tmp_path_factory):
     """All runs in this process with batch 8."""
     folder = tmp_path_factory.mktemp("reference")
     runs = {}
+    layouts.save_model(folder / "model")
     for name in layouts.RUNS:
         record = layouts.train(folder, name, per_device_train_batch_size=8)
         runs[name] = layouts.Run([record], layouts._adapter(folder / name))
@@ -165,7 +166,7 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=2e-6)
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -33,6 +33,9 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
 class LoopedConfigMixin:
     """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`)."""
 
+    # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
+    auto_map = {}
+
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):
             check_num_loops(value, name)
