@@ -4,16 +4,22 @@ Importing this package registers the model families with transformers' Auto clas
 """
 
 from loopdropout_trainer import models  # noqa: F401  (registers the families)
-from loopdropout_trainer.adapters import load_adapter, use_gates
-from loopdropout_trainer.config import LoopDropoutConfig
+from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig
+from loopdropout_trainer.dpo_trainer import LoopDropoutDPOTrainer
 from loopdropout_trainer.hub import merge_and_save, push_merged_to_hub
-from loopdropout_trainer.trainer import LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.sampling import GateSamplingMixin, default_peft_config
+from loopdropout_trainer.saved_adapters import load_adapter
+from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GateSamplingMixin",
     "LoopDropoutConfig",
+    "LoopDropoutDPOConfig",
+    "LoopDropoutDPOTrainer",
     "LoopDropoutSFTTrainer",
     "default_peft_config",
     "load_adapter",

@@ -52,7 +52,7 @@ class UnitGatesCallback(TrainerCallback):
 
 
 class RuleCallback(TrainerCallback):
-    """Tells a rule how sensitive the loss was to its gates, and saves what it learned from that with each checkpoint.
+    """Tells a rule how sensitive the loss was to its gates.
 
     It also gives the adapters that a step left out the gradient that they have, zero: so that momentum moves them as it
     does in distributed runs, where they take part.
@@ -80,11 +80,12 @@ class RuleCallback(TrainerCallback):
             self.rule.observe(total.cpu())
             self._sensitivity = 0.0
 
-    def on_save(self, args, state, control, **kwargs):
-        memory = self.rule.state_dict()
-        if memory and args.should_save:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            (folder / RULE_STATE).write_text(json.dumps(memory))
+
+def save_rule_state(rule: GateRule, folder: str | Path) -> None:
+    """Write what a rule has learned beside the adapter, if it learns anything."""
+    memory = rule.state_dict()
+    if memory:
+        (Path(folder) / RULE_STATE).write_text(json.dumps(memory), encoding="utf-8")
 
 
 def load_rule_state(rule: GateRule, checkpoint: str | bool, output_dir: str) -> None:

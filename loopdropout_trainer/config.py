@@ -1,7 +1,8 @@
-"""`LoopDropoutConfig`: TRL's `SFTConfig` with the gate rule and its fields."""
+"""`LoopDropoutConfig` and `LoopDropoutDPOConfig`: TRL's `SFTConfig` and `DPOConfig` with the gate rule and its fields."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,22 +10,20 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from trl import SFTConfig
+from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
 
 
 @dataclass
-class LoopDropoutConfig(SFTConfig):
-    """Training arguments of `LoopDropoutSFTTrainer`: everything that `SFTConfig` has, and how gates are drawn.
+class GateArguments:
+    """How gates are drawn: the fields that this package adds to TRL's training arguments.
 
     The defaults are the paper's method: Loop Dropout with p = 0.5 and inverse-survival rescaling.
 
     Raises:
         ValueError: for an unknown rule, a field that it does not take, or a value that it refuses.
     """
-
-    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args"]
 
     rule: str = field(
         default="loop_dropout",
@@ -49,6 +48,10 @@ class LoopDropoutConfig(SFTConfig):
         metadata={"help": "Seed of the gate draws, which never touch the global random stream. Default: `seed`."},
     )
 
+    stop_on_nan: bool = field(
+        default=True,
+        metadata={"help": "Stop, before the step is taken, when the loss is NaN or infinite."},
+    )
     loraplus_lr_ratio: float | None = field(
         default=None,
         metadata={
@@ -83,12 +86,46 @@ class LoopDropoutConfig(SFTConfig):
         return make_rule(self.rule, **fields)
 
     @classmethod
-    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> LoopDropoutConfig:
-        """Return `args` as a `LoopDropoutConfig`; a plain `SFTConfig` or `TrainingArguments` gets the paper's defaults."""
+    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> GateArguments:
+        """Return `args` as an instance of this class; TRL's own arguments get the paper's defaults.
+
+        Raises:
+            ValueError: if they are the arguments of another kind of trainer.
+        """
         if args is None:
             return cls(output_dir)
         if isinstance(args, cls):
             return args
-        fields = args.to_dict()
-        fields["hub_token"] = args.hub_token  # to_dict hides tokens
-        return cls(**fields)
+        trl_class = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
+        if not isinstance(args, trl_class) and type(args) is not TrainingArguments:
+            raise ValueError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
+        # Not `to_dict`, which puts words such as <PAD_TOKEN> in the place of all tokens.
+        return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainer pickles its arguments into every checkpoint, which may be pushed: never with a secret.
+        state = {**self.__dict__, "hub_token": None}
+        if isinstance(self.model_init_kwargs, dict):
+            state["model_init_kwargs"] = {k: v for k, v in self.model_init_kwargs.items() if k != "token"}
+        return state
+
+    def to_dict(self) -> dict[str, Any]:
+        # What loggers such as W&B are given.
+        fields = super().to_dict()
+        if isinstance(fields.get("model_init_kwargs"), dict):
+            fields["model_init_kwargs"] = {k: v for k, v in fields["model_init_kwargs"].items() if k != "token"}
+        return fields
+
+
+@dataclass
+class LoopDropoutConfig(GateArguments, SFTConfig):
+    """Training arguments of `LoopDropoutSFTTrainer`: everything that `SFTConfig` has, and how gates are drawn."""
+
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args"]
+
+
+@dataclass
+class LoopDropoutDPOConfig(GateArguments, DPOConfig):
+    """Training arguments of `LoopDropoutDPOTrainer`: everything that `DPOConfig` has, and how gates are drawn."""
+
+    _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]

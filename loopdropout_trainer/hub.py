@@ -166,13 +166,18 @@ def push_merged_to_hub(
             api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload merged model").repo_url
         )
     except Exception as error:  # whatever the Hub's client raises, offline or refused: nothing may be lost here
-        reason = " ".join(str(error).split())
-        if token:
-            reason = reason.replace(token, "***")
-        raise PushError(
-            f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). The merged model is safe in {folder}; log "
-            "in with `hf auth login` or set HF_TOKEN, then push it again."
-        ) from None
+        raise push_error(error, repo_id, f"The merged model is safe in {folder}", token) from None
+
+
+def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -> PushError:
+    """Say in one sentence, without any of the tokens, why the Hub did not take a model, and what is `safe`."""
+    reason = " ".join(str(error).split())
+    for token in filter(None, tokens):
+        reason = reason.replace(token, "***")
+    return PushError(
+        f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). {safe}; log in with `hf auth login` or set "
+        "HF_TOKEN, then push it again."
+    )
 
 
 def model_card(facts: RunFacts, name: str) -> ModelCard:

@@ -9,16 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
+
+
+TINY_OURO_PATH = Path(__file__).parent / "tiny_ouro"
+"""A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
 
 
 class RecipeError(ValueError):
@@ -29,7 +34,11 @@ class RecipeError(ValueError):
 class ModelArguments:
     """Which looped model to train."""
 
-    model_name_or_path: str = field(metadata={"help": "Hub name or local folder of a looped model."})
+    model_name_or_path: str = field(
+        metadata={
+            "help": "Hub name or local folder of a looped model; `tiny-ouro` is the small one inside this package."
+        }
+    )
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
     num_loops: int | None = field(
         default=None, metadata={"help": "Recurrence depth K to train at. Default: the model's own."}
@@ -48,6 +57,27 @@ class ModelArguments:
         default=None, metadata={"help": "Path of a Jinja chat template that replaces the tokenizer's own."}
     )
 
+    def __post_init__(self):
+        if self.model_name_or_path == "tiny-ouro":
+            self.model_name_or_path = str(TINY_OURO_PATH)
+
+    @property
+    def base_name(self) -> str:
+        """The model's name for a card: its hub name, or the name of its folder."""
+        path = Path(self.model_name_or_path)
+        return path.name if path.is_dir() else self.model_name_or_path
+
+    @property
+    def init_kwargs(self) -> dict[str, Any]:
+        """The keywords of `from_pretrained`."""
+        fields = {
+            "revision": self.model_revision,
+            "dtype": self.dtype,
+            "attn_implementation": self.attn_implementation,
+            "num_loops": self.num_loops,
+        }
+        return {key: value for key, value in fields.items() if value is not None}
+
 
 @dataclass
 class AdapterArguments:
@@ -60,6 +90,54 @@ class AdapterArguments:
         default=None, metadata={"help": "Linear layers to adapt. Default: all in the recurrent block."}
     )
     use_rslora: bool = field(default=False, metadata={"help": "Scale the update by alpha / sqrt(r)."})
+
+    @property
+    def lora_fields(self) -> dict[str, Any]:
+        """The fields of PEFT's `LoraConfig`."""
+        fields = {
+            "r": self.lora_r,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+            "target_modules": self.lora_target_modules,
+            "use_rslora": self.use_rslora,
+        }
+        return {key: value for key, value in fields.items() if value is not None}
+
+
+@dataclass
+class RunArguments:
+    """What happens around the training."""
+
+    compare_with: list[str] | None = field(
+        default=None,
+        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
+    )
+    benchmarks: list[str] | None = field(
+        default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
+    )
+    benchmark_files: dict[str, str] | str | None = field(
+        default=None,
+        metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."},
+    )
+    benchmark_limit: int | None = field(
+        default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
+    )
+    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
+    single_loop_batches: int = field(
+        default=0,
+        metadata={
+            "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+        },
+    )
+    merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
+    push_merged_to_hub: bool = field(
+        default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
+
+    def __post_init__(self):
+        if isinstance(self.benchmark_files, str):
+            self.benchmark_files = json.loads(self.benchmark_files)
 
 
 class _Loader(yaml.SafeLoader):
@@ -129,7 +207,10 @@ def _load(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def parse_recipe(
-    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, description: str | None = None
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    unread_types: Sequence[type] = (),
 ) -> tuple[list[Any], dict[str, Any]]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
@@ -137,6 +218,8 @@ def parse_recipe(
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
         argv: arguments after the script's name; default: the process's.
         description: shown by `--help`.
+        unread_types: whose fields may stand in the recipe too, without a meaning for this script: one recipe then serves
+            several scripts.
 
     Returns:
         One instance for each type, and the settings that were given (recipe and command line together).
@@ -152,18 +235,28 @@ def parse_recipe(
 
     hints = {name: hint for cls in dataclass_types for name, hint in typing.get_type_hints(cls).items()}
     valid = [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
+    unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - set(valid)
+    recipe = {key: value for key, value in recipe.items() if key not in unread}
     for key, value in recipe.items():
         if key not in valid:
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
         _check_type(key, value, hints[key], path)
     settings = {**recipe, **command_line}
-    return [_build(cls, settings) for cls in dataclass_types], settings
+    return [build(cls, settings) for cls in dataclass_types], settings
 
 
-def save_settings(settings: dict[str, Any], path: str | Path) -> None:
-    """Write the settings of a run as a recipe that repeats it, without anything secret."""
-    public = {key: value for key, value in settings.items() if "token" not in key.split("_")}
-    Path(path).write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
+def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without anything secret."""
+    return {
+        key: public_settings(value) if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if "token" not in str(key).split("_")
+    }
+
+
+def settings_yaml(settings: Mapping[str, Any]) -> str:
+    """Return the settings of a run as a recipe that repeats it, without anything secret."""
+    return yaml.safe_dump(public_settings(settings), sort_keys=False, allow_unicode=True)
 
 
 def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], description: str | None) -> dict[str, Any]:
@@ -207,7 +300,12 @@ def _check_type(key: str, value: Any, hint: Any, path: str | None) -> None:
         raise RecipeError(f"`{key}` in {path} must be of type {names}; got {value!r}.")
 
 
-def _build(cls: type, settings: dict[str, Any]) -> Any:
+def build(cls: type, settings: dict[str, Any]) -> Any:
+    """Return an instance of the dataclass `cls` from those of the settings that are its fields.
+
+    Raises:
+        RecipeError: for a missing field, or a value that the dataclass refuses.
+    """
     fields = [f for f in dataclasses.fields(cls) if f.init]
     for f in fields:
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

@@ -29,7 +29,7 @@ def golden():
 
     def load(family):
         meta = json.loads((GOLDEN / f"{family}.json").read_text())
-        return SimpleNamespace(meta=meta, **{"tensors": load_file(GOLDEN / f"{family}.safetensors")})
+        return SimpleNamespace(meta=meta, tensors=load_file(GOLDEN / f"{family}.safetensors"))
 
     return load
 

@@ -4,13 +4,14 @@ from loopdropout_trainer.adapters.gated import (
     ADAPTER_KINDS,
     adapted_layers,
     add_gates,
+    add_unit_gates,
     has_gates,
     merged_update,
     physical_layers,
     remove_gates,
     use_gates,
 )
-from loopdropout_trainer.adapters.loading import load_adapter
+from loopdropout_trainer.adapters.loading import attach_adapter
 from loopdropout_trainer.adapters.lora_dropout import SparseLora
 from loopdropout_trainer.adapters.refusals import check_adapter, check_peft_config
 from loopdropout_trainer.adapters.weight_noise import NoisyLora
@@ -22,10 +23,11 @@ __all__ = [
     "SparseLora",
     "adapted_layers",
     "add_gates",
+    "add_unit_gates",
+    "attach_adapter",
     "check_adapter",
     "check_peft_config",
     "has_gates",
-    "load_adapter",
     "merged_update",
     "physical_layers",
     "remove_gates",

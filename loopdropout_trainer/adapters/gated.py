@@ -193,6 +193,12 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     return looped.loop_state
 
 
+def add_unit_gates(model: PeftModel, adapter: str) -> None:
+    """Let the inactive `adapter` run as ordinary LoRA, in the same dtype as a gated one, whatever gates that one has."""
+    for layer in adapted_layers(model):
+        layer.lora_variant[adapter] = GatedLora(LoopState(), 0, in_activation_dtype=not layer.cast_input_dtype_enabled)
+
+
 def remove_gates(model: PeftModel) -> None:
     """Give PEFT its own LoRA layers back."""
     for layer in adapted_layers(model):

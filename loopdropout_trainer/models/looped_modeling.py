@@ -33,6 +33,8 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
 class LoopedConfigMixin:
     """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`)."""
 
+    auto_map = {}  # TRL reads it of every architecture that it does not find in transformers
+
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):
             check_num_loops(value, name)

@@ -1,0 +1,97 @@
+"""`DataArguments`: which rows to train on, and how they become examples."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+
+PREPARATIONS = ("arithmetic", "gsm8k", "metamath_gsm", "tulu2")
+
+
+@dataclass
+class DataArguments:
+    """Which rows to train on, and how they become examples.
+
+    Raises:
+        ValueError: if no source of rows is named, or two settings exclude each other.
+    """
+
+    preparation: str | None = field(
+        default=None,
+        metadata={
+            "help": "Named preparation of the rows. Default: rows in one of TRL's formats (`prompt` and `completion`, "
+            "`messages`, or `text`), or a `prompt_template` over their columns.",
+            "choices": list(PREPARATIONS),
+        },
+    )
+    dataset_name: str | None = field(default=None, metadata={"help": "Name of a dataset on the Hub, or its folder."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the Hub dataset."})
+    dataset_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the Hub dataset."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of the Hub dataset."})
+    train_files: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Local JSONL, JSON, CSV or Parquet files (the text formats also as .gz); read instead of "
+            "`dataset_name`.",
+            "nargs": "+",
+        },
+    )
+    eval_files: list[str] | None = field(
+        default=None,
+        metadata={"help": "Local files to evaluate on, instead of held-out training rows.", "nargs": "+"},
+    )
+    column_mapping: dict[str, str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Where the expected columns are found in the rows, as {expected name: name in the rows}, "
+            "e.g. {completion: answer} (JSON on the command line)."
+        },
+    )
+    num_train_examples: int | None = field(
+        default=None, metadata={"help": "Number of rows to train on. Default: all that are not held out."}
+    )
+    num_eval_examples: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of rows to hold out, the same ones in every run. Default: the preparation's own, else 0."
+        },
+    )
+    split_seed: int = field(
+        default=0, metadata={"help": "Seed of the choice of rows (held out, drawn). It is not the seed of training."}
+    )
+    prompt_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "`alpaca`, `question`, or a text with {column} fields: how the prompt is made from a row. "
+            "Default: the preparation's own, else the row's `prompt`."
+        },
+    )
+    prompt_end: str = field(
+        default="", metadata={"help": "Text between the prompt template and the target; part of the prompt."}
+    )
+    bad_rows: str = field(
+        default="error",
+        metadata={
+            "help": "What to do with a row that cannot be used: stop, or count it.",
+            "choices": ["error", "skip"],
+        },
+    )
+
+    def __post_init__(self):
+        if isinstance(self.column_mapping, str):
+            self.column_mapping = json.loads(self.column_mapping)
+        if self.preparation is not None and self.preparation not in PREPARATIONS:
+            raise ValueError(
+                f"`preparation` must be one of {', '.join(PREPARATIONS)}, or be left out; got {self.preparation!r}."
+            )
+        if self.bad_rows not in ("error", "skip"):
+            raise ValueError(f"`bad_rows` must be error or skip; got {self.bad_rows!r}.")
+        if not self.train_files and self.dataset_name is None and self.preparation != "arithmetic":
+            raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
+        if self.eval_files and self.num_eval_examples:
+            raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
+        for name in ("num_train_examples", "num_eval_examples"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"`{name}` must be at least 0; got {value}.")

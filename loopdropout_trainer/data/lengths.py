@@ -1,0 +1,48 @@
+"""How many tokens TRL will train on for each example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+
+def token_lengths(examples: Dataset, tokenizer: PreTrainedTokenizerBase, batch_size: int = 512) -> np.ndarray:
+    """Return the number of tokens [N] of each example, as `SFTTrainer` tokenises it, with the end token that it appends.
+
+    Args:
+        examples: in one of TRL's formats.
+        tokenizer: with the chat template that training uses.
+        batch_size: examples tokenised at once.
+    """
+    lengths = np.empty(len(examples), dtype=np.int64)
+    columns = [name for name in ("prompt", "completion", "messages", "text") if name in examples.column_names]
+    examples = examples.select_columns(columns)
+    for start in tqdm(range(0, len(examples), batch_size), "Counting tokens", unit="batch", disable=None):
+        batch = examples[start : start + batch_size]
+        lengths[start : start + batch_size] = [len(ids) for ids in _token_ids(batch, tokenizer)]
+    return lengths
+
+
+def _token_ids(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if "messages" in batch:
+        conversations = batch["messages"]
+    elif "text" in batch:
+        return tokenizer([_ended(text, tokenizer) for text in batch["text"]], verbose=False)["input_ids"]
+    elif isinstance(batch["prompt"][0], str):
+        pairs = zip(batch["prompt"], batch["completion"], strict=True)
+        return tokenizer([prompt + _ended(completion, tokenizer) for prompt, completion in pairs], verbose=False)[
+            "input_ids"
+        ]
+    else:
+        pairs = zip(batch["prompt"], batch["completion"], strict=True)
+        conversations = [prompt + completion for prompt, completion in pairs]
+    quiet = {"verbose": False}  # no warning that a length is beyond the model's: lengths are what is being looked for
+    return tokenizer.apply_chat_template(conversations, tokenizer_kwargs=quiet)["input_ids"]
+
+
+def _ended(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    return text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token

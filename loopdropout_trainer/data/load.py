@@ -1,0 +1,266 @@
+"""`load_data`: from the recipe's data settings to the datasets that the trainer takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Dataset, Features, Value, load_dataset
+from datasets.arrow_writer import ArrowWriter
+from filelock import FileLock
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.gsm8k import GSM8K, Arithmetic
+from loopdropout_trainer.data.lengths import token_lengths
+from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
+from loopdropout_trainer.data.preparation import Preparation, Unwanted, rank
+from loopdropout_trainer.data.report import DataReport
+from loopdropout_trainer.data.rows import BadRow, DataError, Row, read_files
+from loopdropout_trainer.data.tulu2 import Tulu2
+
+
+_CACHE_VERSION = 2  # to be raised when the same settings give other examples
+_PREPARATIONS: dict[str | None, type[Preparation]] = {
+    None: Preparation,
+    "arithmetic": Arithmetic,
+    "gsm8k": GSM8K,
+    "metamath_gsm": MetaMathGSM,
+    "tulu2": Tulu2,
+}
+
+
+@dataclass
+class LoadedData:
+    """Examples ready for the trainer.
+
+    Attributes:
+        train: examples in one of TRL's formats: `prompt` and `completion`, `messages`, or `text`.
+        eval: held-out examples or None; the named preparations add `question` and `answer`.
+        report: rows kept and dropped, with the reasons; print it.
+        description: one line for a model card.
+    """
+
+    train: Dataset
+    eval: Dataset | None
+    report: DataReport
+    description: str
+
+
+def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> LoadedData:
+    """Read rows, make examples, hold some out, and drop those that are too long; never cut one.
+
+    The result is cached on disk: the next run with the same settings, files and tokenizer reads it from there.
+
+    Args:
+        args: which rows, and how.
+        tokenizer: of the model, with the chat template that training uses.
+        max_length: examples with more tokens than this (end token included) are dropped; None keeps all.
+
+    Raises:
+        DataError: if the data cannot be used; it names the file and row.
+    """
+    preparation = _PREPARATIONS[args.preparation](args)
+    source = _Source.open(args, preparation)
+    key = _cache_key(args, source, tokenizer, max_length)
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "loopdropout_trainer" / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # the processes of one machine prepare the data once
+        if not folder.is_dir():
+            _prepare_into(folder, preparation, source, tokenizer, max_length)
+    report = DataReport.from_dict(json.loads((folder / "report.json").read_text(encoding="utf-8")))
+    held_out = Dataset.load_from_disk(folder / "eval") if report.held_out else None
+    description = f"{preparation.title or source.name}: {report.train:,} examples"
+    if preparation.title and source.name != preparation.title:
+        description = f"{preparation.title} ({source.name}): {report.train:,} examples"
+    if held_out is not None:
+        description += f", {report.held_out:,} held out"
+    return LoadedData(Dataset.load_from_disk(folder / "train"), held_out, report, description)
+
+
+@dataclass
+class _Source:
+    """Where rows come from: their name, what changes when they change, and the rows themselves."""
+
+    name: str
+    fingerprint: Any
+    train: Iterable[Row]
+    eval: Iterable[Row] | None
+
+    @classmethod
+    def open(cls, args: DataArguments, preparation: Preparation) -> _Source:
+        eval_rows = read_files(args.eval_files) if args.eval_files else None
+        eval_print = [_file_print(path) for path in args.eval_files or ()]
+        if args.train_files:
+            name = ", ".join(Path(path).name for path in args.train_files)
+            files = [_file_print(path) for path in args.train_files]
+            return cls(name, [files, eval_print], read_files(args.train_files), eval_rows)
+        generated = preparation.rows()
+        if generated is not None:
+            return cls(preparation.title, ["generated", eval_print], generated, eval_rows)
+        dataset = _load_from_hub(args)
+        name = "/".join(filter(None, (args.dataset_name, args.dataset_config, args.dataset_split)))
+        rows = (Row(f"{name}, row {number}", row) for number, row in enumerate(dataset, start=1))
+        return cls(name, [dataset._fingerprint, eval_print], rows, eval_rows)
+
+
+def _file_print(path: str) -> list[Any]:
+    try:
+        stat = Path(path).stat()
+    except OSError as error:
+        raise DataError(f"The data file {path} cannot be read: {error.strerror}.") from error
+    return [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns]
+
+
+def _load_from_hub(args: DataArguments) -> Dataset:
+    try:
+        return load_dataset(
+            args.dataset_name, args.dataset_config, revision=args.dataset_revision, split=args.dataset_split
+        )
+    except Exception as error:  # the Hub's client raises many kinds
+        reason = " ".join(str(error).split())
+        raise DataError(f"The dataset `{args.dataset_name}` cannot be loaded: {reason}") from error
+
+
+def _cache_key(
+    args: DataArguments, source: _Source, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # Padding and truncation are a fast tokenizer's passing state.
+    state = (
+        {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
+        if backend
+        else tokenizer.get_vocab()
+    )
+    parts = [_CACHE_VERSION, asdict(args), source.fingerprint, state, tokenizer.chat_template, tokenizer.eos_token]
+    text = json.dumps([*parts, max_length], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def _prepare_into(
+    folder: Path,
+    preparation: Preparation,
+    source: _Source,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+) -> None:
+    """Write `train`, `eval` and `report.json` into a folder that appears only when it is complete."""
+    report = DataReport(source.name)
+    work = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        examples = _write_examples(source.train, preparation, report, work / "all.arrow")
+        train, held_out = _split(examples, preparation, tokenizer, report)
+        if source.eval is not None:
+            held_out = _write_examples(source.eval, preparation, report, work / "eval.arrow").remove_columns("rank")
+        train, lengths = _drop_long(train, tokenizer, max_length, report)
+        held_out, _ = _drop_long(held_out, tokenizer, max_length, report)
+        report.train_tokens = int(lengths.sum())
+        report.train, report.held_out = len(train), len(held_out)
+        if not len(train):
+            raise DataError(f"No example is left to train on.\n{report}")
+        train.save_to_disk(work / "ready" / "train")
+        if len(held_out):
+            held_out.save_to_disk(work / "ready" / "eval")
+        (work / "ready" / "report.json").write_text(json.dumps(report.as_dict()), encoding="utf-8")
+        (work / "ready").rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write_examples(rows: Iterable[Row], preparation: Preparation, report: DataReport, path: Path) -> Dataset:
+    examples = _examples(tqdm(rows, "Reading rows", unit="row", disable=None), preparation, report)
+    first = next(examples, None)
+    if first is None:
+        raise DataError(f"No usable row was found.\n{report}")
+    with ArrowWriter(path=str(path), features=_features(first)) as writer:
+        writer.write(first)
+        kind = _kind(first)
+        for example in examples:
+            if _kind(example) != kind:
+                raise DataError(f"The rows differ in kind: the first has {kind}, a later one has {_kind(example)}.")
+            writer.write(example)
+        writer.finalize()
+    return Dataset.from_file(str(path))
+
+
+def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport) -> Iterator[dict[str, Any]]:
+    args = preparation.args
+    for place, row in rows:
+        report.read += 1
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            row = _mapped(row, args.column_mapping)
+            yield {**preparation.example(row), "rank": rank(preparation.identity(row), args.split_seed)}
+        except Unwanted as reason:
+            report.dropped[str(reason)] += 1
+        except BadRow as error:
+            if args.bad_rows == "error":
+                raise DataError(
+                    f"{place}: {error}. Mend the row, or set `bad_rows: skip` to leave such rows out."
+                ) from error
+            report.dropped[error.kind] += 1
+            if len(report.bad_rows) < 5:
+                report.bad_rows.append(f"{place}: {error}")
+
+
+def _mapped(row: Mapping[str, Any], mapping: Mapping[str, str] | None) -> Mapping[str, Any]:
+    if not mapping:
+        return row
+    for name in mapping.values():
+        if name not in row:
+            raise BadRow(f"missing field `{name}`", " (named by `column_mapping`)")
+    return {**row, **{expected: row[name] for expected, name in mapping.items()}}
+
+
+def _kind(example: Mapping[str, Any]) -> str:
+    return " and ".join(
+        f"{name} as messages" if isinstance(example[name], list) else name
+        for name in ("prompt", "completion", "messages", "text")
+        if name in example
+    )
+
+
+def _features(example: Mapping[str, Any]) -> Features:
+    turns = [{"role": Value("string"), "content": Value("string")}]
+    kinds = {str: Value("string"), list: turns, int: Value("int64")}
+    return Features({name: kinds[type(value)] for name, value in example.items()})
+
+
+def _split(
+    examples: Dataset, preparation: Preparation, tokenizer: PreTrainedTokenizerBase, report: DataReport
+) -> tuple[Dataset, Dataset]:
+    ranks = np.asarray(examples.with_format("numpy")["rank"])
+    examples = examples.remove_columns("rank")
+    dropped_before = report.dropped.total()
+    train, held_out = preparation.split(examples, ranks, tokenizer, report)
+    asked = preparation.args.num_train_examples
+    if asked is not None and len(train) < asked or len(held_out) < preparation.num_held_out:
+        raise DataError(
+            f"Too few rows for `num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`: "
+            f"{len(train):,} and {len(held_out):,} are usable; ask for fewer.\n{report}"
+        )
+    report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
+    return examples.select(train), examples.select(held_out)
+
+
+def _drop_long(
+    examples: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, report: DataReport
+) -> tuple[Dataset, np.ndarray]:
+    """Return the examples that are short enough, and the lengths of those."""
+    if not len(examples):
+        return examples, np.zeros(0, dtype=np.int64)
+    lengths = token_lengths(examples, tokenizer)
+    keep = np.flatnonzero(lengths <= max_length) if max_length is not None else np.arange(len(lengths))
+    if len(keep) < len(examples):
+        report.dropped[f"more than {max_length:,} tokens"] += len(examples) - len(keep)
+    return examples.select(keep), lengths[keep]

@@ -1,0 +1,192 @@
+"""What a data preparation is: from a raw row to an example, and from all examples to training and held-out ones.
+
+`Preparation` itself takes rows that are in one of TRL's formats already, or makes them with a prompt template.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.report import DataReport
+from loopdropout_trainer.data.rows import BadRow, Row
+from loopdropout_trainer.data.templates import render_prompt
+
+
+class Unwanted(Exception):
+    """A sound row that the preparation leaves out; the text is the reason."""
+
+
+class Preparation:
+    """Makes examples from rows; a subclass for each named preparation says what differs.
+
+    An example has `prompt` and `completion`, or `messages`, or `text`. Subclasses may add the columns `question` and
+    `answer`, which evaluation on held-out rows needs.
+
+    Args:
+        args: settings of the run.
+    """
+
+    title: ClassVar[str] = ""
+    num_eval_examples: ClassVar[int] = 0
+    prompt_template: ClassVar[str | None] = None
+
+    def __init__(self, args: DataArguments) -> None:
+        self.args = args
+        self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
+        self.num_held_out = self.num_eval_examples if args.num_eval_examples is None else args.num_eval_examples
+        if args.eval_files:
+            self.num_held_out = 0
+
+    def rows(self) -> Iterator[Row] | None:
+        """Return generated rows, for a preparation that reads none."""
+        return None
+
+    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the example that a row gives.
+
+        Raises:
+            BadRow: if the row cannot be used.
+            Unwanted: if the preparation leaves such rows out.
+        """
+        if self.template is not None:
+            return self.prompted(row, target(row, "completion"))
+        return standard_example(row)
+
+    def prompted(self, columns: Mapping[str, Any], completion: str) -> dict[str, Any]:
+        """Return the example whose prompt is the template filled from these columns."""
+        return {"prompt": render_prompt(self.template, columns) + self.args.prompt_end, "completion": completion}
+
+    def identity(self, row: Mapping[str, Any]) -> str:
+        """Return what makes two rows the same row, wherever they stand in the source."""
+        return json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
+
+    def split(
+        self, examples: Dataset, ranks: np.ndarray, tokenizer: PreTrainedTokenizerBase, report: DataReport
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Choose the training and the held-out examples, before any is dropped for its length.
+
+        Rows with the smallest ranks are held out, so that the choice depends on the rows and `split_seed` alone: not on
+        their order, the training seed, or the model. Repetitions of a held-out row are not trained on.
+
+        Args:
+            examples: all N examples in source order.
+            ranks: [N], pseudo-random numbers that depend on a row's identity and `split_seed`.
+            tokenizer: of the model.
+            report: to note dropped examples.
+
+        Returns:
+            Indices of training and of held-out examples, each in source order.
+        """
+        distinct, first = np.unique(ranks, return_index=True)
+        held_out = np.sort(first[: self.num_held_out])
+        rest = np.flatnonzero(~np.isin(ranks, distinct[: self.num_held_out]))
+        repeated = len(ranks) - len(rest) - len(held_out)
+        if repeated:
+            report.dropped["repeats a held-out row"] += repeated
+        return rest[: self.args.num_train_examples], held_out
+
+
+def rank(identity: str, seed: int) -> int:
+    """Return a number in [0, 2^63) that depends on nothing but a row's identity and the seed."""
+    digest = hashlib.blake2b(f"{seed}\n{identity}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def text(row: Mapping[str, Any], column: str) -> str:
+    """Return a text column of a row.
+
+    Raises:
+        BadRow: if it is missing or is not text.
+    """
+    value = row.get(column)
+    if value is None:
+        raise BadRow(f"missing field `{column}`", f" (it has {', '.join(f'`{key}`' for key in row) or 'none'})")
+    if not isinstance(value, str):
+        raise BadRow(f"field `{column}` is not text", f" (a {type(value).__name__})")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"field `{column}` is not valid Unicode") from None
+    return value
+
+
+def target(row: Mapping[str, Any], column: str) -> str:
+    """Return a text column that will be trained on; it must not be empty."""
+    value = text(row, column)
+    if not value.strip():
+        raise BadRow(f"empty target `{column}`")
+    return value
+
+
+def messages(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
+    """Return a column of messages, each with `role` and `content` (or ShareGPT's `from` and `value`).
+
+    Raises:
+        BadRow: if it is missing or has another form.
+    """
+    turns = row.get(column)
+    if turns is None:
+        raise BadRow(f"missing field `{column}`", f" (it has {', '.join(f'`{key}`' for key in row) or 'none'})")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise BadRow(f"field `{column}` is not a list of messages")
+    return [_message(turn, f"{column}[{index}]") for index, turn in enumerate(turns)]
+
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def _message(turn: Mapping[str, Any], place: str) -> dict[str, str]:
+    if turn.get("tool_calls"):
+        raise BadRow("tool calls are not supported", f" (in {place})")
+    if "from" in turn and "role" not in turn:
+        turn = {"role": turn["from"], "content": turn.get("value")}
+    try:
+        role, content = text(turn, "role"), text(turn, "content")
+    except BadRow as error:
+        raise BadRow(f"{error.kind} in a message", f" ({place})") from None
+    role = _SHAREGPT_ROLES.get(role, role)
+    if role not in ("system", "user", "assistant"):
+        raise BadRow("a role is not system, user or assistant", f" ({role!r} in {place})")
+    return {"role": role, "content": content}
+
+
+def has_target(turns: list[dict[str, str]]) -> bool:
+    """Say whether any assistant message has content to train on."""
+    return any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns)
+
+
+def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
+    """Return a column of messages of which at least one assistant message can be trained on."""
+    turns = messages(row, column)
+    if not has_target(turns):
+        raise BadRow("empty target: no assistant message with content")
+    return turns
+
+
+def standard_example(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row in one of TRL's formats, checked.
+
+    Raises:
+        BadRow: if the row is in none of them, or what is to be trained on is empty.
+    """
+    if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
+        return {"prompt": messages(row, "prompt"), "completion": conversation(row, "completion")}
+    if "prompt" in row or "completion" in row:
+        return {"prompt": text(row, "prompt"), "completion": target(row, "completion")}
+    for column in ("messages", "conversations"):
+        if column in row:
+            return {"messages": conversation(row, column)}
+    if "text" in row:
+        return {"text": target(row, "text")}
+    raise BadRow(
+        "no `prompt` and `completion`, `messages`, or `text`",
+        f" (it has {', '.join(f'`{key}`' for key in row) or 'none'}; `column_mapping` or `prompt_template` may help)",
+    )

@@ -1,0 +1,50 @@
+"""What became of the rows: how many were kept, and why the others were not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class DataReport:
+    """Counts of rows; `print` shows them as a table.
+
+    Attributes:
+        source: where the rows came from.
+        read: rows read.
+        train, held_out: rows kept to train and to evaluate on.
+        train_tokens: tokens of the training examples, each counted once.
+        dropped: number of dropped rows by reason.
+        unused: usable rows that were not asked for.
+        bad_rows: the first few bad rows that were skipped, with their places.
+    """
+
+    source: str = ""
+    read: int = 0
+    train: int = 0
+    held_out: int = 0
+    train_tokens: int = 0
+    unused: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    bad_rows: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts as plain values, for a results file."""
+        return {**vars(self), "dropped": dict(self.dropped)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DataReport:
+        """Build the report that `as_dict` described."""
+        return cls(**{**values, "dropped": Counter(values["dropped"])})
+
+    def __str__(self) -> str:
+        counts = [("read", self.read), ("  to train on", self.train), ("  held out", self.held_out)]
+        counts += [("  not asked for", self.unused)] if self.unused else []
+        counts += [(f"  dropped: {reason}", count) for reason, count in sorted(self.dropped.items())]
+        width = max(len(name) for name, _ in counts)
+        lines = [f"Rows of {self.source}"]
+        lines += [f"{name:<{width}} {count:>11,}" for name, count in counts]
+        lines += [f"    {bad}" for bad in self.bad_rows]
+        return "\n".join(lines)

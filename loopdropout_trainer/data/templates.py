@@ -1,0 +1,71 @@
+"""Prompt templates by name, chat templates by name, and the tokenizer that a recipe asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from loopdropout_trainer.data.rows import BadRow
+from loopdropout_trainer.recipe import ModelArguments
+
+
+PROMPT_TEMPLATES = {
+    # Taori et al. 2023, the variant without an input field.
+    "alpaca": (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\n{instruction}\n\n### Response:"
+    ),
+    # How lm-eval's `gsm8k` task asks.
+    "question": "Question: {question}\nAnswer:",
+}
+
+
+def render_prompt(template: str, row: Mapping[str, Any]) -> str:
+    """Fill the {column} fields of a template (a name from `PROMPT_TEMPLATES`, or its text) from a row.
+
+    Braces around anything but a plain name are text.
+
+    Raises:
+        BadRow: if the row lacks a column that the template names, or the column is not text or a number.
+    """
+    return re.sub(r"\{(\w+)\}", lambda match: _cell(row, match[1]), PROMPT_TEMPLATES.get(template, template))
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if value is None:
+        raise BadRow(f"missing field `{column}`", f" (it has {', '.join(f'`{key}`' for key in row)})")
+    if not isinstance(value, (str, int, float)):
+        raise BadRow(f"field `{column}` is not text", f" (a {type(value).__name__})")
+    return str(value)
+
+
+def chat_template(name_or_path: str) -> str:
+    """Return the text of a chat template: `tulu2` from this package, or a Jinja file.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    packaged = Path(__file__).with_name("chat_templates") / f"{name_or_path}.jinja"
+    path = packaged if packaged.is_file() else Path(name_or_path)
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in packaged.parent.glob("*.jinja")))
+        raise ValueError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
+    return path.read_text(encoding="utf-8")
+
+
+def load_tokenizer(model: ModelArguments) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer, with the recipe's chat template if it names one, and with a padding token.
+
+    Ouro's configuration names no padding token: the end token serves, since labels and attention mask tell them apart.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    if model.chat_template is not None:
+        tokenizer.chat_template = chat_template(model.chat_template)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -1,0 +1,135 @@
+"""Ways to spread a run over processes, memory and rows that would change its result silently: put right, or refused."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+_CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # new name, old name
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse layouts in which an example's place in the global batch, or in its row, is not known.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if getattr(args, "packing", False) and args.packing_strategy != "bfd":
+        raise ValueError(
+            f"`packing_strategy` {args.packing_strategy!r} cuts examples in two, and one example has one gate vector: "
+            "use 'bfd', which keeps examples whole."
+        )
+    parallelism = getattr(args, "parallelism_config", None)
+    for size in ("tp_size", "cp_size", "sp_size"):
+        if (getattr(parallelism, size, 1) or 1) > 1:
+            raise ValueError(
+                f"`parallelism_config.{size}` above 1 is not supported: several processes would share rows."
+            )
+    if args.ddp_static_graph and args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            "`ddp_static_graph` fails with `gradient_accumulation_steps` above 1, where only the last micro-batch "
+            "synchronises gradients: leave it out."
+        )
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Refuse a launch whose processes would train on their own, each to another result.
+
+    Raises:
+        ValueError: if the launcher asked for more processes, or for another way to share the work, than came about.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"This is one of {launched} launched processes, but it found {accelerator.num_processes}: they would train "
+            "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe."
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return
+    if accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value}, whose processes would not "
+            "share gradients: FSDP needs several processes with an accelerator each."
+        )
+    if "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
+        raise ValueError(
+            "`fsdp_state_dict_type` SHARDED_STATE_DICT would save no adapter that can be loaded: set FULL_STATE_DICT."
+        )
+
+
+def non_reentrant_checkpointing(args: TrainingArguments) -> None:
+    """Make gradient checkpointing non-reentrant under both names of its field.
+
+    Reentrant checkpointing reports the gradient of a layer once for each of its K runs: DDP fails or its ranks drift
+    apart, ZeRO-3 sums wrongly. TRL asks for it under ZeRO-3 with an adapter, in the dict that the user may have given, so
+    both names get a dict of their own after TRL's constructor.
+    """
+    given = next((getattr(args, name, None) for name in _CHECKPOINTING_KWARGS if getattr(args, name, None)), {})
+    for name in _CHECKPOINTING_KWARGS:
+        if hasattr(args, name):
+            setattr(args, name, {**given, "use_reentrant": False})
+
+
+def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Keep the trained weights in float32 where TRL rounds them to bfloat16 (under ZeRO-3, and over quantised weights).
+
+    Args:
+        model: whose weights may have been rounded.
+        before: what they were, by name, if they had been trained before.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
+
+
+def float32_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `state_dict` with the trained weights in float32, which DeepSpeed keeps beside its own bfloat16 copies.
+
+    A collective call: all processes must make it.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values()):
+        return state_dict
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    full = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
+    return {**state_dict, **{name: tensor.cpu() for name, tensor in full.items() if tensor is not None}}
+
+
+def check_packed_batch(inputs: dict[str, torch.Tensor], places: torch.Tensor | None) -> None:
+    """Refuse a micro-batch with several examples in a row whose examples would see one another.
+
+    Args:
+        inputs: of the model.
+        places: of the packed examples, or None for one example in each row.
+
+    Raises:
+        ValueError: naming the input.
+    """
+    if places is None:
+        positions = inputs.get("position_ids")
+        if positions is None or bool((positions[:, 1:] != 0).all()):
+            return
+        raise ValueError(
+            "`position_ids` start again inside a row, so it holds several examples, but which gates are theirs is not "
+            "known: pack with `packing: true` or `padding_free: true` instead of a collator of your own."
+        )
+    if inputs.get("position_ids") is None:
+        raise ValueError(
+            "A packed micro-batch came without `position_ids`, so attention would run across its examples; `cu_seq_lens_q` "
+            "alone does not separate them."
+        )
+    if inputs.get("attention_mask") is not None:
+        raise ValueError(
+            "A packed micro-batch came with an `attention_mask`, which hides where its examples begin, so attention would "
+            "run across them: leave the mask out."
+        )

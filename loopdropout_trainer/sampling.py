@@ -1,0 +1,263 @@
+"""Gate sampling for any TRL trainer: every training micro-batch gets its gates, everything else gets unit gates."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.optimizers import create_loraplus_optimizer
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
+
+from loopdropout_trainer.adapters import add_gates, check_adapter, check_peft_config, physical_layers
+from loopdropout_trainer.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
+from loopdropout_trainer.config import GateArguments
+from loopdropout_trainer.gates import Draw
+from loopdropout_trainer.gates.streams import Place
+from loopdropout_trainer.layouts import (
+    check_arguments,
+    check_packed_batch,
+    check_processes,
+    float32_adapter,
+    non_reentrant_checkpointing,
+)
+from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
+
+
+def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> LoraConfig:
+    """Return the paper's adapter: rank 16, alpha 32, on all linear projections of the recurrent block.
+
+    Args:
+        model: looped model, or its config (nothing is loaded then).
+        overrides: other fields of `LoraConfig`, or other values for these.
+    """
+    if isinstance(model, PreTrainedConfig):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model)
+    fields = {"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM"}
+    fields["target_modules"] = find_looped_model(model).recurrent_linears()
+    return LoraConfig(**{**fields, **overrides})
+
+
+class GateSamplingMixin:
+    """Draws gates [K, N] in each training micro-batch of the TRL trainer that it stands before in the list of bases.
+
+    The trainer keeps its own loss. All forward passes of one micro-batch see the same gates, and so does the backward
+    pass; evaluation, generation and saving see unit gates. A subclass names its arguments class in `args_class`, and
+    overrides `places_of` if the rows of its batches are not its examples.
+
+    Raises:
+        NotLoopedError: for a model without loops.
+        ValueError: for an adapter, a rule or a launch that cannot be trained so; before weights are loaded if `model` is a
+            name.
+    """
+
+    args_class: type[GateArguments]
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        call = inspect.signature(super().__init__).bind(*positional, **keywords)
+        given = call.arguments
+        model, peft_config = given["model"], given.get("peft_config")
+        args = self.args_class.from_arguments(given.get("args"), _output_dir(model))
+        config = check_run(model, args, peft_config)
+        if peft_config is None and not isinstance(model, PeftModel):
+            peft_config = default_peft_config(config if isinstance(model, str) else model)
+        self.rule = args.make_rule()
+        given["args"] = args
+        given["peft_config"] = peft_config
+        before = _trained_weights(model) if isinstance(model, PeftModel) else {}
+
+        super().__init__(*call.args, **call.kwargs)
+
+        check_processes(self.accelerator)
+        non_reentrant_checkpointing(self.args)
+        float32_adapter(self.model, before)
+        if self.rule.passes > 1 and self.is_deepspeed_enabled:
+            raise ValueError(
+                f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
+                "after each: use DDP or FSDP."
+            )
+        self.loop_state = add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
+        self.physical_layers = physical_layers(self.model)  # [M]
+        self.unit_gates_callback = UnitGatesCallback(self.loop_state)
+        self.rule_callback = RuleCallback(self.rule, self.accelerator)
+        self.add_callback(self.unit_gates_callback)
+        self.add_callback(self.rule_callback)
+        self._pass_index = 0
+        self._logged = (0, 0.0)  # tokens and seconds at the last log
+
+    @property
+    def num_loops(self) -> int:
+        """Recurrence depth K of the model."""
+        return find_looped_model(self.model).config.num_loops
+
+    def places_of(self, inputs: dict[str, torch.Tensor]) -> list[Place]:
+        """Return (row, segment) of each example of a micro-batch; rows are counted from the micro-batch's first.
+
+        What has the same place has the same gates.
+        """
+        return [(row, 0) for row in range(len(inputs["input_ids"]))]
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        """Draw this micro-batch's gates in training, and leave the rest to TRL."""
+        packed_places = inputs.pop("gate_places", None)
+        if self.model.training:
+            check_packed_batch(inputs, packed_places)
+            self._draw_gates(inputs, packed_places)
+        else:
+            self.loop_state.unit_gates()
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss / self.rule.passes if self.model.training and self.rule.passes > 1 else loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """Run the rule's passes over one micro-batch; nearly every rule has one."""
+        passes, tokens, loss = self.rule.passes, self._total_train_tokens, 0.0
+        for self._pass_index in range(passes):
+            is_last = self._pass_index == passes - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(model):
+                loss = loss + self._run_pass(model, dict(inputs), num_items_in_batch)
+        if passes > 1:  # TRL counted the tokens in every pass
+            self._total_train_tokens = tokens + (self._total_train_tokens - tokens) // passes
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return loss
+
+    def _run_pass(self, *args) -> torch.Tensor:
+        # The gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
+        # not outlive the step, not even when it is interrupted.
+        try:
+            loss = super().training_step(*args)
+            if self.rule.wants_sensitivity:
+                self.rule_callback.add_sensitivity(self._drawn.grad)
+            return loss
+        finally:
+            self.loop_state.unit_gates()
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if resume_from_checkpoint:
+            load_rule_state(self.rule, resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            save_rule_state(self.rule, output_dir or self.args.output_dir)
+
+    def create_optimizer(self, model=None):
+        ratio = self.args.loraplus_lr_ratio
+        if ratio is None or self.optimizer is not None:
+            return super().create_optimizer(*() if model is None else (model,))
+        model = self.model if model is None else model
+        optimizer_cls, fields = self.get_optimizer_cls_and_kwargs(self.args, model)
+        self.optimizer = create_loraplus_optimizer(
+            model, optimizer_cls, loraplus_lr_ratio=ratio, loraplus_weight_decay=self.args.weight_decay, **fields
+        )
+        return self.optimizer
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            now = (self._total_train_tokens, self.unit_gates_callback.train_seconds)
+            tokens, seconds = (new - old for new, old in zip(now, self._logged, strict=True))
+            self._logged = now
+            if tokens > 0 and seconds > 0:
+                logs["tokens_per_second"] = round(tokens / seconds, 1)
+        super().log(logs, start_time)
+
+    def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_places: torch.Tensor | None) -> None:
+        segments = None
+        if packed_places is None:
+            places = self.places_of(inputs)
+        else:
+            places = packed_places.tolist()
+            # Positions start again at 0 with each example of the row; padding after the last one counts as its part.
+            segments = ((inputs["position_ids"] == 0).cumsum(-1) - 1).clamp(max=len(places) - 1)  # [B, S]
+        first_row = self._next_row()
+        draw = Draw(
+            seed=self.args.seed if self.args.gate_seed is None else self.args.gate_seed,
+            step=self.state.global_step,
+            num_steps=self.state.max_steps,
+            places=[(first_row + row, segment) for row, segment in places],
+            num_loops=self.num_loops,
+            num_modules=len(self.physical_layers),
+            layers=self.physical_layers,
+            pass_index=self._pass_index,
+        )
+        self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
+        self.loop_state.set_gates(self._drawn, segments, self.rule.seeds(draw))
+        self._log_gates(self._drawn.detach())
+
+    def _next_row(self) -> int:
+        """Return the place of this micro-batch's first row in the optimizer step's global batch."""
+        rows = self._train_batch_size
+        world = self.accelerator.num_processes
+        if self.accelerator.split_batches:
+            rows //= world
+        micro_batch = self.unit_gates_callback.micro_batch
+        self.unit_gates_callback.micro_batch += self._pass_index == self.rule.passes - 1
+        # Accelerate deals whole micro-batches to the processes in turn, so that the order of examples is the same for
+        # every layout: here it is counted in rows.
+        return (micro_batch * world + self.accelerator.process_index) * rows
+
+    def _log_gates(self, gates: torch.Tensor) -> None:
+        active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
+        stats = torch.cat([gates.mean().view(1), active]).to(self.accelerator.device)
+        mean_gate, *active = self.accelerator.reduce(stats, "mean").tolist()
+        metrics = self._metrics["train"]
+        metrics["gate_mean"].append(mean_gate)
+        for loop, fraction in enumerate(active, start=1):
+            metrics[f"active_loop_{loop}"].append(fraction)
+
+
+def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _output_dir(model: str | nn.Module) -> str:
+    name = model if isinstance(model, str) else model.config.name_or_path
+    return f"{name.rstrip('/').split('/')[-1]}-LoopDropout"
+
+
+def check_run(model: str | nn.Module, args: GateArguments, peft_config: PeftConfig | None = None) -> PreTrainedConfig:
+    """Refuse what cannot be trained, before weights or data are loaded.
+
+    Returns:
+        The model's config, with the depth that it will run at.
+
+    Raises:
+        NotLoopedError: for a model without loops.
+        ValueError: for a depth, rule, adapter or layout that cannot be trained.
+    """
+    config = _looped_config(model, args)
+    args.make_rule().check(config.num_loops)
+    check_arguments(args)
+    if peft_config is not None:
+        check_peft_config(peft_config)
+    elif isinstance(model, PeftModel):
+        check_adapter(model)
+    return config
+
+
+def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTrainedConfig:
+    """Return the model's config with the depth that it will run at, without loading weights."""
+    if not isinstance(model, str):
+        return find_looped_model(model).config
+    init_kwargs = dict(args.model_init_kwargs or {})
+    num_loops = init_kwargs.get("num_loops")
+    if num_loops is not None:
+        check_num_loops(num_loops)
+    known = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+    config = AutoConfig.from_pretrained(
+        model,
+        trust_remote_code=args.trust_remote_code,
+        **{key: init_kwargs[key] for key in known if key in init_kwargs},
+    )
+    if not hasattr(config, "num_loops"):
+        raise NotLoopedError(
+            f"{model} is a `{config.model_type}` model, which is not looped: Loop Dropout needs a model that applies one "
+            "block several times, such as `model_type: ouro`."
+        )
+    if num_loops is not None:
+        config.num_loops = num_loops
+    return config

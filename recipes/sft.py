@@ -1,0 +1,180 @@
+"""Fine-tune a looped language model with Loop Dropout, or with any other rule.
+
+    accelerate launch recipes/sft.py recipes/quickstart.yaml
+    python recipes/sft.py recipes/gsm8k.yaml --learning_rate 2e-4 --seed 302
+
+A recipe sets the fields below; `--field value` overrides it. What was trained, its results and the settings that repeat
+the run are printed at the end and saved in `output_dir`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+from transformers.trainer_utils import get_last_checkpoint
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
+from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
+from loopdropout_trainer.diagnostics import single_loop_activation
+from loopdropout_trainer.diagnostics.plots import plot_single_loop
+from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
+from loopdropout_trainer.hub import PushError, RunFacts, push_merged_to_hub
+from loopdropout_trainer.plan import plan_run
+from loopdropout_trainer.recipe import (
+    AdapterArguments,
+    ModelArguments,
+    RecipeError,
+    RunArguments,
+    build,
+    parse_recipe,
+    settings_yaml,
+)
+from loopdropout_trainer.report import Outcome, print_report, write_results
+from loopdropout_trainer.sampling import check_run
+
+
+class Run:
+    """The settings of one command, and the steps from them to trained, measured and saved adapters."""
+
+    def __init__(self, argv: list[str] | None = None) -> None:
+        types = (RunArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+        parsed, self.settings = parse_recipe(types, argv, description=__doc__)
+        self.script, self.model, self.adapter, self.data_args, config = parsed
+        self.configs = [config, *(self.config_for(rule, config) for rule in self.script.compare_with or ())]
+        for each in self.configs:
+            each.model_init_kwargs = {**self.model.init_kwargs, **(each.model_init_kwargs or {})}
+            self.base = check_run(self.model.model_name_or_path, each)
+        self.peft_config = default_peft_config(self.base, **self.adapter.lora_fields)
+        check_run(self.model.model_name_or_path, config, self.peft_config)
+        if self.script.push_merged_to_hub and not config.hub_model_id:
+            raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
+
+    def config_for(self, rule: str, config: LoopDropoutConfig) -> LoopDropoutConfig:
+        """Return the same arguments under another rule, at that rule's own defaults."""
+        other = {"rule": rule, "p": None, "rule_args": None, "output_dir": f"{config.output_dir}/{rule}"}
+        return build(LoopDropoutConfig, {**self.settings, **other})
+
+    def load(self) -> None:
+        """Load tokenizer, data and benchmarks."""
+        self.tokenizer = load_tokenizer(self.model)
+        config = self.configs[0]
+        with config.main_process_first(desc="data preparation"):
+            self.data = load_data(self.data_args, self.tokenizer, config.max_length)
+        self.benchmarks = [self.load_benchmark(name) for name in self.script.benchmarks or ()]
+
+    def load_benchmark(self, name: str) -> Benchmark:
+        """Load a benchmark's problems; `development` means the held-out training rows."""
+        limit = self.script.benchmark_limit
+        if name == DEVELOPMENT:
+            return development_benchmark(self.data.eval, self.data_args.preparation, limit)
+        return load_benchmark(name, (self.script.benchmark_files or {}).get(name), limit)
+
+    def announce(self) -> None:
+        """Print what became of the data, and what is about to be done with it."""
+        print(self.data.report)
+        for config in self.configs:
+            print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
+
+    def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult] | None) -> Outcome:
+        """Train one adapter, measure it and save it.
+
+        Args:
+            config: rule and hyperparameters.
+            base_benchmarks: results before training if they are known; they are the same for every rule.
+        """
+        trainer = LoopDropoutSFTTrainer(
+            self.model.model_name_or_path,
+            args=config,
+            train_dataset=self.data.train,
+            eval_dataset=self.data.eval,
+            processing_class=self.tokenizer,
+            peft_config=self.peft_config,
+        )
+        if base_benchmarks is None:
+            base_benchmarks = self.evaluate(trainer)  # a new adapter changes nothing yet
+        began = time.perf_counter()
+        result = trainer.train(resume_from_checkpoint=checkpoint_of(config))
+        outcome = Outcome(
+            rule=config.rule,
+            p=config.p,
+            num_loops=trainer.num_loops,
+            trainable_parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            steps=trainer.state.global_step,
+            examples=len(trainer.train_dataset),
+            train_loss=result.training_loss,
+            train_seconds=time.perf_counter() - began,
+            base_benchmarks=base_benchmarks,
+        )
+        trainer.save_model()  # before anything else can go wrong
+        outcome.saved["adapter"] = config.output_dir
+        outcome.benchmarks = self.evaluate(trainer)
+        if self.script.single_loop_batches and trainer.eval_dataset is not None:
+            batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
+            outcome.single_loop = single_loop_activation(trainer.model, batches)
+        if trainer.accelerator.is_main_process:
+            Path(config.output_dir, "recipe.yaml").write_text(settings_yaml(self.settings), encoding="utf-8")
+            if config is self.configs[0] and (self.script.merge or self.script.push_merged_to_hub):
+                self.merge(trainer, outcome)
+            write_results(outcome, self.settings, config.output_dir)
+        return outcome
+
+    def evaluate(self, trainer: LoopDropoutSFTTrainer) -> list[BenchmarkResult]:
+        """Answer every benchmark by greedy generation at unit gates."""
+        batch_size = self.script.benchmark_batch_size
+        return [evaluate_benchmark(trainer.model, self.tokenizer, each, batch_size) for each in self.benchmarks]
+
+    def merge(self, trainer: LoopDropoutSFTTrainer, outcome: Outcome) -> None:
+        """Save the merged model with its card."""
+        facts = RunFacts(
+            base_model=self.model.base_name,
+            rule=outcome.rule,
+            p=outcome.p,
+            recipe=settings_yaml(self.settings),
+            data=self.data.description,
+            results=outcome.results,
+        )
+        folder = Path(trainer.args.output_dir) / "merged"
+        merge_and_save(trainer.model, folder, self.tokenizer, facts, repo_id=trainer.args.hub_model_id)
+        outcome.saved["merged model"] = str(folder)
+
+
+def checkpoint_of(config: LoopDropoutConfig) -> str | None:
+    """Return the checkpoint to resume from: `resume_from_checkpoint: true` means the last one, if there is any."""
+    wanted = config.resume_from_checkpoint
+    if wanted in (True, "true", "True"):
+        return get_last_checkpoint(config.output_dir) if Path(config.output_dir).is_dir() else None
+    return None if wanted in (False, "false", "False") else wanted
+
+
+def main(argv: list[str] | None = None) -> None:
+    run = Run(argv)
+    run.load()
+    if run.configs[0].process_index == 0:
+        run.announce()
+    if run.script.dry_run:
+        return
+    outcomes: list[Outcome] = []
+    for config in run.configs:
+        outcomes.append(run.train(config, outcomes[0].base_benchmarks if outcomes else None))
+    config = run.configs[0]
+    if not config.should_save:  # the other processes
+        return
+    if outcomes[0].single_loop is not None:
+        chart = Path(config.output_dir) / "single_loop.png"
+        plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart)
+        outcomes[0].saved["chart of single-loop activation"] = str(chart)
+    print_report(outcomes)
+    if run.script.push_merged_to_hub:
+        address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)
+        print(f"Pushed to {address}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, PushError) as error:  # what the user can put right, in one sentence
+        sys.exit(f"sft.py: {error}")
