@@ -184,7 +184,7 @@ def test_coto_switches_layers_for_a_whole_step():
     num_layers = 3
     rule, layers = make_rule("coto"), [0, 0, 1, 1, 2, 2]
     assert [rule.keep_at(step, 8) for step in (0, 3, 6, 7)] == pytest.approx([0.1, 0.55, 1, 1])
-    for q, num_draws in ((0.1, 4000), (0.6, 4000)):
+    for q, num_draws in ((0.1, 1500), (0.6, 1500)):
         step = make_rule("coto", keep_start=q)
         drawn = [step.sample(draw(2, step=s, num_steps=10**9, layers=layers, num_modules=6)) for s in range(num_draws)]
         gates = torch.stack(drawn).double()  # [steps, K, 1, M]
