@@ -1,12 +1,21 @@
-"""The callback that keeps sampled gates inside training steps."""
+"""The callbacks that keep sampled gates inside training steps, and a rule's memory beside the checkpoints."""
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
+import torch
+from accelerate import Accelerator
 from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
+from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import LoopState
+
+
+RULE_STATE = "rule_state.json"
 
 
 class UnitGatesCallback(TrainerCallback):
@@ -40,3 +49,55 @@ class UnitGatesCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.loop_state.unit_gates()
+
+
+class RuleCallback(TrainerCallback):
+    """Tells a rule how sensitive the loss was to its gates.
+
+    It also gives the adapters that a step left out the gradient that they have, zero: so that momentum moves them as it
+    does in distributed runs, where they take part.
+    """
+
+    def __init__(self, rule: GateRule, accelerator: Accelerator) -> None:
+        self.rule = rule
+        self.accelerator = accelerator
+        self._sensitivity: torch.Tensor | float = 0.0
+
+    def add_sensitivity(self, gate_gradients: torch.Tensor) -> None:
+        """Take d loss / d g of one micro-batch, [K, N]."""
+        self._sensitivity = self._sensitivity + gate_gradients.abs().sum(dim=1)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.rule.wants_sensitivity:
+            total = self.accelerator.reduce(self._sensitivity.to(self.accelerator.device), "sum")
+            self.rule.observe(total.cpu())
+            self._sensitivity = 0.0
+
+
+def save_rule_state(rule: GateRule, folder: str | Path) -> None:
+    """Write what a rule has learned beside the adapter, if it learns anything."""
+    memory = rule.state_dict()
+    if memory:
+        (Path(folder) / RULE_STATE).write_text(json.dumps(memory), encoding="utf-8")
+
+
+def load_rule_state(rule: GateRule, checkpoint: str | bool, output_dir: str) -> None:
+    """Give a rule its memory back from a checkpoint folder; True: from the last one in `output_dir`.
+
+    Raises:
+        ValueError: if the rule has a memory and the checkpoint has not kept it.
+    """
+    folder = get_last_checkpoint(output_dir) if checkpoint is True else checkpoint
+    if folder is None or not rule.state_dict():
+        return
+    path = Path(folder) / RULE_STATE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {RULE_STATE}, from which the rule {rule.name!r} would go on.")
+    rule.load_state_dict(json.loads(path.read_text()))

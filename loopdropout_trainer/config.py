@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ class GateArguments:
     rule: str = field(
         default="loop_dropout",
         metadata={
-            "help": "How gates are drawn in training: `loop_dropout` (the paper's method) or `lora` (unit gates)."
+            "help": "How gates are drawn in training: `loop_dropout` (the paper's method), `lora` (unit gates), or another; "
+            "`python -m loopdropout_trainer.gates` lists them with their fields."
         },
     )
     p: list[float] | None = field(
@@ -46,7 +48,22 @@ class GateArguments:
         metadata={"help": "Seed of the gate draws, which never touch the global random stream. Default: `seed`."},
     )
 
+    stop_on_nan: bool = field(
+        default=True,
+        metadata={"help": "Stop, before the step is taken, when the loss is NaN or infinite."},
+    )
+    loraplus_lr_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "LoRA+: learning rate of B as a multiple of A's, which is `learning_rate`. The paper uses 4."
+        },
+    )
+
     def __post_init__(self):
+        if self.loraplus_lr_ratio is not None and not self.loraplus_lr_ratio >= 1:
+            raise ValueError(
+                f"`loraplus_lr_ratio` must be a number of at least 1, or empty; got {self.loraplus_lr_ratio!r}."
+            )
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
         if isinstance(self.rule_args, str):
@@ -70,14 +87,34 @@ class GateArguments:
 
     @classmethod
     def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> GateArguments:
-        """Return `args` as an instance of this class; TRL's own arguments get the paper's defaults."""
+        """Return `args` as an instance of this class; TRL's own arguments get the paper's defaults.
+
+        Raises:
+            ValueError: if they are the arguments of another kind of trainer.
+        """
         if args is None:
             return cls(output_dir)
         if isinstance(args, cls):
             return args
-        fields = args.to_dict()
-        fields["hub_token"] = args.hub_token  # to_dict hides tokens
-        return cls(**fields)
+        trl_class = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
+        if not isinstance(args, trl_class) and type(args) is not TrainingArguments:
+            raise ValueError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
+        # Not `to_dict`, which puts words such as <PAD_TOKEN> in the place of all tokens.
+        return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainer pickles its arguments into every checkpoint, which may be pushed: never with a secret.
+        state = {**self.__dict__, "hub_token": None}
+        if isinstance(self.model_init_kwargs, dict):
+            state["model_init_kwargs"] = {k: v for k, v in self.model_init_kwargs.items() if k != "token"}
+        return state
+
+    def to_dict(self) -> dict[str, Any]:
+        # What loggers such as W&B are given.
+        fields = super().to_dict()
+        if isinstance(fields.get("model_init_kwargs"), dict):
+            fields["model_init_kwargs"] = {k: v for k, v in fields["model_init_kwargs"].items() if k != "token"}
+        return fields
 
 
 @dataclass

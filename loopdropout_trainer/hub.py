@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.adapters import check_adapter
+from loopdropout_trainer.adapters import check_adapter, merged_update
 
 
 class PushError(RuntimeError):
@@ -54,7 +54,8 @@ def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
     W + Delta is summed in float32 and rounded once to the base's dtype.
 
     Raises:
-        ValueError: if the adapter cannot be merged, or the base weights are quantised or sharded.
+        ValueError: if the adapter cannot be merged (learned gates, a pair of factors for each loop), or the base weights
+            are quantised or sharded.
     """
     adapter = check_adapter(model)
     base = model.get_base_model()
@@ -80,7 +81,7 @@ def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tens
             f"`{name}` is a {type(layer).__name__} over {weight.dtype} weights: load the base model unquantised, put the "
             "saved adapter on it with `PeftModel.from_pretrained`, and merge that."
         )
-    delta = layer.get_delta_weight(adapter)
+    delta = merged_update(layer, adapter)
     if weight.shape != delta.shape:
         raise ValueError(
             f"`{name}` holds {list(weight.shape)} of a {list(delta.shape)} weight: it is sharded over processes. Save the "
@@ -165,13 +166,18 @@ def push_merged_to_hub(
             api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload merged model").repo_url
         )
     except Exception as error:  # whatever the Hub's client raises, offline or refused: nothing may be lost here
-        reason = " ".join(str(error).split())
-        if token:
-            reason = reason.replace(token, "***")
-        raise PushError(
-            f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). The merged model is safe in {folder}; log "
-            "in with `hf auth login` or set HF_TOKEN, then push it again."
-        ) from None
+        raise push_error(error, repo_id, f"The merged model is safe in {folder}", token) from None
+
+
+def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -> PushError:
+    """Say in one sentence, without any of the tokens, why the Hub did not take a model, and what is `safe`."""
+    reason = " ".join(str(error).split())
+    for token in filter(None, tokens):
+        reason = reason.replace(token, "***")
+    return PushError(
+        f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). {safe}; log in with `hf auth login` or set "
+        "HF_TOKEN, then push it again."
+    )
 
 
 def model_card(facts: RunFacts, name: str) -> ModelCard:

@@ -53,12 +53,17 @@ def check_processes(accelerator: Accelerator) -> None:
             f"This is one of {launched} launched processes, but it found {accelerator.num_processes}: they would train "
             "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe."
         )
-    for wanted, kind in (("ACCELERATE_USE_FSDP", DistributedType.FSDP),):
-        if os.environ.get(wanted, "false").lower() == "true" and accelerator.distributed_type != kind:
-            raise ValueError(
-                f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value}, whose processes would not "
-                "share gradients: FSDP needs an accelerator device and a launch by `accelerate launch`."
-            )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return
+    if accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value}, whose processes would not "
+            "share gradients: FSDP needs several processes with an accelerator each."
+        )
+    if "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
+        raise ValueError(
+            "`fsdp_state_dict_type` SHARDED_STATE_DICT would save no adapter that can be loaded: set FULL_STATE_DICT."
+        )
 
 
 def non_reentrant_checkpointing(args: TrainingArguments) -> None:
@@ -74,11 +79,30 @@ def non_reentrant_checkpointing(args: TrainingArguments) -> None:
             setattr(args, name, {**given, "use_reentrant": False})
 
 
-def float32_adapter(model: nn.Module, accelerator: Accelerator) -> None:
-    """Keep the trained weights in float32 where TRL leaves them in the base model's dtype (ZeRO-3, quantised bases)."""
-    for parameter in model.parameters():
+def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Keep the trained weights in float32 where TRL rounds them to bfloat16 (under ZeRO-3, and over quantised weights).
+
+    Args:
+        model: whose weights may have been rounded.
+        before: what they were, by name, if they had been trained before.
+    """
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
+            parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
+
+
+def float32_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `state_dict` with the trained weights in float32, which DeepSpeed keeps beside its own bfloat16 copies.
+
+    A collective call: all processes must make it.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values()):
+        return state_dict
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    full = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
+    return {**state_dict, **{name: tensor.cpu() for name, tensor in full.items() if tensor is not None}}
 
 
 def check_packed_batch(inputs: dict[str, torch.Tensor], places: torch.Tensor | None) -> None:

@@ -36,10 +36,16 @@ class LoopState:
             `forward`: recomputation in the backward pass then announces the right loop again, although loops run
             backwards there. It is a plain attribute and not a thread-local, because CUDA's backward recomputes in
             autograd's own thread.
-        gates: [K, N] multipliers of the adapter's update for N examples (N = 1: the same for every example), or None
-            for unit gates, which is ordinary LoRA and what inference uses.
+        gates: [K, N] multipliers of the adapter's update for N examples (N = 1: the same for every example), or
+            [K, N, M] with one for each of the M adapted modules, or None for unit gates, which is ordinary LoRA and what
+            inference uses.
         segments: [B, S] index of the example that each token belongs to, when several examples share one row
             (packing, padding-free). None: row b is example b.
+        seeds: int64 seeds of random factors that an adapter expands itself, in the shape that it asks for, or None.
+        off: [M], True for modules that no loop and no example uses (gates all zero) while others are in use; they need
+            not be computed. Empty unless gates are [K, N, M].
+        learned: where the [K] trained gates are that multiply the drawn ones, as a dictionary and a key, or None. Not
+            the tensor itself, since sharding puts another one in its place.
         draw: in a training step, what its random draws are keyed by (`seed`, `step`, and the examples' `places` in the
             global batch), for models that start from a random state; None outside of one.
     """
@@ -48,44 +54,80 @@ class LoopState:
         self.loop = 0
         self.gates: torch.Tensor | None = None
         self.segments: torch.Tensor | None = None
+        self.seeds: torch.Tensor | None = None
+        self.off: list[bool] = []
+        self.learned: tuple[nn.ParameterDict, str] | None = None
         self.draw: Draw | None = None
 
-    def set_gates(self, gates: torch.Tensor | None, segments: torch.Tensor | None = None) -> None:
-        """Apply `gates` [K, N] from now on; exact unit gates are stored as None, so that they cost nothing."""
-        if gates is not None and not gates.requires_grad and gates.device.type == "cpu" and bool((gates == 1).all()):
+    def set_gates(
+        self, gates: torch.Tensor | None, segments: torch.Tensor | None = None, seeds: torch.Tensor | None = None
+    ) -> None:
+        """Apply `gates` from now on; exact unit gates are stored as None, so that they cost nothing."""
+        plain = gates is not None and not gates.requires_grad and gates.device.type == "cpu"
+        if plain and bool((gates == 1).all()):
             gates = None
-        self.gates = gates
-        self.segments = segments if gates is not None else None
+        self.off = []
+        if plain and gates is not None and gates.dim() == 3:
+            off = (gates == 0).all(dim=0).all(dim=0)  # [M]
+            self.off = [] if bool(off.all()) else off.tolist()
+        self.gates, self.seeds = gates, seeds
+        self.segments = segments if gates is not None or seeds is not None else None
 
     def unit_gates(self) -> None:
         """Return to ordinary LoRA, outside of any training step: every gate is one."""
         self.set_gates(None)
         self.draw = None
 
-    def gate_for(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    def gate_for(self, hidden_states: torch.Tensor, module: int = 0) -> torch.Tensor | None:
         """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
 
         Args:
             hidden_states: the [B, S, H] input of an adapted linear map; gives batch size and device.
+            module: index of that map among the adapted ones.
         """
-        if self.gates is None:
-            return None
-        if self.loop >= len(self.gates):
-            raise ValueError(
-                f"Gates were set for {len(self.gates)} loops, but the model is running loop {self.loop + 1}: "
-                "set the gates after the model's depth (`config.num_loops`)."
-            )
-        gate = self.gates[self.loop].to(hidden_states.device, non_blocking=True)  # [N]
-        if len(gate) == 1:
-            return gate.view(1, *[1] * (hidden_states.dim() - 1))
+        gate = None
+        if self.gates is not None:
+            if self.loop >= len(self.gates):
+                raise ValueError(
+                    f"Gates were set for {len(self.gates)} loops, but the model is running loop {self.loop + 1}: "
+                    "set the gates after the model's depth (`config.num_loops`)."
+                )
+            if self.gates.device != hidden_states.device:
+                self.gates = self.gates.to(hidden_states.device, non_blocking=True)
+            gate = self.gates[self.loop]  # [N] or [N, M]
+            gate = self.per_token(gate[:, module] if gate.dim() == 2 else gate, hidden_states)
+        if self.learned is not None:
+            learned = self._learned_gate().to(hidden_states.device)
+            gate = learned if gate is None else gate * learned
+        return gate
+
+    def per_token(self, values: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return values of each example, [N] or [N, E], shaped to multiply [B, S, r] or [B, S, E] activations."""
+        values = values.reshape(len(values), -1)  # [N, E]
+        between = [1] * (hidden_states.dim() - 2)
+        if len(values) == 1:
+            return values.view(1, *between, -1)
         if self.segments is not None:
-            return gate[self.segments.to(gate.device)].unsqueeze(-1)  # [B, S, 1]
-        if len(gate) != len(hidden_states):
+            return values[self.segments.to(values.device)]  # [B, S, E]
+        if len(values) != len(hidden_states):
             raise ValueError(
-                f"Gates were set for {len(gate)} examples, but the batch has {len(hidden_states)}; "
+                f"Gates were set for {len(values)} examples, but the batch has {len(hidden_states)}; "
                 "give one column for each example, or a single column for all of them."
             )
-        return gate.view(-1, *[1] * (hidden_states.dim() - 1))
+        return values.view(len(values), *between, -1)
+
+    def is_off(self, module: int) -> bool:
+        """Return whether no loop and no example of the batch uses the module's update."""
+        return bool(self.off) and self.off[module]
+
+    def _learned_gate(self) -> torch.Tensor:
+        parameters, key = self.learned
+        if self.loop >= len(parameters[key]):
+            raise ValueError(
+                f"The adapter learned gates for {len(parameters[key])} loops, but the model is running loop "
+                f"{self.loop + 1}: set its depth (`config.num_loops`) back."
+            )
+        return parameters[key][self.loop]
 
 
 class LoopedModelMixin:
@@ -146,7 +188,7 @@ def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
 
 
 def as_gate_matrix(gates: torch.Tensor | Sequence, num_loops: int) -> torch.Tensor:
-    """Return `gates` given as [K], [K, 1] or [K, N] in the form [K, N], checked against the model's depth.
+    """Return `gates` given as [K], [K, 1], [K, N] or [K, N, M] in one of the latter two forms, checked against the depth.
 
     Raises:
         ValueError: if the first dimension is not K, or a gate is not finite.
@@ -156,9 +198,10 @@ def as_gate_matrix(gates: torch.Tensor | Sequence, num_loops: int) -> torch.Tens
         gates = gates.to(torch.float32)
     if gates.dim() == 1:
         gates = gates.unsqueeze(1)
-    if gates.dim() != 2 or len(gates) != num_loops or gates.shape[1] == 0:
+    if gates.dim() not in (2, 3) or len(gates) != num_loops or 0 in gates.shape:
         raise ValueError(
-            f"Gates must have shape [K], [K, 1] or [K, B] with K = {num_loops} loops; got {list(gates.shape)}."
+            f"Gates must have shape [K], [K, 1], [K, B] or [K, B, M] with K = {num_loops} loops and M adapted modules; "
+            f"got {list(gates.shape)}."
         )
     if not bool(torch.isfinite(gates.detach()).all()):
         raise ValueError("Gates must be finite numbers.")
@@ -167,10 +210,10 @@ def as_gate_matrix(gates: torch.Tensor | Sequence, num_loops: int) -> torch.Tens
 
 @contextmanager
 def applied_gates(state: LoopState, gates: torch.Tensor, segments: torch.Tensor | None = None) -> Iterator[None]:
-    """Apply [K, N] gates inside the block, and put back what was there before, also after an exception."""
-    before = (state.gates, state.segments)
+    """Apply gates inside the block, and put back what was there before, also after an exception."""
+    before = (state.gates, state.segments, state.seeds)
     state.set_gates(gates, segments)
     try:
         yield
     finally:
-        state.gates, state.segments = before
+        state.set_gates(*before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import sys
 import types
 import typing
@@ -61,6 +62,12 @@ class ModelArguments:
             self.model_name_or_path = str(TINY_OURO_PATH)
 
     @property
+    def base_name(self) -> str:
+        """The model's name for a card: its hub name, or the name of its folder."""
+        path = Path(self.model_name_or_path)
+        return path.name if path.is_dir() else self.model_name_or_path
+
+    @property
     def init_kwargs(self) -> dict[str, Any]:
         """The keywords of `from_pretrained`."""
         fields = {
@@ -95,6 +102,42 @@ class AdapterArguments:
             "use_rslora": self.use_rslora,
         }
         return {key: value for key, value in fields.items() if value is not None}
+
+
+@dataclass
+class RunArguments:
+    """What happens around the training."""
+
+    compare_with: list[str] | None = field(
+        default=None,
+        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
+    )
+    benchmarks: list[str] | None = field(
+        default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
+    )
+    benchmark_files: dict[str, str] | str | None = field(
+        default=None,
+        metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."},
+    )
+    benchmark_limit: int | None = field(
+        default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
+    )
+    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
+    single_loop_batches: int = field(
+        default=0,
+        metadata={
+            "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+        },
+    )
+    merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
+    push_merged_to_hub: bool = field(
+        default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
+
+    def __post_init__(self):
+        if isinstance(self.benchmark_files, str):
+            self.benchmark_files = json.loads(self.benchmark_files)
 
 
 class _Loader(yaml.SafeLoader):
@@ -164,7 +207,10 @@ def _load(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def parse_recipe(
-    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, description: str | None = None
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    unread_types: Sequence[type] = (),
 ) -> tuple[list[Any], dict[str, Any]]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
@@ -172,6 +218,8 @@ def parse_recipe(
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
         argv: arguments after the script's name; default: the process's.
         description: shown by `--help`.
+        unread_types: whose fields may stand in the recipe too, without a meaning for this script: one recipe then serves
+            several scripts.
 
     Returns:
         One instance for each type, and the settings that were given (recipe and command line together).
@@ -187,6 +235,8 @@ def parse_recipe(
 
     hints = {name: hint for cls in dataclass_types for name, hint in typing.get_type_hints(cls).items()}
     valid = [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
+    unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - set(valid)
+    recipe = {key: value for key, value in recipe.items() if key not in unread}
     for key, value in recipe.items():
         if key not in valid:
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
+from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
-from loopdropout_trainer.adapters import adapted_layers, add_gates, check_adapter, check_peft_config
-from loopdropout_trainer.callbacks import UnitGatesCallback
+from loopdropout_trainer.adapters import add_gates, check_adapter, check_peft_config, physical_layers
+from loopdropout_trainer.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
 from loopdropout_trainer.config import GateArguments
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import Place
@@ -44,8 +46,8 @@ class GateSamplingMixin:
     """Draws gates [K, N] in each training micro-batch of the TRL trainer that it stands before in the list of bases.
 
     The trainer keeps its own loss. All forward passes of one micro-batch see the same gates, and so does the backward
-    pass; evaluation, generation and saving see unit gates. A subclass names its arguments class in `args_class`, and
-    overrides `places_of` if the rows of its batches are not its examples.
+    pass; evaluation, generation and saving see unit gates. A subclass names its arguments class in `args_class` and the
+    columns of its data in `dataset_formats`, and overrides `places_of` if the rows of its batches are not its examples.
 
     Raises:
         NotLoopedError: for a model without loops.
@@ -64,24 +66,40 @@ class GateSamplingMixin:
         if peft_config is None and not isinstance(model, PeftModel):
             peft_config = default_peft_config(config if isinstance(model, str) else model)
         self.rule = args.make_rule()
+        if not given.get("formatting_func"):
+            check_dataset(given.get("train_dataset"), self.dataset_formats(args))
         given["args"] = args
         given["peft_config"] = peft_config
+        before = _trained_weights(model) if isinstance(model, PeftModel) else {}
 
         super().__init__(*call.args, **call.kwargs)
 
         check_processes(self.accelerator)
         non_reentrant_checkpointing(self.args)
-        float32_adapter(self.model, self.accelerator)
-        self.loop_state = add_gates(self.model, in_activation_dtype=True)
-        self.num_modules = len(adapted_layers(self.model))
+        float32_adapter(self.model, before)
+        if self.rule.passes > 1 and self.is_deepspeed_enabled:
+            raise ValueError(
+                f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
+                "after each: use DDP or FSDP."
+            )
+        self.loop_state = add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
+        self.physical_layers = physical_layers(self.model)  # [M]
         self.unit_gates_callback = UnitGatesCallback(self.loop_state)
+        self.rule_callback = RuleCallback(self.rule, self.accelerator)
         self.add_callback(self.unit_gates_callback)
+        self.add_callback(self.rule_callback)
+        self._pass_index = 0
         self._logged = (0, 0.0)  # tokens and seconds at the last log
 
     @property
     def num_loops(self) -> int:
         """Recurrence depth K of the model."""
         return find_looped_model(self.model).config.num_loops
+
+    @staticmethod
+    def dataset_formats(args: TrainingArguments) -> list[set[str]]:
+        """Return the sets of columns of which a training dataset must have one."""
+        raise NotImplementedError
 
     def places_of(self, inputs: dict[str, torch.Tensor]) -> list[Place]:
         """Return (row, segment) of each example of a micro-batch; rows are counted from the micro-batch's first.
@@ -98,15 +116,52 @@ class GateSamplingMixin:
             self._draw_gates(inputs, packed_places)
         else:
             self.loop_state.unit_gates()
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss / self.rule.passes if self.model.training and self.rule.passes > 1 else loss
 
-    def training_step(self, *args, **kwargs):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """Run the rule's passes over one micro-batch; nearly every rule has one."""
+        passes, tokens, loss = self.rule.passes, self._total_train_tokens, 0.0
+        for self._pass_index in range(passes):
+            is_last = self._pass_index == passes - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(model):
+                loss = loss + self._run_pass(model, dict(inputs), num_items_in_batch)
+        if passes > 1:  # TRL counted the tokens in every pass
+            self._total_train_tokens = tokens + (self._total_train_tokens - tokens) // passes
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return loss
+
+    def _run_pass(self, *args) -> torch.Tensor:
         # The gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
         # not outlive the step, not even when it is interrupted.
         try:
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args)
+            if self.rule.wants_sensitivity:
+                self.rule_callback.add_sensitivity(self._drawn.grad)
+            return loss
         finally:
             self.loop_state.unit_gates()
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if resume_from_checkpoint:
+            load_rule_state(self.rule, resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            save_rule_state(self.rule, output_dir or self.args.output_dir)
+
+    def create_optimizer(self, model=None):
+        ratio = self.args.loraplus_lr_ratio
+        if ratio is None or self.optimizer is not None:
+            return super().create_optimizer(*() if model is None else (model,))
+        model = self.model if model is None else model
+        optimizer_cls, fields = self.get_optimizer_cls_and_kwargs(self.args, model)
+        self.optimizer = create_loraplus_optimizer(
+            model, optimizer_cls, loraplus_lr_ratio=ratio, loraplus_weight_decay=self.args.weight_decay, **fields
+        )
+        return self.optimizer
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -132,12 +187,14 @@ class GateSamplingMixin:
             num_steps=self.state.max_steps,
             places=[(first_row + row, segment) for row, segment in places],
             num_loops=self.num_loops,
-            num_modules=self.num_modules,
+            num_modules=len(self.physical_layers),
+            layers=self.physical_layers,
+            pass_index=self._pass_index,
         )
-        gates = self.rule.sample(draw)  # [K, N]
-        self.loop_state.set_gates(gates, segments)
+        self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
+        self.loop_state.set_gates(self._drawn, segments, self.rule.seeds(draw))
         self.loop_state.draw = draw
-        self._log_gates(gates)
+        self._log_gates(self._drawn.detach())
 
     def _next_row(self) -> int:
         """Return the place of this micro-batch's first row in the optimizer step's global batch."""
@@ -146,19 +203,43 @@ class GateSamplingMixin:
         if self.accelerator.split_batches:
             rows //= world
         micro_batch = self.unit_gates_callback.micro_batch
-        self.unit_gates_callback.micro_batch += 1
+        self.unit_gates_callback.micro_batch += self._pass_index == self.rule.passes - 1
         # Accelerate deals whole micro-batches to the processes in turn, so that the order of examples is the same for
         # every layout: here it is counted in rows.
         return (micro_batch * world + self.accelerator.process_index) * rows
 
     def _log_gates(self, gates: torch.Tensor) -> None:
-        active = (gates != 0).float().mean(dim=1)  # [K]
+        active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
         stats = torch.cat([gates.mean().view(1), active]).to(self.accelerator.device)
         mean_gate, *active = self.accelerator.reduce(stats, "mean").tolist()
         metrics = self._metrics["train"]
         metrics["gate_mean"].append(mean_gate)
         for loop, fraction in enumerate(active, start=1):
             metrics[f"active_loop_{loop}"].append(fraction)
+
+
+def check_dataset(dataset: Any, formats: list[set[str]]) -> None:
+    """Refuse training data that is empty, cannot be read, or has none of the sets of columns in `formats`.
+
+    Raises:
+        ValueError: in one sentence.
+    """
+    if dataset is None:
+        return
+    try:
+        columns = set(next(iter(dataset)))
+    except StopIteration:
+        raise ValueError("`train_dataset` is empty: there is no example to train on.") from None
+    except Exception as error:  # whatever the file format's reader raises
+        raise ValueError(f"`train_dataset` cannot be read ({type(error).__name__}: {error}).") from error
+    if not any(wanted <= columns for wanted in formats):
+        valid = " or ".join(" and ".join(map(repr, sorted(wanted))) for wanted in formats)
+        found = ", ".join(map(repr, sorted(columns)))
+        raise ValueError(f"`train_dataset` has the columns {found}; it needs {valid}.")
+
+
+def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _output_dir(model: str | nn.Module) -> str:

@@ -9,10 +9,11 @@ import torch
 from trl import SFTTrainer
 
 from loopdropout_trainer.config import LoopDropoutConfig
+from loopdropout_trainer.safe_run import SafeRunMixin
 from loopdropout_trainer.sampling import GateSamplingMixin
 
 
-class LoopDropoutSFTTrainer(GateSamplingMixin, SFTTrainer):
+class LoopDropoutSFTTrainer(SafeRunMixin, GateSamplingMixin, SFTTrainer):
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies
@@ -37,6 +38,10 @@ class LoopDropoutSFTTrainer(GateSamplingMixin, SFTTrainer):
         super().__init__(*positional, **keywords)
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_places, self.data_collator)
+
+    @staticmethod
+    def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
+        return [{args.dataset_text_field}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"}]
 
 
 def _collate_with_places(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:

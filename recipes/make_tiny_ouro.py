@@ -3,7 +3,7 @@
     python recipes/make_tiny_ouro.py --output_dir loopdropout_trainer/tiny_ouro
 
 It learns sums and stories (`pretraining_texts`), the neighbours of the quickstart's word problems, with the loss of every
-loop's readout, as Ouro itself was pretrained with a loss over its loops. About an hour on two cores.
+loop's readout, as Ouro itself was pretrained with a loss over its loops. About an hour on a CPU.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=60, help="wall time of the training (default: %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=64, help="texts in a batch (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=32, help="texts in a batch (default: %(default)s)")
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="peak (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -115,8 +115,8 @@ def main() -> None:
             done = elapsed / budget
             if done >= 1:
                 break
-            for group in optimizer.param_groups:  # 100 steps of warm-up, then a cosine over the time that is given
-                group["lr"] = args.learning_rate * min((step + 1) / 100, (1 + math.cos(math.pi * done)) / 2)
+            for group in optimizer.param_groups:  # 50 steps of warm-up, then a cosine over the time that is given
+                group["lr"] = args.learning_rate * min((step + 1) / 50, (1 + math.cos(math.pi * done)) / 2)
             losses = loss_over_loops(model, ids)
             losses.mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -9,26 +9,26 @@ the run are printed at the end and saved in `output_dir`.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
-from loopdropout_trainer.data import DataArguments, LoadedData, load_data
+from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
 from loopdropout_trainer.diagnostics.plots import plot_single_loop
-from loopdropout_trainer.evaluation import BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.hub import PushError, RunFacts, push_merged_to_hub
+from loopdropout_trainer.plan import plan_run
 from loopdropout_trainer.recipe import (
     AdapterArguments,
     ModelArguments,
     RecipeError,
+    RunArguments,
     build,
     parse_recipe,
     settings_yaml,
@@ -37,51 +37,18 @@ from loopdropout_trainer.report import Outcome, print_report, write_results
 from loopdropout_trainer.sampling import check_run
 
 
-@dataclass
-class ScriptArguments:
-    """What happens around the training."""
-
-    compare_with: list[str] | None = field(
-        default=None,
-        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
-    )
-    benchmarks: list[str] | None = field(
-        default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
-    )
-    benchmark_files: dict[str, str] | str | None = field(
-        default=None, metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."}
-    )
-    benchmark_limit: int | None = field(
-        default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
-    )
-    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
-    single_loop_batches: int = field(
-        default=0,
-        metadata={"help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."},
-    )
-    merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
-    push_merged_to_hub: bool = field(
-        default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
-    )
-    dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
-
-    def __post_init__(self):
-        if isinstance(self.benchmark_files, str):
-            self.benchmark_files = json.loads(self.benchmark_files)
-
-
 class Run:
     """The settings of one command, and the steps from them to trained, measured and saved adapters."""
 
     def __init__(self, argv: list[str] | None = None) -> None:
-        types = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+        types = (RunArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
         parsed, self.settings = parse_recipe(types, argv, description=__doc__)
         self.script, self.model, self.adapter, self.data_args, config = parsed
         self.configs = [config, *(self.config_for(rule, config) for rule in self.script.compare_with or ())]
         for each in self.configs:
             each.model_init_kwargs = {**self.model.init_kwargs, **(each.model_init_kwargs or {})}
-            base = check_run(self.model.model_name_or_path, each)
-        self.peft_config = default_peft_config(base, **self.adapter.lora_fields)
+            self.base = check_run(self.model.model_name_or_path, each)
+        self.peft_config = default_peft_config(self.base, **self.adapter.lora_fields)
         check_run(self.model.model_name_or_path, config, self.peft_config)
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
@@ -97,10 +64,20 @@ class Run:
         config = self.configs[0]
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, config.max_length)
-        files = self.script.benchmark_files or {}
-        self.benchmarks = [
-            load_benchmark(name, files.get(name), self.script.benchmark_limit) for name in self.script.benchmarks or ()
-        ]
+        self.benchmarks = [self.load_benchmark(name) for name in self.script.benchmarks or ()]
+
+    def load_benchmark(self, name: str) -> Benchmark:
+        """Load a benchmark's problems; `development` means the held-out training rows."""
+        limit = self.script.benchmark_limit
+        if name == DEVELOPMENT:
+            return development_benchmark(self.data.eval, self.data_args.preparation, limit)
+        return load_benchmark(name, (self.script.benchmark_files or {}).get(name), limit)
+
+    def announce(self) -> None:
+        """Print what became of the data, and what is about to be done with it."""
+        print(self.data.report)
+        for config in self.configs:
+            print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
 
     def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult] | None) -> Outcome:
         """Train one adapter, measure it and save it.
@@ -165,16 +142,6 @@ class Run:
         outcome.saved["merged model"] = str(folder)
 
 
-def load_tokenizer(model: ModelArguments) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer, with the recipe's chat template if it names one."""
-    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
-    if model.chat_template is not None:
-        tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def checkpoint_of(config: LoopDropoutConfig) -> str | None:
     """Return the checkpoint to resume from: `resume_from_checkpoint: true` means the last one, if there is any."""
     wanted = config.resume_from_checkpoint
@@ -186,6 +153,10 @@ def checkpoint_of(config: LoopDropoutConfig) -> str | None:
 def main(argv: list[str] | None = None) -> None:
     run = Run(argv)
     run.load()
+    if run.configs[0].process_index == 0:
+        run.announce()
+    if run.script.dry_run:
+        return
     outcomes: list[Outcome] = []
     for config in run.configs:
         outcomes.append(run.train(config, outcomes[0].base_benchmarks if outcomes else None))

@@ -26,7 +26,7 @@ from loopdropout_trainer.models import (
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = {
     "ouro": (OuroConfig, OuroForCausalLM),

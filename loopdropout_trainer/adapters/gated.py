@@ -8,8 +8,10 @@ PEFT calls a layer with another forward a `LoraVariant`. That interface is priva
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -24,44 +26,102 @@ from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix,
 class GatedLora(LoraVariant):
     """PEFT variant of one LoRA layer that multiplies its update by the running loop's gate.
 
+    A subclass is another kind of adapter: it overrides how A and B are applied, or adds to the result, and names itself
+    (`class Kind(GatedLora, kind="name")`), so that a rule can ask for it by `adapter = "name"`.
+
     Args:
         loop_state: of the looped model that the layer is part of.
+        module: index of the layer among the adapted ones.
+        rule: whose public fields the kind reads; None outside training.
         in_activation_dtype: compute the update in the dtype of the layer's output, with the float32 factors cast to it,
             as the paper does. False: in the factors' dtype, as PEFT does. Under autocast the two agree.
     """
 
-    def __init__(self, loop_state: LoopState, in_activation_dtype: bool) -> None:
+    def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ADAPTER_KINDS[kind] = cls
+
+    def __init__(
+        self, loop_state: LoopState, module: int, rule: Any = None, in_activation_dtype: bool = False
+    ) -> None:
         self.loop_state = loop_state
+        self.module = module
         self.in_activation_dtype = in_activation_dtype
+
+    @classmethod
+    def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:
+        """Give the model the parameters that this kind has beyond PEFT's, without touching the global random state."""
 
     def forward(
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         """Return `result` [B, S, out] plus the gated update of `x` [B, S, in]."""
-        lora_A, lora_B = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        if self.loop_state.is_off(self.module):
+            return self._off(module, active_adapter, x, result)
         scaling = module.scaling[active_adapter]
-        x = module.lora_dropout[active_adapter](x)
-        if self.in_activation_dtype and x.dtype != result.dtype:
-            x = x.to(result.dtype)
-        gate = self.loop_state.gate_for(x)
+        x = self._cast(module.lora_dropout[active_adapter](x), result)
+        gate = self.loop_state.gate_for(x, self.module)
 
-        low_rank = _linear(lora_A, x)  # [B, S, r]
+        low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if gate is None:
-            return result + _linear(lora_B, low_rank) * scaling
+            return result + self.up(module, active_adapter, low_rank) * scaling
         # In float32: a gate such as 1/0.7 rounded to bfloat16 would be 0.2% off for every token alike.
         low_rank = (low_rank * (gate * scaling)).to(low_rank.dtype)
-        return result + _linear(lora_B, low_rank)
+        return result + self.up(module, active_adapter, low_rank)
+
+    def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
+        """Return A x, [B, S, r]."""
+        return _linear(module.lora_A[adapter], x)
+
+    def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
+        """Return B of [B, S, r], [B, S, out]."""
+        return _linear(module.lora_B[adapter], low_rank)
+
+    def _cast(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return x.to(result.dtype) if self.in_activation_dtype else x
+
+    def _off(self, module: LoraLayer, adapter: str, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Leave the update out; among several processes, run it on one token times zero.
+
+        A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
+        """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return result
+        token = self._cast(x.flatten(0, -2)[:1], result)
+        return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
 
     # Merging happens at unit gates, where the layer is plain LoRA.
 
     def merge_safe(self, module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
-        return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)
+        return orig_weight + self.merged_update(module, active_adapter).to(orig_weight.dtype)
 
     def merge_unsafe(self, module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> None:
-        orig_weight.data += module.get_delta_weight(active_adapter)
+        orig_weight.data += self.merged_update(module, active_adapter)
 
     def unmerge(self, module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
-        return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
+        return orig_weight - self.merged_update(module, active_adapter).to(orig_weight.dtype)
+
+    def merged_update(self, module: LoraLayer, adapter: str) -> torch.Tensor:
+        """Return the one [out, in] matrix that unit gates add to the weight in every loop.
+
+        Raises:
+            ValueError: if loops differ at unit gates, so that there is none.
+        """
+        delta = module.get_delta_weight(adapter)
+        if self.loop_state.learned is None:
+            return delta
+        parameters, key = self.loop_state.learned
+        gates = parameters[key].detach()  # [K]
+        if not bool((gates == gates[0]).all()):
+            raise ValueError(
+                f"An adapter with learned gates {[round(gate, 4) for gate in gates.tolist()]} cannot be merged: each loop "
+                "scales the update differently, and one weight serves all loops. Keep the adapter, or train without "
+                "learned gates."
+            )
+        return delta * gates[0]
+
+
+ADAPTER_KINDS: dict[str, type[GatedLora]] = {"gated": GatedLora}
 
 
 def _linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -72,28 +132,71 @@ def _linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def adapted_layers(model: nn.Module) -> list[LoraLayer]:
-    """Return the LoRA layers of a PEFT model, in the order of its modules."""
+    """Return the M LoRA layers of a PEFT model, in the order of its modules."""
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def add_gates(model: PeftModel, in_activation_dtype: bool = False) -> LoopState:
+def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
+    """Return the one matrix [out, in] that an adapter adds to a layer's weight at unit gates.
+
+    Raises:
+        ValueError: if there is none, because loops differ at unit gates.
+    """
+    variant = layer.lora_variant.get(adapter)
+    return variant.merged_update(layer, adapter) if isinstance(variant, GatedLora) else layer.get_delta_weight(adapter)
+
+
+def physical_layers(model: nn.Module) -> list[int]:
+    """Return for each adapted layer, [M], the index of the physical layer that it is part of, counted from 0.
+
+    A physical layer is all that shares a name up to its first number (`layers.3`); what has none stands alone.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    owners = [match.group() if (match := re.match(r".*?\.\d+(?=\.)", name)) else name for name in names]
+    order = {owner: index for index, owner in enumerate(dict.fromkeys(owners))}
+    return [order[owner] for owner in owners]
+
+
+def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = None, seed: int = 0) -> LoopState:
     """Make every LoRA layer of the active adapter multiply its update by the running loop's gate; unit gates at first.
 
-    Consumes no randomness and changes no weight.
+    Leaves the global random state and the adapter's weights as they are.
+
+    Args:
+        model: PEFT model over a looped model.
+        in_activation_dtype: see `GatedLora`.
+        rule: training rule, whose `adapter` names the kind of layer; default: the kind that the model has already.
+        seed: of the initial weights that a kind adds.
 
     Returns:
         The object that holds the gates.
 
     Raises:
         NotLoopedError: if the model is not looped.
-        ValueError: if the adapter uses a PEFT feature whose gated meaning is not W + g * Delta.
+        ValueError: if the adapter uses a PEFT feature whose gated meaning is not W + g * Delta, or is of another kind
+            than the rule trains.
     """
-    loop_state = find_looped_model(model).loop_state
+    looped = find_looped_model(model)
     adapter = check_adapter(model)
-    for layer in adapted_layers(model):
-        layer.lora_variant[adapter] = GatedLora(loop_state, in_activation_dtype)
+    found = getattr(adapted_layers(model)[0].lora_A[adapter], "adapter_kind", "gated")
+    name = found if rule is None else rule.adapter
+    if found not in ("gated", name):
+        raise ValueError(
+            f"The rule {rule.name!r} trains a shared adapter, but the model's has a pair of factors for each loop: use the "
+            "rule 'independent', or start from another adapter."
+        )
+    kind = ADAPTER_KINDS[name]
+    kind.prepare(model, adapter, looped.config.num_loops, seed)
+    for module, layer in enumerate(adapted_layers(model)):
+        layer.lora_variant[adapter] = kind(looped.loop_state, module, rule, in_activation_dtype)
         layer.cast_input_dtype_enabled = not in_activation_dtype
-    return loop_state
+    return looped.loop_state
+
+
+def add_unit_gates(model: PeftModel, adapter: str) -> None:
+    """Let the inactive `adapter` run as ordinary LoRA, in the same dtype as a gated one, whatever gates that one has."""
+    for layer in adapted_layers(model):
+        layer.lora_variant[adapter] = GatedLora(LoopState(), 0, in_activation_dtype=not layer.cast_input_dtype_enabled)
 
 
 def remove_gates(model: PeftModel) -> None:
@@ -133,7 +236,7 @@ def use_gates(
 
     Args:
         model: PEFT model over a looped model.
-        gates: [K] or [K, 1] for all examples alike, or [K, N] for N examples.
+        gates: [K] or [K, 1] for all examples alike, [K, N] for N examples, or [K, N, M] for M adapted modules.
         segments: [B, S] index (0..N-1) of each token's example, for rows that hold several examples.
 
     Raises:
@@ -141,5 +244,10 @@ def use_gates(
     """
     looped = find_looped_model(model)
     gates = as_gate_matrix(gates, looped.config.num_loops)
+    num_modules = len(adapted_layers(model))
+    if gates.dim() == 3 and gates.shape[2] != num_modules:
+        raise ValueError(
+            f"Gates [K, B, M] need one for each of the {num_modules} adapted modules; got {gates.shape[2]}."
+        )
     with nullcontext() if has_gates(model) else _gated(model), applied_gates(looped.loop_state, gates, segments):
         yield looped.loop_state

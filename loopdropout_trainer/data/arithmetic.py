@@ -1,6 +1,6 @@
 """Arithmetic word problems made on the spot: a task with several reasoning steps that needs no network.
 
-The answers have GSM8K's form: one line of working for each step, then `#### N`. All numbers lie between 0 and 99.
+The answers have GSM8K's form: one line of working for each step, then `#### N`. All numbers lie between 0 and 60.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datasets import Dataset
 NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Noah", "Omar", "Ruth", "Sam", "Zoe")
 OBJECTS = ("apples", "books", "cards", "coins", "cookies", "pens", "shells", "stamps")
 CONTAINERS = ("bags", "boxes", "jars", "baskets")
+LARGEST = 60
 STEPS = {"train": (2, 3), "test": (2, 3), "hard": (4, 5), "pretrain": (1, 2)}
 """Fewest and most steps of a split's problems; `hard` has more than any problem that is trained on."""
 
@@ -72,7 +73,7 @@ def _problem(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
 def _changes(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
     name, friend = rng.sample(NAMES, 2)
     what = rng.choice(OBJECTS)
-    start = rng.randint(2, 30)
+    start = rng.randint(2, 20)
     sentences = [f"{name} has {start} {what}."]
     steps = _walk(rng, start, num_steps, "+-*")
     for step in steps:
@@ -105,7 +106,7 @@ def _change(rng: Random, name: str, friend: str, what: str, step: Step) -> str:
 def _comparisons(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
     people = rng.sample(NAMES, num_steps + 1)
     what = rng.choice(OBJECTS)
-    start = rng.randint(2, 30)
+    start = rng.randint(2, 20)
     sentences = [f"{people[0]} has {start} {what}."]
     steps = _walk(rng, start, num_steps, "+-*")
     words = {"+": "{n} more {what} than", "-": "{n} fewer {what} than", "*": "{n} times as many {what} as"}
@@ -118,7 +119,7 @@ def _comparisons(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
 def _containers(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
     name, friend = rng.sample(NAMES, 2)
     what, container = rng.choice(OBJECTS), rng.choice(CONTAINERS)
-    count, each = rng.randint(2, 9), rng.randint(2, 9)
+    count, each = rng.randint(2, 6), rng.randint(2, 9)
     steps = [Step(count, "*", each, count * each)]
     sentences = [f"{name} has {count} {container} with {each} {what} each."]
     for step in _walk(rng, each * count, num_steps - 1, "+-"):
@@ -129,13 +130,13 @@ def _containers(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
 
 
 def _walk(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]:
-    """Return random steps from `start` that stay between 0 and 99."""
+    """Return random steps from `start` that stay between 0 and LARGEST."""
     steps: list[Step] = []
     value = start
     for _ in range(num_steps):
         possible = [op for op in operators if _largest(value, op) >= 2]
         operator = rng.choice(possible)
-        number = rng.randint(2, min(_largest(value, operator), 20))
+        number = rng.randint(2, min(_largest(value, operator), 9))
         result = {"+": value + number, "-": value - number, "*": value * number}[operator]
         steps.append(Step(value, operator, number, result))
         value = result
@@ -143,12 +144,12 @@ def _walk(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]
 
 
 def _largest(value: int, operator: str) -> int:
-    """Return the largest second operand that keeps the result between 0 and 99."""
+    """Return the largest second operand that keeps the result between 0 and LARGEST."""
     if operator == "+":
-        return 99 - value
+        return LARGEST - value
     if operator == "-":
         return value
-    return min(3, 99 // value) if value else 0
+    return min(3, LARGEST // value) if value else 0
 
 
 def pretraining_texts(num_texts: int, seed: int = 0) -> list[str]:
@@ -162,9 +163,9 @@ def pretraining_texts(num_texts: int, seed: int = 0) -> list[str]:
 
 
 def _sums(rng: Random) -> str:
-    sums = [_walk(rng, rng.randint(0, 80), 1, "+-*")[0] for _ in range(rng.randint(3, 6))]
+    sums = [_walk(rng, rng.randint(0, LARGEST), 1, "+-*")[0] for _ in range(rng.randint(3, 6))]
     for _ in range(2):
-        left, right = rng.randint(2, 9), rng.randint(2, 9)
+        left, right = rng.randint(2, 6), rng.randint(2, 9)
         sums.append(Step(left, "*", right, left * right))
     rng.shuffle(sums)
     return "\n".join(map(str, sums))
@@ -173,9 +174,9 @@ def _sums(rng: Random) -> str:
 def _story(rng: Random) -> str:
     name, friend = rng.sample(NAMES, 2)
     what = rng.choice(OBJECTS)
-    start = rng.randint(2, 30)
+    start = rng.randint(2, 20)
     sentences = [f"{name} has {start} {what}."]
-    for step in _walk(rng, start, rng.randint(2, 5), "+-*"):
+    for step in _walk(rng, start, rng.randint(2, 4), "+-*"):
         sentences += [_change(rng, name, friend, what, step), f"Now {name} has {step.result} {what}."]
     return " ".join(sentences)
 

@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
+from loopdropout_trainer.data.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.preparation import Preparation, target, text
 from loopdropout_trainer.data.rows import Row
 
@@ -31,18 +34,21 @@ class GSM8K(Preparation):
 
 
 class Arithmetic(GSM8K):
-    """Generated arithmetic word problems in GSM8K's form, for work without a network."""
+    """Generated arithmetic word problems in GSM8K's form; the first ones are held out."""
 
     title = "arithmetic"
     num_eval_examples = 200
+    num_train_examples = 2000
 
     def rows(self) -> Iterator[Row]:
-        from loopdropout_trainer.data.arithmetic import arithmetic_problems
+        num_train = self.args.num_train_examples
+        num_train = self.num_train_examples if num_train is None else num_train
+        problems = arithmetic_problems("train", self.num_held_out + num_train, self.args.split_seed)
+        return (Row(f"problem {number}", row) for number, row in enumerate(problems, start=1))
 
-        num_train = 2000 if self.args.num_train_examples is None else self.args.num_train_examples
-        # Questions may repeat, and repetitions of held-out ones are dropped: draw a few more than are needed.
-        problems = arithmetic_problems("train", num_train + 2 * self.num_held_out, self.args.split_seed)
-        return (Row(f"problem {number}", dict(row)) for number, row in enumerate(problems, start=1))
+    def split(self, examples, ranks, tokenizer, report):
+        indices = np.arange(len(examples))
+        return indices[self.num_held_out :], indices[: self.num_held_out]
 
 
 def without_calculator(answer: str) -> str:

@@ -31,14 +31,17 @@ def _token_ids(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase) 
     if "messages" in batch:
         conversations = batch["messages"]
     elif "text" in batch:
-        return tokenizer([_ended(text, tokenizer) for text in batch["text"]])["input_ids"]
+        return tokenizer([_ended(text, tokenizer) for text in batch["text"]], verbose=False)["input_ids"]
     elif isinstance(batch["prompt"][0], str):
         pairs = zip(batch["prompt"], batch["completion"], strict=True)
-        return tokenizer([prompt + _ended(completion, tokenizer) for prompt, completion in pairs])["input_ids"]
+        return tokenizer([prompt + _ended(completion, tokenizer) for prompt, completion in pairs], verbose=False)[
+            "input_ids"
+        ]
     else:
         pairs = zip(batch["prompt"], batch["completion"], strict=True)
         conversations = [prompt + completion for prompt, completion in pairs]
-    return tokenizer.apply_chat_template(conversations, tokenize=True, return_dict=True)["input_ids"]
+    quiet = {"verbose": False}  # no warning that a length is beyond the model's: lengths are what is being looked for
+    return tokenizer.apply_chat_template(conversations, tokenizer_kwargs=quiet)["input_ids"]
 
 
 def _ended(text: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -22,16 +22,20 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.gsm8k import GSM8K, Arithmetic
 from loopdropout_trainer.data.lengths import token_lengths
+from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
 from loopdropout_trainer.data.preparation import Preparation, Unwanted, rank
 from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, read_files
+from loopdropout_trainer.data.tulu2 import Tulu2
 
 
-_CACHE_VERSION = 1  # to be raised when the same settings give other examples
+_CACHE_VERSION = 2  # to be raised when the same settings give other examples
 _PREPARATIONS: dict[str | None, type[Preparation]] = {
     None: Preparation,
     "arithmetic": Arithmetic,
     "gsm8k": GSM8K,
+    "metamath_gsm": MetaMathGSM,
+    "tulu2": Tulu2,
 }
 
 
@@ -157,8 +161,9 @@ def _prepare_into(
         train, held_out = _split(examples, preparation, tokenizer, report)
         if source.eval is not None:
             held_out = _write_examples(source.eval, preparation, report, work / "eval.arrow").remove_columns("rank")
-        train = _drop_long(train, tokenizer, max_length, report)
-        held_out = _drop_long(held_out, tokenizer, max_length, report)
+        train, lengths = _drop_long(train, tokenizer, max_length, report)
+        held_out, _ = _drop_long(held_out, tokenizer, max_length, report)
+        report.train_tokens = int(lengths.sum())
         report.train, report.held_out = len(train), len(held_out)
         if not len(train):
             raise DataError(f"No example is left to train on.\n{report}")
@@ -241,8 +246,8 @@ def _split(
     asked = preparation.args.num_train_examples
     if asked is not None and len(train) < asked or len(held_out) < preparation.num_held_out:
         raise DataError(
-            f"{report.source} has {len(examples):,} usable rows: too few for "
-            f"`num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`; lower one of them."
+            f"Too few rows for `num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`: "
+            f"{len(train):,} and {len(held_out):,} are usable; ask for fewer.\n{report}"
         )
     report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
     return examples.select(train), examples.select(held_out)
@@ -250,10 +255,12 @@ def _split(
 
 def _drop_long(
     examples: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, report: DataReport
-) -> Dataset:
-    if max_length is None or not len(examples):
-        return examples
-    keep = np.flatnonzero(token_lengths(examples, tokenizer) <= max_length)
+) -> tuple[Dataset, np.ndarray]:
+    """Return the examples that are short enough, and the lengths of those."""
+    if not len(examples):
+        return examples, np.zeros(0, dtype=np.int64)
+    lengths = token_lengths(examples, tokenizer)
+    keep = np.flatnonzero(lengths <= max_length) if max_length is not None else np.arange(len(lengths))
     if len(keep) < len(examples):
         report.dropped[f"more than {max_length:,} tokens"] += len(examples) - len(keep)
-    return examples.select(keep)
+    return examples.select(keep), lengths[keep]

@@ -158,10 +158,15 @@ def _message(turn: Mapping[str, Any], place: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+def has_target(turns: list[dict[str, str]]) -> bool:
+    """Say whether any assistant message has content to train on."""
+    return any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns)
+
+
 def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
     """Return a column of messages of which at least one assistant message can be trained on."""
     turns = messages(row, column)
-    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+    if not has_target(turns):
         raise BadRow("empty target: no assistant message with content")
     return turns
 

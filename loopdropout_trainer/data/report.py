@@ -15,6 +15,7 @@ class DataReport:
         source: where the rows came from.
         read: rows read.
         train, held_out: rows kept to train and to evaluate on.
+        train_tokens: tokens of the training examples, each counted once.
         dropped: number of dropped rows by reason.
         unused: usable rows that were not asked for.
         bad_rows: the first few bad rows that were skipped, with their places.
@@ -24,6 +25,7 @@ class DataReport:
     read: int = 0
     train: int = 0
     held_out: int = 0
+    train_tokens: int = 0
     unused: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     bad_rows: list[str] = field(default_factory=list)

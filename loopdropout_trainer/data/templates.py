@@ -1,4 +1,4 @@
-"""Prompt templates by name, and the chat templates that come with the package."""
+"""Prompt templates by name, chat templates by name, and the tokenizer that a recipe asks for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from loopdropout_trainer.data.rows import BadRow
+from loopdropout_trainer.recipe import ModelArguments
 
 
 PROMPT_TEMPLATES = {
@@ -53,3 +56,16 @@ def chat_template(name_or_path: str) -> str:
         names = ", ".join(sorted(file.stem for file in packaged.parent.glob("*.jinja")))
         raise ValueError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
     return path.read_text(encoding="utf-8")
+
+
+def load_tokenizer(model: ModelArguments) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer, with the recipe's chat template if it names one, and with a padding token.
+
+    Ouro's configuration names no padding token: the end token serves, since labels and attention mask tell them apart.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    if model.chat_template is not None:
+        tokenizer.chat_template = chat_template(model.chat_template)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -6,19 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.probabilities import check_p, check_p_length
+from loopdropout_trainer.gates.probabilities import check_p, check_p_length, survival
 from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
-@register_rule
 @dataclass(frozen=True)
-class LoopDropout(GateRule):
-    """g = b / q: the whole adapter is removed from a loop, or applied at 1/q of its strength.
+class MaskedRule(GateRule):
+    """What the rules with one Bernoulli mask for each example and loop share: p, one number or one for each loop."""
 
-    Mean 1, covariance (p/q) I (Eq. 4). p is one number or one per loop (Table "Structured masks" has profiles).
-    """
-
-    name = "loop_dropout"
     p: float | tuple[float, ...] = 0.5
 
     def __post_init__(self):
@@ -28,6 +23,25 @@ class LoopDropout(GateRule):
         check_p_length(self.p, num_loops)
 
     def sample(self, draw: Draw) -> torch.Tensor:
-        q = 1 - torch.as_tensor(self.p, dtype=torch.float64).view(-1, 1)
-        kept = ~draw.removals(self.p)
-        return (kept / q).to(torch.float32)
+        return rescaled_masks(draw, self.p)
+
+
+def rescaled_masks(draw: Draw, p: float | tuple[float, ...] | torch.Tensor) -> torch.Tensor:
+    """Return b / q, [K, N] float32."""
+    return (~draw.removals(p) / survival(p)).to(torch.float32)
+
+
+@register_rule
+@dataclass(frozen=True)
+class LoopDropout(MaskedRule):
+    """The whole adapter is removed from a loop, or applied at 1/q of its strength.
+
+    Lists of p are the profiles of the paper: early-heavy (.75, .75, .25, .25), late-heavy, ramp down, ramp up.
+
+    Gate: b_t / q_t, b_t ~ Bernoulli(q_t)
+    Mean: 1
+    Covariance: (p/q) I
+    Paper: Eq. 2 and 4, Algorithm 1; Table "Structured, scheduled and adaptive masks" for profiles
+    """
+
+    name = "loop_dropout"

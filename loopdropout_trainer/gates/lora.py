@@ -12,7 +12,13 @@ from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 @register_rule
 @dataclass(frozen=True)
 class LoRA(GateRule):
-    """g = 1: the unmasked reference. Mean 1, covariance 0."""
+    """The unmasked reference; with the adapter's own fields also input dropout, rsLoRA and LoRA+.
+
+    Gate: 1
+    Mean: 1
+    Covariance: 0
+    Paper: Section "Training controls"; Appendix "Sharing, scale and granularity controls"
+    """
 
     name = "lora"
 

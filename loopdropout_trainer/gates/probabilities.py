@@ -1,11 +1,13 @@
-"""Drop probabilities p: one number for all loops, or one for each loop."""
+"""Drop probabilities p: one number for all loops, or one for each loop. And what masks have in common: b and 1/q."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 
-def check_p(p: float | Sequence[float]) -> float | tuple[float, ...]:
+
+def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
     """Return p as a float or a tuple of floats.
 
     Raises:
@@ -14,10 +16,22 @@ def check_p(p: float | Sequence[float]) -> float | tuple[float, ...]:
     values = list(p) if isinstance(p, Sequence) and not isinstance(p, str) else [p]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise ValueError(f"`p` is a drop probability and must lie in [0, 1); got {value!r}.")
+            raise ValueError(f"`{name}` is a drop probability and must lie in [0, 1); got {value!r}.")
     if not values:
-        raise ValueError("`p` must be one drop probability, or one for each loop; got an empty list.")
+        raise ValueError(f"`{name}` must be one drop probability, or one for each loop; got an empty list.")
     return float(values[0]) if len(values) == 1 else tuple(float(value) for value in values)
+
+
+def check_one_p(p: float | Sequence[float], name: str = "p") -> float:
+    """Return p as one float for all loops.
+
+    Raises:
+        ValueError: if it is not one number in [0, 1).
+    """
+    p = check_p(p, name)
+    if isinstance(p, tuple):
+        raise ValueError(f"`{name}` must be one drop probability for all loops with this rule; got {list(p)}.")
+    return p
 
 
 def check_p_length(p: float | tuple[float, ...], num_loops: int) -> None:
@@ -26,3 +40,15 @@ def check_p_length(p: float | tuple[float, ...], num_loops: int) -> None:
         raise ValueError(
             f"`p` has {len(p)} values, but the model runs {num_loops} loops: give one for each, or one for all."
         )
+
+
+def survival(p: float | Sequence[float] | torch.Tensor) -> torch.Tensor:
+    """Return q = 1 - p as a float64 column, [1, 1] or [K, 1]."""
+    return 1 - torch.as_tensor(p, dtype=torch.float64).view(-1, 1)
+
+
+def check_number(value: float, name: str, low: float, high: float, whole: bool = False) -> None:
+    """Raise ValueError unless `value` is a number, or a whole number, in [low, high]."""
+    kind = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        raise ValueError(f"`{name}` must be a {'whole ' * whole}number from {low:g} to {high:g}; got {value!r}.")

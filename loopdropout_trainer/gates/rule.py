@@ -1,4 +1,15 @@
-"""What a gate rule is: a small object that turns stateless draws into the gates of a micro-batch."""
+"""What a rule is: a small object that turns stateless draws into the gates of a micro-batch, and the registry of all rules.
+
+Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at four places,
+each of them optional:
+
+- `adapter` names the kind of LoRA layer (a file of `loopdropout_trainer.adapters`) that carries the rule out. The two
+  meet in numbers only: the layer gets the gates, the rule's public fields, and the `seeds` from which it expands random
+  factors too large to pass around (weight noise, sparse factors).
+- `passes`: forward and backward passes per micro-batch over which the loss is averaged.
+- `wants_sensitivity`: gates then require gradients, and `observe` gets |d loss / d g_t| after each optimizer step.
+- `state_dict` and `load_state_dict`: what a checkpoint must keep beside the adapter.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +34,8 @@ class Draw:
         places: of the N examples in the step's global batch.
         num_loops: recurrence depth K.
         num_modules: number M of adapted linear maps.
+        layers: [M] index of the physical layer that each of them is part of.
+        pass_index: of this pass among the rule's `passes` over one micro-batch.
     """
 
     seed: int
@@ -31,6 +44,8 @@ class Draw:
     num_loops: int
     num_steps: int = 0
     num_modules: int = 1
+    layers: Sequence[int] = ()
+    pass_index: int = 0
 
     def uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
         """Return [N, num_draws] uniforms of the stream `purpose`."""
@@ -40,9 +55,18 @@ class Draw:
         """Return [N, num_draws] standard normals of the stream `purpose`."""
         return normals(self.seed, purpose, self.step, self.places, num_draws)
 
+    def step_uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
+        """Return [num_draws] uniforms that are the same for all examples of the optimizer step, on every process."""
+        return uniforms(self.seed, purpose, self.step, [(0, 0)], num_draws)[0]
+
     def event_uniforms(self) -> torch.Tensor:
         """Return the [K, N] uniforms behind every rule's events, so that two rules of one seed see paired masks."""
         return self.uniforms("events", self.num_loops).T
+
+    def module_event_uniforms(self) -> torch.Tensor:
+        """Return [K, N, M] event uniforms, one for each adapted module; those of module 0 are `event_uniforms`."""
+        u = self.uniforms("events", self.num_modules * self.num_loops)
+        return u.view(-1, self.num_modules, self.num_loops).permute(2, 0, 1)
 
     def removals(self, p: float | Sequence[float]) -> torch.Tensor:
         """Return the removal events a ~ Bernoulli(p), [K, N] booleans; with p < p', those of p are among those of p'."""
@@ -50,19 +74,41 @@ class Draw:
 
 
 class GateRule:
-    """Base of all rules. A subclass is a frozen dataclass whose fields are the rule's fields in YAML.
+    """Base of all rules. A subclass is a dataclass whose fields are the rule's fields in YAML.
 
-    The docstring of a rule states its formula, mean, covariance and place in the paper.
+    The docstring of a rule has lines `Gate:`, `Mean:`, `Covariance:` (over loops, of one example) and `Paper:`, which
+    `python -m loopdropout_trainer.gates` prints.
     """
 
     name: ClassVar[str]
+    adapter: ClassVar[str] = "gated"
+    wants_sensitivity: ClassVar[bool] = False
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes per micro-batch, over which the loss is averaged."""
+        return 1
 
     def check(self, num_loops: int) -> None:
         """Raise ValueError if the rule's fields do not fit a model of `num_loops` loops."""
 
     def sample(self, draw: Draw) -> torch.Tensor:
-        """Return gates [K, N], float32."""
+        """Return float32 gates [K, N], or [K, N, M] with one for each adapted module; N may be 1 for all examples alike."""
         raise NotImplementedError
+
+    def seeds(self, draw: Draw) -> torch.Tensor | None:
+        """Return int64 seeds of the random factors that the rule's adapter expands itself; the adapter says their shape."""
+        return None
+
+    def observe(self, sensitivity: torch.Tensor) -> None:
+        """Take the step's sum over all examples and processes of |d loss / d g_t|, [K], if `wants_sensitivity`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep of the rule, as JSON-able values; empty for a rule without memory."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
 
 
 RULES: dict[str, type[GateRule]] = {}
@@ -86,9 +132,14 @@ def make_rule(name: str, **fields: Any) -> GateRule:
         hint = f" Did you mean `{near[0]}`?" if near else ""
         raise ValueError(f"Unknown rule {name!r}.{hint} Valid rules: {', '.join(sorted(RULES))}.")
     cls = RULES[name]
-    valid = [field.name for field in dataclasses.fields(cls)]
+    valid = field_names(cls)
     for field in fields:
         if field not in valid:
             takes = f"takes {', '.join(valid)}" if valid else "takes no fields"
             raise ValueError(f"The rule {name!r} has no field {field!r}; it {takes}.")
     return cls(**fields)
+
+
+def field_names(cls: type[GateRule]) -> list[str]:
+    """Return the fields that the rule takes."""
+    return [field.name for field in dataclasses.fields(cls) if field.init]

@@ -83,6 +83,8 @@ class LoopedConfigMixin:
     `backprop_depth` is the number of last loops that gradients flow through; None: all of them.
     """
 
+    auto_map = {}  # TRL reads it of every architecture that it does not find in transformers
+
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):
             check_num_loops(value, name)

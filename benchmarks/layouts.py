@@ -1,0 +1,379 @@
+"""Train the same tiny run in every layout, on two CPU cores, and compare what each promises.
+
+    python benchmarks/layouts.py                      # writes benchmarks/results/layouts.md
+    python benchmarks/layouts.py --layouts ddp zero3
+
+A run trains a random two-layer Ouro of four loops for four steps of eight examples. The reference is one process with
+batch 8. Each process of a layout writes what it saw (`rank<r>.json`), and the first one the adapter; only these files are
+judged, since a process group over gloo sometimes aborts at exit. ZeRO needs deepspeed and a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH_FILES = ROOT / "recipes" / "accelerate"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the eight examples of a step are spread.
+
+    Attributes:
+        launch_file: in recipes/accelerate, or None for a plain process.
+        processes, batch, accumulation: their product is 8.
+        distributed_type: what accelerate must call it.
+    """
+
+    launch_file: str | None
+    processes: int
+    batch: int
+    accumulation: int = 1
+    distributed_type: str = "MULTI_CPU"
+
+
+LAYOUTS = {
+    "one process, batch 8": Layout(None, 1, 8, distributed_type="NO"),
+    "one process, accumulation 2x4": Layout("one_gpu", 1, 4, 2, distributed_type="NO"),
+    "ddp": Layout("ddp", 2, 4),
+    "ddp, accumulation": Layout("ddp", 2, 2, 2),
+    "ddp, four processes": Layout("ddp", 4, 2),
+    "zero2": Layout("zero2", 2, 4, distributed_type="DEEPSPEED"),
+    "zero2_offload": Layout("zero2_offload", 2, 4, distributed_type="DEEPSPEED"),
+    "zero3": Layout("zero3", 2, 4, distributed_type="DEEPSPEED"),
+    "zero3_offload": Layout("zero3_offload", 2, 4, distributed_type="DEEPSPEED"),
+    "fsdp2": Layout("fsdp2", 2, 4, distributed_type="FSDP"),
+}
+REFERENCE = "one process, batch 8"
+
+
+RUNS = {
+    "plain": {"gradient_checkpointing": False},
+    "checkpointing": {"gradient_checkpointing": True},
+    "reentrant asked for": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "packing": {"packing": True, "max_length": 32},
+    "saving": {"save_strategy": "steps", "save_steps": 2},
+    "resuming": {},
+}
+"""Fields of each run of a launch. The last resumes the one before from its checkpoint of step 2."""
+
+
+@dataclass
+class Run:
+    """What the processes of one run recorded, and its adapter.
+
+    Attributes:
+        records: of each process: distributed_type, world_size, first_step, losses, gates.
+        adapter: the saved weights by name.
+    """
+
+    records: list[dict]
+    adapter: dict
+
+    @property
+    def gates(self) -> dict[str, list[float]]:
+        """Gates [K] of each example of each step, from all processes."""
+        return {name: gates for record in self.records for name, gates in record["gates"].items()}
+
+    def distance(self, other: Run) -> float:
+        """Largest difference of a weight, relative to the largest weight."""
+        scale = max(tensor.abs().max().item() for tensor in other.adapter.values())
+        return max((self.adapter[n].float() - t.float()).abs().max().item() for n, t in other.adapter.items()) / scale
+
+
+def launch(
+    layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), timeout: float = 300, **fields
+) -> dict[str, Run]:
+    """Make runs in a layout, in processes of its own, and read what they wrote.
+
+    Args:
+        folder: for its files; emptied first.
+        runs: keys of `RUNS`.
+        timeout: in seconds, for all runs together.
+        fields: of `LoopDropoutConfig`, for all runs; `dtype` for that of the base model.
+
+    Raises:
+        RuntimeError: with the end of the log, if a process did not finish all runs.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    batch = {"per_device_train_batch_size": layout.batch, "gradient_accumulation_steps": layout.accumulation}
+    spec = {"layout": layout.launch_file, "folder": str(folder), "runs": list(runs), "fields": {**batch, **fields}}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    command = [sys.executable]
+    if layout.launch_file is not None:
+        command += [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(LAUNCH_FILES / f"{layout.launch_file}.yaml"),
+        ]
+        command += ["--num_processes", str(layout.processes), "--main_process_port", str(_free_port())]
+    command += [str(Path(__file__).resolve()), "--work", str(folder / "spec.json")]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    log = folder / "log.txt"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
+    if not all(file.exists() for file in files):
+        finished = sum(file.exists() for file in files)
+        raise RuntimeError(f"{finished} of {len(files)} processes finished:\n{log.read_text()[-6000:]}")
+    records = [json.loads(file.read_text()) for file in files]
+    return {name: Run([record[name] for record in records], _adapter(folder / name)) for name in runs}
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _adapter(folder: Path) -> dict:
+    from safetensors.torch import load_file
+
+    file = folder / "adapter_model.safetensors"
+    return load_file(file) if file.exists() else {}
+
+
+def work(spec: dict) -> None:
+    """Make the runs of one of a layout's processes, and write its record."""
+    if spec["layout"] == "fsdp2":
+        _fsdp_on_a_cpu()
+    import torch
+    from accelerate import PartialState
+
+    torch.set_num_threads(1)
+    folder = Path(spec["folder"])
+    record = {name: train(folder, name, **spec["fields"]) for name in spec["runs"]}
+    file = folder / f"rank{PartialState().process_index}.json"
+    file.with_suffix(".partial").write_text(json.dumps(record))
+    os.replace(file.with_suffix(".partial"), file)
+
+
+def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
+    """Make one run in this process, save its adapter in `folder / name`, and return what to record."""
+    import torch
+
+    from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
+
+    gates = {}
+
+    class RecordingTrainer(LoopDropoutSFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            state = self.loop_state
+            if self.model.training and state.gates is not None:  # None: all ones, in the whole micro-batch
+                rows = inputs["input_ids"]
+                texts = rows.tolist() if state.segments is None else _texts(rows, state.segments)
+                for text, drawn in zip(texts, state.gates.T.tolist(), strict=True):
+                    gates[f"{self.state.global_step}: {''.join(map(chr, (t for t in text if t > 1)))}"] = drawn
+            return loss
+
+    run_dir = folder / ("saving" if name == "resuming" else name) / "run"
+    args = LoopDropoutConfig(**{**_FIELDS, "output_dir": str(run_dir), **RUNS[name], **fields})
+    trainer = RecordingTrainer(
+        tiny_model(getattr(torch, dtype)), args, train_dataset=examples(), processing_class=byte_tokenizer()
+    )
+    if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model
+        zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_param_persistence_threshold"] = 0
+    trainer.train(resume_from_checkpoint=str(run_dir / "checkpoint-2") if name == "resuming" else None)
+    trainer.save_model(str(folder / name))
+    return {
+        "distributed_type": trainer.accelerator.distributed_type.value,
+        "world_size": trainer.accelerator.num_processes,
+        "first_step": trainer._initial_global_step,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "gates": gates,
+    }
+
+
+def _texts(rows, segments) -> list[list[int]]:
+    """Return the tokens of each example packed in `rows` [1, S]."""
+    return [rows[segments == index].tolist() for index in range(int(segments.max()) + 1)]
+
+
+_FIELDS = {
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-4,  # AdamW divides a gradient by its own size: rounding would become a step of full length
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "bf16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+
+
+def tiny_model(dtype):
+    """Return a random Ouro of two layers and four loops."""
+    import torch
+
+    from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
+
+    torch.manual_seed(0)
+    config = OuroConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        pad_token_id=1,
+    )
+    return OuroForCausalLM(config).to(dtype)
+
+
+def examples():
+    """Return 192 prompts, no two alike, with completions of different lengths: enough for four steps when packed."""
+    from datasets import Dataset
+
+    return Dataset.from_list([{"prompt": f"{i}+{i % 7}", "completion": "=" + "x" * (i % 5 + 1)} for i in range(192)])
+
+
+def byte_tokenizer():
+    """Return a tokenizer with one token for each byte; it needs no file."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<eos>": 0, "<pad>": 1}
+    vocab.update({byte: index + 2 for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
+    backend = Tokenizer(BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+def _fsdp_on_a_cpu() -> None:
+    """Make accelerate run FSDP on a CPU, which it ignores otherwise; for measurements only."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    original = AcceleratorState.__init__
+
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = init
+
+
+def measure(name: str, folder: Path, reference: dict[str, Run] | None) -> tuple[dict[str, Run], list[str]]:
+    """Launch a layout and return its runs and its row of the table."""
+    layout = LAYOUTS[name]
+    began = time.time()
+    try:
+        runs = launch(layout, folder)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return {}, [name, "did not finish", *[""] * 7]
+    seconds = time.time() - began
+    reference = reference or runs
+    records = runs["plain"].records
+    kinds = {(record["distributed_type"], record["world_size"]) for record in records}
+    as_asked = kinds == {(layout.distributed_type, layout.processes)}
+    far = lambda run, other: f"{runs[run].distance(other):.0e}"
+    same_gates = all(runs[run].gates == reference[run].gates for run in runs)
+    return runs, [
+        name,
+        f"{layout.distributed_type} x {layout.processes}" if as_asked else f"WRONG: {kinds}",
+        f"{'yes' if same_gates else 'NO'} ({sum(len(run.gates) for run in runs.values())})",
+        far("plain", reference["plain"]),
+        far("checkpointing", runs["plain"]),
+        far("reentrant asked for", runs["plain"]),
+        far("packing", reference["packing"]),
+        far("resuming", runs["saving"]),
+        f"{seconds:.0f} s",
+    ]
+
+
+_HEADER = [
+    "layout",
+    "processes found",
+    "same gates (examples)",
+    "weights: reference",
+    "checkpointing: without",
+    "reentrant asked for: without",
+    "packing: reference, packed",
+    "resumed at step 2: uninterrupted",
+    "time",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "layouts.md")
+    options = parser.parse_args()
+    rows, reference = [], None
+    with tempfile.TemporaryDirectory() as folder:
+        for name in dict.fromkeys([REFERENCE, *options.layouts]):
+            runs, row = measure(name, Path(folder) / name.replace(" ", "_"), reference)
+            reference = reference or runs
+            rows.append(row)
+            print(" | ".join(row), flush=True)
+        other_seed = launch(LAYOUTS[REFERENCE], Path(folder) / "control", ["plain"], gate_seed=1)["plain"]
+        control = other_seed.distance(reference["plain"])
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(_report(rows, control))
+
+
+def _report(rows: list[list[str]], control: float) -> str:
+    import accelerate
+    import torch
+    import transformers
+    import trl
+
+    try:
+        import deepspeed
+
+        zero = f", deepspeed {deepspeed.__version__}"
+    except ImportError:
+        zero = ""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}, "
+    versions += f"accelerate {accelerate.__version__}{zero}"
+    table = "\n".join(f"| {' | '.join(row)} |" for row in [_HEADER, ["---"] * len(_HEADER), *rows])
+    return (
+        "# The same run in every layout\n\nWritten by `python benchmarks/layouts.py`: processes over gloo on a CPU "
+        f"({versions}). A random two-layer Ouro of four loops is trained for four steps of eight examples with Loop Dropout, "
+        "AdamW and TRL's token-weighted loss. Numbers are the largest difference of an adapter weight from the run that is "
+        "named after the colon, relative to the largest weight; rounding alone gives about 1e-4, since AdamW divides small "
+        f'gradients by their own size, and other gates give {control:.0e}. "Same gates" compares the gates of every '
+        "example, step and run with the reference's.\n\n"
+        f"{table}\n\nFSDP2 runs on a CPU through a patch of accelerate that only this script makes; CUDA was not measured.\n"
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(json.loads(Path(sys.argv[2]).read_text()))
+        sys.stdout.flush()
+        os._exit(0)  # tearing down gloo sometimes aborts
+    main()

@@ -1,0 +1,53 @@
+"""LoRA Dropout: y = W x + (alpha / r) diag(m_out) B A diag(m_in) x with m ~ Bernoulli(q) / q (Lin et al. 2024).
+
+Masks multiply the thin factors, never an activation. Without seeds, as at inference, the layer is plain LoRA: the
+expected masked update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch.nn import functional as F
+
+from loopdropout_trainer.adapters import seeded
+from loopdropout_trainer.adapters.gated import GatedLora
+from loopdropout_trainer.looped import LoopState
+
+
+class SparseLora(GatedLora, kind="lora_dropout"):
+    """A gated layer whose A loses columns and whose B loses rows.
+
+    It reads `LoopState.seeds` as [M], and `p` from the rule.
+    """
+
+    def __init__(
+        self, loop_state: LoopState, module: int, rule: Any = None, in_activation_dtype: bool = False
+    ) -> None:
+        super().__init__(loop_state, module, rule, in_activation_dtype)
+        self.p = 0.0 if rule is None else rule.p
+        self._expanded: tuple[int | None, tuple] = (None, ())
+
+    def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
+        if self.loop_state.seeds is None:
+            return super().down(module, adapter, x)
+        mask_in, _ = self._masks(module, x.device)
+        rescaled = module.lora_A[adapter].weight * (mask_in / (1 - self.p))
+        return F.linear(x, rescaled.to(x.dtype))
+
+    def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
+        if self.loop_state.seeds is None:
+            return super().up(module, adapter, low_rank)
+        _, mask_out = self._masks(module, low_rank.device)
+        rescaled = module.lora_B[adapter].weight * (mask_out / (1 - self.p)).unsqueeze(1)
+        return F.linear(low_rank, rescaled.to(low_rank.dtype))
+
+    def _masks(self, module: LoraLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [d_in] and [d_out] masks of the pass; all its loops, and their recomputation, share them."""
+        seed = int(self.loop_state.seeds[self.module])
+        if self._expanded[0] != seed:
+            size = (module.in_features, module.out_features)
+            self._expanded = (seed, seeded.masks(seed, sum(size), self.p, device).split(size))
+        return self._expanded[1]

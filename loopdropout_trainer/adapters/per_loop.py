@@ -1,0 +1,83 @@
+"""Independent adapters: y = W x + g[t, b] * (alpha / r) * B_t A_t x, a pair of factors for each loop.
+
+The K pairs are one parameter [K, out, in] for each factor, under the names that the shared factors have. So they are
+saved, loaded and counted like any adapter, PEFT alone refuses to load them for their shape, and only the running loop's
+pair is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+from torch.nn import functional as F
+
+from loopdropout_trainer.adapters.gated import GatedLora, adapted_layers
+
+
+class LoopFactors(nn.Module):
+    """The A or the B of every loop: `weight` [K, out, in]."""
+
+    adapter_kind = "per_loop"
+
+    def __init__(self, factors: list[torch.Tensor], requires_grad: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack(factors), requires_grad)
+
+    def forward(self, x: torch.Tensor, loop: int | None = None) -> torch.Tensor:
+        """Apply loop `loop`'s factor to `x` [..., in], in its dtype."""
+        if loop is None:
+            raise ValueError(
+                "An adapter with a pair of factors for each loop runs in a gated model only: load it with `load_adapter`."
+            )
+        if loop >= len(self.weight):
+            raise ValueError(
+                f"The adapter has a pair of factors for each of {len(self.weight)} loops, but the model is running loop "
+                f"{loop + 1}: set its depth (`config.num_loops`) back."
+            )
+        return F.linear(x, self.weight[loop].to(x.dtype))
+
+
+class PerLoopLora(GatedLora, kind="per_loop"):
+    """A gated layer with factors of its own for each loop."""
+
+    @classmethod
+    def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:
+        init = model.peft_config[adapter].init_lora_weights
+        if init not in (True, "gaussian"):
+            raise ValueError(
+                f"`init_lora_weights` must be True or 'gaussian' with a pair of factors for each loop; got {init!r}."
+            )
+        layers = [layer for layer in adapted_layers(model) if not isinstance(layer.lora_A[adapter], LoopFactors)]
+        digest = hashlib.blake2b(f"independent adapters {seed}".encode(), digest_size=7).digest()
+        with torch.random.fork_rng():
+            torch.manual_seed(int.from_bytes(digest, "little"))
+            for layer in layers:
+                _give_each_loop_its_own(layer, adapter, init, num_loops)
+
+    def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
+        return module.lora_A[adapter](x, self.loop_state.loop)
+
+    def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
+        return module.lora_B[adapter](low_rank, self.loop_state.loop)
+
+    def merged_update(self, module: LoraLayer, adapter: str) -> torch.Tensor:
+        raise ValueError(
+            "Independent adapters cannot be merged: each loop has an update of its own, and one weight serves all loops. "
+            "Keep the adapter, or train a shared one."
+        )
+
+
+def _give_each_loop_its_own(layer: LoraLayer, adapter: str, init: Any, num_loops: int) -> None:
+    """Keep the layer's factors as those of the first loop, and draw the other loops' as PEFT draws its own."""
+    factors = (layer.lora_A, layer.lora_B)
+    pairs = [[factor[adapter].weight.detach().clone() for factor in factors]]
+    for _ in range(1, num_loops):
+        layer.reset_lora_parameters(adapter, init)
+        pairs.append([factor[adapter].weight.detach().clone() for factor in factors])
+    for factor, loops in zip(factors, zip(*pairs, strict=True), strict=True):
+        factor[adapter] = LoopFactors(list(loops), factor[adapter].weight.requires_grad)

@@ -1,0 +1,70 @@
+"""Low-rank weight noise: y = W x + (alpha / r) B A x + s_t |Delta|_F / sqrt(d_out d_in r_n) G_out (G_in x) where a_t = 1.
+
+s_t = c / sqrt(q_t) (Appendix "Matched noise controls"). The noise is two thin products; no matrix of the weight's size is
+ever formed, neither for it nor for the norm of the update:
+
+    |Delta|_F^2 = (alpha / r)^2 trace(B'B AA')
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch.nn import functional as F
+
+from loopdropout_trainer.adapters import seeded
+from loopdropout_trainer.adapters.gated import GatedLora
+from loopdropout_trainer.looped import LoopState
+
+
+class NoisyLora(GatedLora, kind="weight_noise"):
+    """A gated layer with noise on its weight for the examples that have an event in the running loop.
+
+    It reads `LoopState.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
+    """
+
+    def __init__(
+        self, loop_state: LoopState, module: int, rule: Any = None, in_activation_dtype: bool = False
+    ) -> None:
+        super().__init__(loop_state, module, rule, in_activation_dtype)
+        self.rule = rule
+
+    def forward(
+        self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
+    ) -> torch.Tensor:
+        updated = super().forward(module, active_adapter, x, result, **kwargs)
+        if self.loop_state.seeds is None:
+            return updated
+        num_loops = len(self.loop_state.seeds)
+        seeds = self.loop_state.seeds[self.loop_state.loop, :, self.module].tolist()  # [N]
+        events = [example for example, seed in enumerate(seeds) if seed]
+        if not events:
+            return updated
+
+        x = self._cast(x, result)
+        rank, (d_out, d_in) = self.rule.noise_rank, (module.out_features, module.in_features)
+        drawn = [seeded.normals(seeds[example], (rank, d_in + d_out), x.device) for example in events]
+        g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
+        scale = self.rule.noise_scales(num_loops)[self.loop_state.loop].item() / (d_out * d_in * rank) ** 0.5
+        scale = scale * update_norm(module, active_adapter)
+        # Each token takes the noise of its own example: E times the thin products, and no loop over examples.
+        is_mine = F.one_hot(torch.tensor(events, device=x.device), len(seeds)).T.float()  # [N, E]
+        is_mine = self.loop_state.per_token(is_mine, x)  # [B, 1 or S, E]
+        low_rank = F.linear(x, g_in.flatten(0, 1).to(x.dtype)).unflatten(-1, (len(events), rank))  # [B, S, E, r_n]
+        low_rank = (low_rank * (is_mine * scale).unsqueeze(-1)).to(x.dtype).flatten(-2)
+        return updated + F.linear(low_rank, g_out.flatten(0, 1).T.to(x.dtype))
+
+
+@torch.no_grad()
+def update_norm(module: LoraLayer, adapter: str) -> torch.Tensor:
+    """Return the Frobenius norm of (alpha / r) B A, from the factors alone."""
+    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError("Weight noise needs whole factors on every process; it does not run under ZeRO-3.")
+    with torch.autocast(a.device.type, enabled=False):
+        dtype = torch.promote_types(a.dtype, torch.float32)
+        a, b = a.to(dtype), b.to(dtype)
+        energy = ((b.T @ b) * (a @ a.T)).sum()
+    return energy.clamp(min=0).sqrt() * module.scaling[adapter]

@@ -1,0 +1,93 @@
+"""Show what a recipe trains on, token for token: `python -m loopdropout_trainer.data RECIPE.yaml [--index N]`.
+
+The example goes through the trainer's own preparation, so that what is marked is what the loss sees.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from datasets import Dataset
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
+from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
+from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
+from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RunArguments, parse_recipe
+
+
+@dataclass
+class ShowArguments:
+    """Which example to show."""
+
+    index: int = field(default=0, metadata={"help": "Number of the example, from 0."})
+    held_out: bool = field(default=False, metadata={"help": "Show a held-out example instead."})
+
+
+@dataclass
+class LossArguments:
+    """The trainer's settings that decide what is trained on."""
+
+    max_length: int | None = field(default=1024, metadata={"help": "Longer examples are dropped."})
+    completion_only_loss: bool | None = field(default=None, metadata={"help": "As in `SFTConfig`."})
+    assistant_only_loss: bool = field(default=False, metadata={"help": "As in `SFTConfig`."})
+
+
+def trained_tokens(example: Dataset, tokenizer: PreTrainedTokenizerBase, **fields) -> tuple[list[int], list[int]]:
+    """Return the token ids and labels (-100: no loss) [S] that the trainer makes of one example.
+
+    Args:
+        example: dataset of one row.
+        tokenizer: of the model.
+        fields: of `LoopDropoutConfig`.
+    """
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = OuroForCausalLM(OuroConfig(vocab_size=len(tokenizer), **size))
+    with tempfile.TemporaryDirectory() as folder:
+        args = LoopDropoutConfig(folder, use_cpu=True, bf16=False, report_to="none", **fields)
+        trainer = LoopDropoutSFTTrainer(model, args, train_dataset=example, processing_class=tokenizer)
+    row = trainer.train_dataset[0]
+    return row["input_ids"], row["labels"]
+
+
+def marked(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Return the example's text with ⟦ ⟧ around every run of tokens that is trained on, in colour where there is any."""
+    text = Text()
+    for trained, run in groupby(zip(input_ids, labels, strict=True), key=lambda pair: pair[1] != -100):
+        piece = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
+        text.append(f"⟦{piece}⟧" if trained else piece, style="bold green" if trained else "dim")
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    types = (ShowArguments, ModelArguments, DataArguments, LossArguments)
+    (show, model, data_args, loss), _ = parse_recipe(
+        types, argv, description=__doc__, unread_types=(RunArguments, AdapterArguments, LoopDropoutConfig)
+    )
+    tokenizer = load_tokenizer(model)
+    data = load_data(data_args, tokenizer, loss.max_length)
+    examples = data.eval if show.held_out else data.train
+    if examples is None or not 0 <= show.index < len(examples):
+        raise ValueError(f"`index` must be below {len(examples or ())}, the number of examples; got {show.index}.")
+    input_ids, labels = trained_tokens(examples.select([show.index]), tokenizer, **vars(loss))
+    console = Console(highlight=False)
+    console.print(str(data.report), markup=False, soft_wrap=True)
+    num_trained = sum(label != -100 for label in labels)
+    console.print(
+        f"\nExample {show.index} of {len(examples):,}: {len(input_ids)} tokens, of which {num_trained} are trained on, "
+        "between ⟦ and ⟧\n",
+        soft_wrap=True,
+    )
+    console.print(marked(input_ids, labels, tokenizer), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:  # what the user can put right, in one sentence
+        sys.exit(f"data: {error}")

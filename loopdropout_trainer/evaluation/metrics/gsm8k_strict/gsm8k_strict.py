@@ -1,0 +1,38 @@
+"""GSM8K strict match: the number after the first `#### `, compared as text (`gsm8k` of lm-eval, filter `strict-match`)."""
+
+from __future__ import annotations
+
+import re
+
+from loopdropout_trainer.evaluation.metrics import answer_metric
+from loopdropout_trainer.evaluation.metrics.answer_metric import Verdict
+
+
+ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")
+_IGNORED = (re.compile(r","), re.compile(r"\$"), re.compile(r"(?s).*#### "), re.compile(r"\.$"))
+
+
+def extract_answer(prediction: str) -> str | None:
+    """Return the number after the first `#### `, as it is written; None if there is none."""
+    match = ANSWER.search(prediction)
+    return match.group(1) if match else None
+
+
+def normalize(text: str) -> str:
+    """Return `text` without commas, dollar signs, anything up to the last `#### ` and a final period, in lower case."""
+    for pattern in _IGNORED:
+        text = pattern.sub("", text)
+    return text.lower()
+
+
+def score(prediction: str | None, reference: str | None) -> Verdict:
+    """Judge a prediction against the raw answer field of the dataset, which ends in `#### N`."""
+    if prediction is None or reference is None:
+        return Verdict(False, None, "TypeError")
+    extracted = extract_answer(prediction)
+    return Verdict(extracted is not None and normalize(extracted) == normalize(reference), extracted)
+
+
+class Gsm8kStrict(answer_metric.AnswerMetric):
+    description = "Share of predictions whose number after the first `#### ` is written as the reference's."
+    score = staticmethod(score)

@@ -1,0 +1,79 @@
+"""Random sets of active loops other than independent ones, each gate rescaled by its loop's retention probability."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loopdropout_trainer.gates.probabilities import check_number
+from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
+
+
+@register_rule
+@dataclass(frozen=True)
+class ExactlyM(GateRule):
+    """Exactly m of the K loops are active, at K/m of the update's strength; all sets of m are equally likely.
+
+    They are the loops whose event uniforms are largest, so that a loop that Loop Dropout removes rather drops out here too.
+
+    Gate: (K/m) 1[t in S], S a random set of m loops
+    Mean: 1
+    Covariance: (p/q) K/(K-1) P_perp, q = m/K, P_perp = I - 11'/K
+    Paper: Table "Structured, scheduled and adaptive masks"; Appendix "What the Controls Match"
+    """
+
+    name = "exactly_m"
+    m: int = 2
+
+    def __post_init__(self):
+        check_number(self.m, "m", 1, 1024, whole=True)
+
+    def check(self, num_loops: int) -> None:
+        check_number(self.m, "m", 1, num_loops, whole=True)
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        chosen = draw.event_uniforms().topk(self.m, dim=0).indices  # [m, N]
+        gates = torch.zeros(draw.num_loops, len(draw.places))
+        return gates.scatter_(0, chosen, draw.num_loops / self.m)
+
+
+def _turning_loop(draw: Draw) -> torch.Tensor:
+    """Return T - 1 for T uniform on 1..K, [N], from the first event uniform."""
+    return (draw.event_uniforms()[0] * draw.num_loops).to(torch.int64)
+
+
+@register_rule
+@dataclass(frozen=True)
+class RandomPrefix(GateRule):
+    """Loops 1..T are active, T uniform on 1..K: loop t is retained with probability (K - t + 1)/K.
+
+    Gate: 1[t <= T] K/(K - t + 1)
+    Mean: 1
+    Covariance: (m - 1)/(K - m + 1) at (s, t), m = min(s, t)
+    Paper: Table "Structured, scheduled and adaptive masks"
+    """
+
+    name = "random_prefix"
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        loop = torch.arange(draw.num_loops).unsqueeze(1)  # t - 1
+        return (loop <= _turning_loop(draw)) * (draw.num_loops / (draw.num_loops - loop))
+
+
+@register_rule
+@dataclass(frozen=True)
+class RandomSuffix(GateRule):
+    """Loops T..K are active, T uniform on 1..K: loop t is retained with probability t/K.
+
+    Gate: 1[t >= T] K/t
+    Mean: 1
+    Covariance: (K - m)/m at (s, t), m = max(s, t)
+    Paper: Table "Structured, scheduled and adaptive masks"
+    """
+
+    name = "random_suffix"
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        loop = torch.arange(draw.num_loops).unsqueeze(1)
+        return (loop >= _turning_loop(draw)) * (draw.num_loops / (loop + 1))

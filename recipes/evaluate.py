@@ -1,0 +1,46 @@
+"""Answer benchmarks by greedy generation with a base model, a merged model or an adapter, and score the answers.
+
+    accelerate launch recipes/evaluate.py recipes/evaluation/metamath.yaml --adapter outputs/metamath_gsm
+    python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --num_loops 6
+
+A recipe of sft.py will do, too: what concerns only the training is not read. `output_dir`/evaluation.json gets settings,
+versions, scores and every prediction. The same command continues an evaluation that was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from loopdropout_trainer import LoopDropoutConfig
+from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
+from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
+from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RecipeError, RunArguments, parse_recipe
+
+
+OF_TRAINING = (RunArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+IS_FIRST = os.environ.get("RANK", "0") == "0"
+
+
+def main(argv: list[str] | None = None) -> None:
+    (model, arguments), _ = parse_recipe(
+        (ModelArguments, EvaluationArguments), argv, description=__doc__, unread_types=OF_TRAINING
+    )
+    results = run_evaluation(model, arguments)
+    if IS_FIRST:
+        for result in results:
+            print(
+                f"{result.name}: {result.correct}/{result.total} = {result.score:.2f}% correct, "
+                f"{result.missing_rate:.2f}% without an answer, {result.errors} unreadable"
+            )
+        print(f"Everything is in {os.path.join(arguments.output_dir, RESULTS_FILE)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (RecipeError, SettingsChangedError) as error:  # what the user can put right, in one sentence
+        if IS_FIRST:
+            print(f"evaluate.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,430 @@
+"""The scorers against the references' verdicts, generation against a plain loop, and evaluations that are interrupted."""
+
+import copy
+import dataclasses
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GOLDEN, tiny_ouro
+from peft import PeftModel, get_peft_model
+
+from loopdropout_trainer import default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer.evaluation import (
+    Benchmark,
+    BenchmarkResult,
+    Prediction,
+    decompose_difference,
+    evaluate_benchmark,
+    generate_greedy,
+    load_benchmark,
+    load_metric,
+    load_results,
+    make_benchmark,
+    summarize_groups,
+    summarize_seeds,
+)
+from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict
+from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
+from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
+from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
+from loopdropout_trainer.recipe import RecipeError
+
+
+SAMPLES = Path(__file__).parent / "samples"
+RECIPES = Path(__file__).parent.parent / "recipes"
+MODULES = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"]
+
+
+def read_json(name):
+    with gzip.open(GOLDEN / name, "rt") as file:
+        return json.load(file)
+
+
+def vectors(name, kind=None):
+    with gzip.open(GOLDEN / f"{name}.jsonl.gz", "rt") as file:
+        rows = [json.loads(line) for line in file]
+    return [row for row in rows if kind is None or row["kind"] == kind]
+
+
+# Scorers
+
+
+def test_metamath_gsm8k_gives_the_reference_verdict_on_every_string():
+    rows = vectors("metamath_scorer", "gsm8k")
+    assert len(rows) == 1561
+    for row in rows:
+        verdict = metamath_gsm8k.score(row["completion"], row["gold"])
+        # With the standard library's Fraction in place of the package of that name, the reference differs on 9 rows.
+        want = {**row, **row.get("stdlib", {})}
+        assert verdict.extracted == want["extracted"], row["id"]
+        assert (verdict.error is None) == (want["error"] is None), row["id"]
+        assert verdict.correct == row["correct"] or "stdlib" in row, row["id"]
+    metric = load_metric("metamath_gsm8k").compute(
+        predictions=[row["completion"] for row in rows], references=[str(row["gold"]) for row in rows]
+    )
+    assert metric["correct"] == [metamath_gsm8k.score(row["completion"], row["gold"]).correct for row in rows]
+    assert metric["accuracy"] == pytest.approx(sum(metric["correct"]) / len(rows))
+
+
+def test_metamath_math_gives_the_reference_verdict_on_every_string():
+    rows = vectors("metamath_scorer", "math")
+    assert len(rows) == 1490
+    for row in rows:
+        verdict = metamath_math.score(row["completion"], row["gold"])
+        assert (verdict.extracted, verdict.correct) == (row["extracted"], row["correct"]), row["id"]
+        assert (verdict.extracted is not None) == row["extractable"], row["id"]
+        assert verdict.error == row["error"], row["id"]
+    texts = [row for row in rows if not isinstance(row["gold"], int)]
+    metric = load_metric("metamath_math").compute(
+        predictions=[row["completion"] for row in texts], references=[row["gold"] for row in texts]
+    )
+    assert metric["correct"] == [row["correct"] for row in texts]
+    assert metric["missing_rate"] == pytest.approx(sum(not row["extractable"] for row in texts) / len(texts))
+
+
+def test_metamath_golds_and_equivalences_agree_with_the_reference():
+    for row in vectors("metamath_scorer", "equiv"):
+        assert metamath_math.equivalent(row["a"], row["b"]) == row["correct"], row["id"]
+    for row in vectors("metamath_scorer", "math_gold"):
+        if row["error"] is None:
+            assert metamath_math.extract_gold(row["solution"]) == row["gold"], row["id"]
+    for row in vectors("metamath_scorer", "gsm8k_gold"):
+        if row["error"] is None:
+            assert metamath_gsm8k.extract_gold(row["response"]) == row["gold"], row["id"]
+        else:
+            with pytest.raises(ValueError):
+                metamath_gsm8k.extract_gold(row["response"])
+
+
+def test_gsm8k_strict_gives_the_reference_verdict_on_every_string():
+    rows = vectors("gsm8k_strict")
+    assert len(rows) == 897
+    for row in rows:
+        verdict = gsm8k_strict.score(row["response"], row["target"])
+        assert (verdict.extracted or "[invalid]", verdict.correct) == (row["extracted"], row["correct"]), row["id"]
+    metric = load_metric("gsm8k_strict").compute(
+        predictions=[row["response"] for row in rows], references=[row["target"] for row in rows]
+    )
+    assert metric["correct"] == [row["correct"] for row in rows]
+
+
+# Benchmarks
+
+
+def test_prompts_budgets_and_references_of_real_problems():
+    alpaca = load_benchmark("metamath_gsm8k", SAMPLES / "gsm8k_test.jsonl", limit=3)
+    assert alpaca.prompts[1] == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nA robe takes 2 bolts of blue fiber and half that much white fiber.  How many bolts in total "
+        "does it take?\n\n### Response: Let's think step by step."
+    )
+    assert (alpaca.references, alpaca.max_new_tokens, len(alpaca.stop_strings)) == (["18", "3", "70000"], 512, 10)
+    math = load_benchmark("metamath_math500", SAMPLES / "math500_test.jsonl")
+    assert math.references[:2] == ["\\left( 3, \\frac{\\pi}{2} \\right)", "p - q"]
+    assert (len(math.prompts), math.max_new_tokens, math.stop_strings) == (8, 2048, alpaca.stop_strings)
+    direct = load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl", limit=2)
+    assert direct.prompts[1].startswith("Question: A robe takes") and direct.prompts[1].endswith("it take?\nAnswer:")
+    assert direct.references[1].endswith("#### 3") and direct.max_new_tokens == 256
+    assert load_benchmark("arithmetic_hard", limit=2).references[0].count("\n") in (4, 5)
+    own = make_benchmark("gsm8k", [{"question": "1 + 1?", "answer": "#### 2"}])
+    assert (own.prompts, own.references) == (["Question: 1 + 1?\nAnswer:"], ["#### 2"])
+
+
+def test_bad_benchmarks_are_refused_with_file_and_line(tmp_path):
+    file = tmp_path / "problems.jsonl"
+    file.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "no answer"}\n')
+    with pytest.raises(ValueError, match=r"Line 2 of .*problems.jsonl is not a problem of `gsm8k`: .*'answer'"):
+        load_benchmark("gsm8k", file)
+    assert len(load_benchmark("gsm8k", file, limit=1).prompts) == 1
+    file.write_text('{"question": "1 + 1?", "answer": "two"}\n{"quest')
+    with pytest.raises(ValueError, match="Line 1 of .* no `#### `"):
+        load_benchmark("metamath_gsm8k", file)
+    with pytest.raises(ValueError, match="Line 2 of .* is not JSON"):
+        load_benchmark("gsm8k", file)
+    with pytest.raises(ValueError, match="must be among metamath_gsm8k"):
+        load_benchmark("gsm9k")
+
+
+# Generation
+
+PROMPTS = [
+    "3+4=",
+    "What is twenty-one minus nine?",
+    "a",
+    "Ann has 30 shells and loses 12.\nShe finds 5.",
+    "Wörter: ähm",
+]
+
+
+def varied_ouro(**config):
+    """A random model whose greedy text wanders."""
+    return tiny_ouro(initializer_range=0.3, **config).eval()
+
+
+def adapted_ouro(**config):
+    """The same with an adapter that changes what it says."""
+    model = get_peft_model(varied_ouro(**config), default_peft_config(tiny_ouro(), r=4, target_modules=MODULES))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@torch.no_grad()
+def plain_greedy(model, tokenizer, prompt, max_new_tokens):
+    """Token ids of one completion: no padding, no cache."""
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    length = ids.shape[1]
+    for _ in range(max_new_tokens):
+        token = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        if token.item() == tokenizer.eos_token_id:
+            break
+        ids = torch.cat([ids, token], dim=1)
+    return ids[0, length:].tolist()
+
+
+@pytest.mark.parametrize("num_loops", [1, 6])
+def test_completions_are_those_of_a_plain_loop_for_any_batch_size(tokenizer, num_loops):
+    model = adapted_ouro()
+    model.config.num_loops = num_loops
+    want = [tokenizer.decode(plain_greedy(model, tokenizer, prompt, 12)) for prompt in PROMPTS]
+    for batch_size in (1, 2, 16):
+        assert generate_greedy(model, tokenizer, PROMPTS, 12, batch_size, progress=False) == want
+    assert len(set(want)) == len(want)
+
+
+def test_generation_uses_unit_gates_and_leaves_model_and_tokenizer_as_they_were(tokenizer):
+    model, tokenizer = adapted_ouro(), copy.deepcopy(tokenizer)
+    want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
+    tokenizer.pad_token, tokenizer.padding_side = None, "right"
+    model.generation_config.repetition_penalty = 1.9
+    model.base_model.model.generation_config.repetition_penalty = 1.9
+    before = copy.deepcopy(model.base_model.model.generation_config.to_dict())
+    model.train()
+    with use_gates(model, torch.zeros(4)) as loop_state:
+        assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) == want
+        assert loop_state.gates.tolist() == [[0]] * 4
+    assert model.training and all(layer.training for layer in model.modules())
+    assert (tokenizer.pad_token, tokenizer.padding_side) == (None, "right")
+    assert model.base_model.model.generation_config.to_dict() == before
+    with model.disable_adapter():
+        assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) != want
+
+
+def test_completions_end_before_the_earliest_stop_string_and_generation_ends_there(tokenizer):
+    model = varied_ouro()
+    free = generate_greedy(model, tokenizer, PROMPTS, 24, progress=False)
+    stops = [text[3:5] for text in free[:3]]
+    want = [text[: min(text.find(stop) for stop in stops if stop in text)] for text in free[:3]]
+    calls = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    assert generate_greedy(model, tokenizer, PROMPTS[:3], 24, 3, stops, progress=False) == want
+    assert len(calls) < 24
+
+
+def test_a_stop_string_that_is_a_special_token_ends_a_completion(tokenizer):
+    model, tokenizer = varied_ouro(), copy.deepcopy(tokenizer)
+    ids = plain_greedy(model, tokenizer, PROMPTS[0], 6)
+    end = next(place for place in range(1, 6) if ids[place] not in ids[:place])
+    special = tokenizer.convert_ids_to_tokens(ids[end])
+    tokenizer.add_special_tokens({"additional_special_tokens": [special]})  # from now on left out of decoded text
+    found = generate_greedy(model, tokenizer, PROMPTS[:1], 24, stop_strings=[special], progress=False)
+    assert found == [tokenizer.decode(ids[:end])]
+
+
+def test_a_prompt_without_tokens_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="Prompt 1 has no tokens"):
+        generate_greedy(varied_ouro(), tokenizer, ["a", ""], 4, progress=False)
+
+
+# Evaluation
+
+
+def test_continuing_an_evaluation_generates_only_what_is_missing(tokenizer, tmp_path):
+    model = varied_ouro()
+    benchmark = Benchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 10)
+    want = evaluate_benchmark(model, tokenizer, benchmark, batch_size=1, log_dir=tmp_path, progress=False)
+    assert want == evaluate_benchmark(model, tokenizer, benchmark, batch_size=16, progress=False)
+    assert (want.total, want.correct, want.missing, want.score, want.missing_rate) == (5, 0, 5, 0, 100)
+
+    log = tmp_path / "00000.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:3]) + lines[3][:-4])  # the last line was being written
+    calls = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    assert evaluate_benchmark(model, tokenizer, benchmark, batch_size=1, log_dir=tmp_path, progress=False) == want
+    assert 0 < len(calls) <= 20 and log.read_text().splitlines(keepends=True) == lines
+    with pytest.raises(SettingsChangedError, match="`max_new_tokens` was 10 and is 11"):
+        longer = dataclasses.replace(benchmark, max_new_tokens=11)
+        evaluate_benchmark(model, tokenizer, longer, log_dir=tmp_path, progress=False)
+    model.config.num_loops = 2
+    with pytest.raises(SettingsChangedError, match="`num_loops` was 4 and is 2"):
+        evaluate_benchmark(model, tokenizer, benchmark, log_dir=tmp_path, progress=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer, tmp_path_factory):
+    """Folders of a model, of an adapter of it, and of the two merged."""
+    folder = tmp_path_factory.mktemp("saved")
+    model = adapted_ouro()
+    varied_ouro().save_pretrained(folder / "base")
+    model.save_pretrained(folder / "adapter")
+    merge_and_save(model, folder / "merged", tokenizer)
+    tokenizer.save_pretrained(folder / "base")
+    return folder
+
+
+def command(saved, output_dir, **fields):
+    """The arguments of evaluate.py for two benchmarks on the sample problems."""
+    files = {"gsm8k": str(SAMPLES / "gsm8k_test.jsonl"), "arithmetic_test": None}
+    settings = {
+        "model_name_or_path": saved / "base",
+        "dtype": "float32",
+        "benchmark_files": json.dumps({"gsm8k": files["gsm8k"]}),
+        "benchmark_limit": 8,
+        "output_dir": output_dir,
+        **fields,
+    }
+    return ["--benchmarks", *files, *(str(part) for key, value in settings.items() for part in (f"--{key}", value))]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, tokenizer, tmp_path):
+    arguments = command(saved, tmp_path, adapter=saved / "adapter")
+    answers = tmp_path / "answers" / "gsm8k" / "00000.jsonl"
+    script = [str(RECIPES / "evaluate.py"), *arguments, "--benchmark_batch_size"]
+    with (tmp_path / "killed.log").open("w") as log:
+        process = subprocess.Popen([sys.executable, *script, "1"], env=ENVIRONMENT, stdout=log, stderr=log)
+        while not answers.is_file() or answers.read_bytes().count(b"\n") < 2:
+            assert process.poll() is None, (tmp_path / "killed.log").read_text()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = answers.read_text()
+    assert 2 <= before.count("\n") < 8 and not (tmp_path / "evaluation.json").is_file()
+
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *script, "3"]
+    done = subprocess.run(two, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert answers.read_text().startswith(before[: before.rfind("\n") + 1])
+    assert all((tmp_path / "answers" / "gsm8k" / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
+
+    model = PeftModel.from_pretrained(varied_ouro(), saved / "adapter")
+    results = load_results(tmp_path / "evaluation.json")
+    for benchmark in (
+        load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl"),
+        load_benchmark("arithmetic_test", limit=8),
+    ):
+        assert results[benchmark.name] == evaluate_benchmark(model, tokenizer, benchmark, 16, progress=False)
+    report = json.loads((tmp_path / "evaluation.json").read_text())
+    assert report["num_processes"] == 2 and report["settings"]["benchmark_batch_size"] == 3
+    assert report["versions"]["torch"] == torch.__version__
+
+
+@pytest.fixture
+def evaluate_script(monkeypatch):
+    """recipes/evaluate.py as a module; its folder is on the path, as when it is run."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    spec = __import__("importlib.util").util.spec_from_file_location("evaluate_script", RECIPES / "evaluate.py")
+    module = __import__("importlib.util").util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: {saved / 'base'}\ndtype: float32\nbenchmarks: [arithmetic_test]\nbenchmark_limit: 4\n"
+        f"output_dir: {tmp_path / 'run'}\nlearning_rate: 1e-4\nrule: loop_dropout\np: 0.5\nlora_r: 4\nmerge: true\n"
+    )
+    evaluate_script.main([str(recipe), "--adapter", str(saved / "adapter")])
+    evaluate_script.main(
+        [str(recipe), "--model_name_or_path", str(saved / "merged"), "--output_dir", str(tmp_path / "m")]
+    )
+    assert load_results(tmp_path / "run/evaluation.json") == load_results(tmp_path / "m/evaluation.json")
+    with pytest.raises(SettingsChangedError, match="`adapter` was '[0-9a-f]+' and is None"):
+        evaluate_script.main([str(recipe)])
+    for arguments, message in (
+        (["--adapter", str(tmp_path / "nothing")], "nothing"),
+        (["--benchmarks", "gsm9k"], "`benchmarks` must be among"),
+        (["--benchmark_batch_size", "0"], "at least 1"),
+        (["--num_loops", "0"], "num_loops|total_ut_steps"),
+        (["--benchmark_limits", "3"], "did you mean `--benchmark_limit`"),
+    ):
+        with pytest.raises(RecipeError, match=message) as caught:
+            evaluate_script.main([str(recipe), *arguments])
+        assert "\n" not in str(caught.value)
+    recipe.write_text(recipe.read_text() + "benchmark: gsm8k\n")
+    with pytest.raises(RecipeError, match="did you mean `benchmarks`"):
+        evaluate_script.main([str(recipe)])
+
+
+def test_an_adapter_that_plain_lora_would_misread_is_refused(saved, evaluate_script, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text((saved / "adapter" / "adapter_config.json").read_text())
+    tensors = load_file(saved / "adapter" / "adapter_model.safetensors")
+    save_file({**tensors, "base_model.model.model.loop_scale": torch.ones(4)}, folder / "adapter_model.safetensors")
+    with pytest.raises(RecipeError, match="loop_scale"):
+        evaluate_script.main(command(saved, tmp_path / "out", adapter=folder))
+
+
+# Statistics
+
+
+def results_of(seeds):
+    return [
+        BenchmarkResult(
+            "math500",
+            [
+                Prediction(str(place), "", "", "" if extractable == "1" else None, correct == "1")
+                for place, (extractable, correct) in enumerate(zip(seed["extractable"], seed["correct"], strict=True))
+            ],
+        )
+        for seed in seeds
+    ]
+
+
+def test_means_and_standard_deviations_are_those_of_the_paper():
+    rows = read_json("eval_stats.json.gz")["paper"]["mean_sd"]
+    assert len(rows) == 22
+    for row in rows:
+        summary = summarize_seeds(row["per_seed_correct"], row["n"])
+        assert f"{summary.mean:.2f} {summary.sd:.2f}" == f"{row['mean_printed']} {row['sd_printed']}", row
+    assert str(summarize_seeds([1148, 1139, 1137], 1319)) == "86.53 ± 0.44"
+    assert str(summarize_seeds([1148], 1319)) == "87.04"
+    with pytest.raises(ValueError, match="between 0 and the 10 problems"):
+        summarize_seeds([11], 10)
+
+
+def test_decompositions_and_groups_are_those_of_the_reference():
+    groups = read_json("math500_groups.json.gz")
+    for case in read_json("eval_stats.json.gz")["synthetic"]:
+        a, b, want = results_of(case["a"]), results_of(case["b"]), case["expected"]
+        difference = decompose_difference(a, b)
+        assert difference.both_extractable == pytest.approx(want["per_seed_both"])
+        assert difference.missing_in_either == pytest.approx(want["per_seed_missing"])
+        assert difference.total == pytest.approx(want["per_seed_total"])
+        missing = summarize_seeds([result.missing for result in a], 500)
+        assert missing.mean == pytest.approx(want["missing_pct_a"])
+        for names in ([*groups["subject"]], [f"Level {level}" for level in groups["level"]]):
+            for key, results in (("a", a), ("b", b)):
+                for group, summary in summarize_groups(results, names).items():
+                    wanted = want["groups"][group]
+                    assert (summary.mean, summary.sd) == pytest.approx((wanted[f"{key}_mean"], wanted[f"{key}_sd"]))
+                    assert names.count(group) == wanted["n"]
+        with pytest.raises(ValueError, match="same seeds"):
+            decompose_difference(a, b[1:])

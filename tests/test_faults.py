@@ -1,0 +1,412 @@
+"""Kills, broken files, a full disk, NaN, wrong adapters and a refusing Hub: one clear error, and nothing trained is lost."""
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_ouro
+from datasets import Dataset, load_dataset
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.checkpoints import (
+    CheckpointError,
+    newest_whole_checkpoint,
+    rotate_checkpoints,
+    seal_checkpoint,
+    why_broken,
+)
+from loopdropout_trainer.hub import PushError
+from loopdropout_trainer.safe_run import NonFiniteLossError
+from loopdropout_trainer.saved_adapters import load_adapter, training_facts
+
+
+STEPS = 6
+os.environ["OMP_NUM_THREADS"] = "1"
+here = Path(__file__).resolve().parent
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["test_faults"])  # imports once, so that a real process starts in milliseconds
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+def saved_weights(folder):
+    tensors = load_file(Path(folder) / "adapter_model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+@pytest.fixture
+def make_trainer(config, dataset, tokenizer):
+    def make(model=None, cls=LoopDropoutSFTTrainer, peft_config=None, train_dataset=dataset, **fields):
+        args = config(**{"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, **fields})
+        model = tiny_ouro() if model is None else model
+        return cls(model, args, train_dataset=train_dataset, processing_class=tokenizer, peft_config=peft_config)
+
+    return make
+
+
+@pytest.fixture
+def finished(make_trainer):
+    """A finished run: its output folder, with checkpoints 2, 4 and 6, and its weights."""
+    trainer = make_trainer()
+    trainer.train()
+    return Path(trainer.args.output_dir), weights(trainer)
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def child(output_dir, rows, tokenizer, begun, kill_at_file_event=None):
+    """Train with a checkpoint after every step, resuming if there is one; optionally be killed at a file event."""
+    torch.set_num_threads(1)
+    events = 0
+
+    def count(event, args):
+        nonlocal events
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree") and output_dir in str(args[0]):
+            events += 1
+            if events == kill_at_file_event:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    args = LoopDropoutConfig(
+        output_dir=output_dir,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = LoopDropoutSFTTrainer(
+        tiny_ouro(),
+        args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=default_peft_config(tiny_ouro(), lora_dropout=0.1),
+    )
+    begun.set()
+    trainer.train(resume_from_checkpoint=True)
+    trainer.save_model(os.path.join(output_dir, "final"))
+
+
+class Runs:
+    """Starts children on one output folder."""
+
+    def __init__(self, folder, dataset, tokenizer):
+        self.given = (str(folder), dataset.to_list(), tokenizer)
+        self.final = folder / "final"
+
+    def start(self, kill_at_file_event=None):
+        begun = processes.Event()
+        process = processes.Process(target=child, args=(*self.given, begun, kill_at_file_event))
+        process.start()
+        return process, begun
+
+    def finish(self):
+        process, _ = self.start()
+        process.join(60)
+        assert process.exitcode == 0
+        return saved_weights(self.final)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, dataset, tokenizer):
+    return Runs(tmp_path_factory.mktemp("uninterrupted"), dataset, tokenizer).finish()
+
+
+def test_killed_again_and_again_at_random_a_run_ends_with_the_same_weights(
+    tmp_path, dataset, tokenizer, uninterrupted
+):
+    runs, chance = Runs(tmp_path, dataset, tokenizer), random.Random(0)
+    killed = 0
+    while killed < 8:
+        process, begun = runs.start()
+        assert begun.wait(60)
+        time.sleep(chance.uniform(0.02, 0.35))
+        process.kill()
+        process.join(60)
+        if process.exitcode == 0:  # it was faster
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
+        killed += process.exitcode == -signal.SIGKILL
+    assert torch.equal(runs.finish(), uninterrupted)
+
+
+@pytest.mark.parametrize("event", [3, 12, 19, 26, 33, 40])
+def test_killed_at_any_file_of_a_checkpoint_a_run_ends_with_the_same_weights(
+    tmp_path, dataset, tokenizer, uninterrupted, event
+):
+    runs = Runs(tmp_path, dataset, tokenizer)
+    process, _ = runs.start(kill_at_file_event=event)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert torch.equal(runs.finish(), uninterrupted)
+
+
+# --- broken checkpoints -----------------------------------------------------------------------------------------------
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name, damage, reason",
+    [
+        ("adapter_model.safetensors", cut, "bytes instead of"),
+        ("adapter_model.safetensors", flip_a_bit, "has changed since it was written"),
+        ("optimizer.pt", Path.unlink, "optimizer.pt is missing"),
+        ("trainer_state.json", lambda file: file.write_text("{"), "bytes instead of"),
+        ("manifest.json", Path.unlink, "saving it was interrupted"),
+        ("manifest.json", cut, "manifest.json cannot be read"),
+    ],
+)
+def test_a_broken_checkpoint_is_passed_over_with_the_reason(finished, make_trainer, caplog, name, damage, reason):
+    folder, straight = finished
+    damage(folder / "checkpoint-6" / name)
+    assert reason in why_broken(folder / "checkpoint-6")
+    own_logger = logging.getLogger("loopdropout_trainer")
+    own_logger.addHandler(caplog.handler)
+    trainer = make_trainer()
+    trainer.train(resume_from_checkpoint=True)
+    own_logger.removeHandler(caplog.handler)
+    assert f"Passing over {folder / 'checkpoint-6'}" in caplog.text and reason in caplog.text
+    assert trainer._initial_global_step == 4
+    assert torch.equal(weights(trainer), straight)
+
+
+def test_a_broken_checkpoint_given_by_name_is_refused_also_without_a_manifest(finished, make_trainer):
+    folder, _ = finished
+    checkpoint = folder / "checkpoint-4"
+    (checkpoint / "manifest.json").unlink()
+    assert why_broken(checkpoint, sealed=False) is None
+    cut(checkpoint / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="checkpoint-4 cannot be used: adapter_model.safetensors is damaged"):
+        make_trainer().train(resume_from_checkpoint=str(checkpoint))
+    with pytest.raises(CheckpointError, match="it does not exist"):
+        make_trainer().train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+
+
+def test_without_a_whole_checkpoint_a_run_starts_at_the_beginning(make_trainer, tmp_path):
+    assert newest_whole_checkpoint(tmp_path / "nowhere") is None
+    trainer = make_trainer(max_steps=1, save_strategy="no")
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer._initial_global_step == 0
+
+
+def test_rotation_deletes_unfinished_checkpoints_first_and_never_the_one_just_written(tmp_path):
+    for step in (2, 4, 6, 8):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step != 8:
+            seal_checkpoint(tmp_path / f"checkpoint-{step}")
+    rotate_checkpoints(tmp_path, 2, keep=[tmp_path / "checkpoint-2"])
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
+
+
+# --- disk, data, NaN --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [20_000, 100_000], ids=["adapter does not fit", "optimizer does not fit"])
+def test_a_full_disk_is_one_error_and_leaves_the_newest_whole_checkpoint(make_trainer, limit):
+    class Fills(LoopDropoutSFTTrainer):
+        def _save_checkpoint(self, model, trial):
+            if self.state.global_step == 4:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            super()._save_checkpoint(model, trial)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = make_trainer(cls=Fills)
+    try:
+        with pytest.raises(
+            CheckpointError, match="checkpoint of step 4 could not be written .*newest whole .*checkpoint-2"
+        ):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(folder.name for folder in Path(trainer.args.output_dir).glob("checkpoint-*")) == ["checkpoint-2"]
+    resumed, straight = make_trainer(), make_trainer(save_strategy="no")
+    resumed.train(resume_from_checkpoint=True)
+    straight.train()
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+def test_a_nan_loss_stops_the_run_before_it_reaches_the_weights(make_trainer):
+    class Breaks(LoopDropoutSFTTrainer):
+        before = None
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            if self.state.global_step == 3:
+                self.before = weights(self).clone()
+                loss = loss * math.nan
+            return loss
+
+    trainer = make_trainer(cls=Breaks)
+    with pytest.raises(NonFiniteLossError, match="loss of step 4 is not finite .*checkpoint-2"):
+        trainer.train()
+    assert torch.equal(weights(trainer), trainer.before)
+    assert trainer.loop_state.gates is None
+    make_trainer(cls=Breaks, stop_on_nan=False, save_strategy="no").train()
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([], "`train_dataset` is empty"),
+        ([{"question": "1+1", "answer": "2"}], "has the columns 'answer', 'question'; it needs 'text' or"),
+    ],
+)
+def test_a_dataset_that_cannot_be_trained_on_is_one_error(make_trainer, rows, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(train_dataset=Dataset.from_list(rows))
+
+
+def test_a_dataset_file_that_is_cut_off_is_one_error(make_trainer, dataset, tmp_path):
+    file = tmp_path / "data.parquet"
+    dataset.to_parquet(file)
+    rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+    cut(file)
+    with pytest.raises(ValueError, match="`train_dataset` cannot be read"):
+        make_trainer(train_dataset=rows)
+
+
+# --- the wrong adapter ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"peft_config": {"r": 8}}, "`r` 16, this run's has 8"),
+        ({"peft_config": {"lora_alpha": 16}}, "`lora_alpha` 32, this run's has 16"),
+        ({"model": {"hidden_size": 48}}, "another base model: its .* has out_features 32, this model's has 48"),
+        ({"model": {"total_ut_steps": 3}}, "trains at depth 4, but the model runs 3 loops"),
+    ],
+)
+def test_resuming_with_another_adapter_base_or_depth_is_refused(finished, make_trainer, changed, message):
+    model = tiny_ouro(**changed.get("model", {}))
+    trainer = make_trainer(model, peft_config=default_peft_config(model, **changed.get("peft_config", {})))
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_an_adapter_loads_at_another_depth_with_a_word_and_not_on_another_base(finished, tmp_path, caplog):
+    folder, straight = finished
+    checkpoint = folder / "checkpoint-6"
+    assert training_facts(checkpoint)["num_loops"] == 4
+    own_logger = logging.getLogger("loopdropout_trainer")
+    own_logger.addHandler(caplog.handler)
+    model = load_adapter(tiny_ouro(total_ut_steps=6), checkpoint, is_trainable=True)
+    own_logger.removeHandler(caplog.handler)
+    assert "trained at depth 4; the model runs 6 loops" in caplog.text
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]), straight)
+
+    with pytest.raises(ValueError, match="another base model"):
+        load_adapter(tiny_ouro(num_hidden_layers=1), checkpoint)
+    with pytest.raises(ValueError, match="holds no adapter"):
+        load_adapter(tiny_ouro(), tmp_path)
+    cut(checkpoint / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_adapter(tiny_ouro(), checkpoint)
+    torch.save({}, checkpoint / "adapter_model.bin")
+    (checkpoint / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="pickled .bin file is not read"):
+        load_adapter(tiny_ouro(), checkpoint)
+
+
+# --- the Hub ----------------------------------------------------------------------------------------------------------
+
+
+TOKEN = "hf_averysecrettokenofsomeone"
+
+
+def test_without_a_token_a_run_that_should_be_pushed_is_refused_before_training(make_trainer, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(PushError, match="did not take 'someone/model' .* Nothing was trained yet; log in with"):
+        make_trainer(push_to_hub=True, hub_model_id="someone/model")
+
+
+def test_a_refused_push_leaves_the_adapter_on_disk_and_never_tells_the_token(
+    make_trainer, monkeypatch, tmp_path, caplog, capfd
+):
+    class Created:
+        repo_id = "someone/model"
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(f"403 Forbidden for {kwargs.get('token')}")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda self, *args, **kwargs: Created)
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", refuse)
+    trainer = make_trainer(push_to_hub=True, hub_model_id="someone/model", hub_token=TOKEN)
+    trainer.train()  # every checkpoint's push is refused, and training goes on
+    assert trainer.state.global_step == STEPS
+    with pytest.raises(PushError, match=r"403 Forbidden for \*\*\*\). The adapter is safe in") as error:
+        trainer.push_to_hub()
+    folder = Path(trainer.args.output_dir)
+    torch.testing.assert_close(saved_weights(folder), saved_weights(folder / "checkpoint-6"))
+
+    output = capfd.readouterr()
+    assert TOKEN not in output.out + output.err + caplog.text + str(error.value)
+    for file in folder.rglob("*"):
+        assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
+    assert TOKEN not in json.dumps(trainer.args.to_dict(), default=str)
+    assert TOKEN.encode() not in pickle.dumps(trainer.args)
+    assert trainer.args.hub_token == TOKEN
+
+
+# --- strangers' files -------------------------------------------------------------------------------------------------
+
+
+def test_a_models_own_code_runs_only_if_asked_for(tmp_path, config, dataset, tokenizer):
+    folder, proof = tmp_path / "stranger", tmp_path / "ran"
+    tiny_ouro().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    facts = json.loads((folder / "config.json").read_text())
+    facts["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    facts["model_type"] = "stranger"
+    (folder / "config.json").write_text(json.dumps(facts))
+    (folder / "evil.py").write_text(f"open({str(proof)!r}, 'w')\n")
+    with pytest.raises(ValueError, match="trust_remote_code|stranger"):
+        LoopDropoutSFTTrainer(str(folder), config(), train_dataset=dataset)
+    assert not proof.exists()
+
+
+def test_an_adapter_over_a_trained_one_keeps_every_bit(make_trainer, tmp_path):
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()))
+    model.save_pretrained(tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(
+        {name: tensor + 1e-4 for name, tensor in tensors.items()}, tmp_path / "adapter" / "adapter_model.safetensors"
+    )
+    model = load_adapter(tiny_ouro().bfloat16(), tmp_path / "adapter", is_trainable=True)
+    before = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+    trainer = make_trainer(model)
+    assert weights(trainer).dtype == torch.float32
+    assert torch.equal(weights(trainer), before)

@@ -1,0 +1,286 @@
+"""Rules as distributions: moments, supports and pairing against the paper's expectations, and what every rule must obey."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from loopdropout_trainer.gates import RULES, Adaptive, Draw, make_rule
+from loopdropout_trainer.gates.__main__ import FACTS, facts, main
+from loopdropout_trainer.gates.streams import normals, uniforms
+
+
+K, M = 4, 3
+LAYERS = (0, 0, 1)
+MANY = 300_000
+EYE = torch.eye(K, dtype=torch.float64)
+PARALLEL = torch.full((K, K), 1 / K, dtype=torch.float64)
+ONE = torch.ones(K, dtype=torch.float64)
+T = torch.arange(1, K + 1, dtype=torch.float64)
+PROFILE = (0.75, 0.6, 0.4, 0.25)
+
+
+def draw(num_examples=16, **fields):
+    defaults = {"seed": 101, "step": 3, "num_steps": 10, "num_loops": K, "num_modules": M, "layers": LAYERS}
+    return Draw(places=[(row, 0) for row in range(num_examples)], **{**defaults, **fields})
+
+
+def odds(p):
+    p = torch.as_tensor(p, dtype=torch.float64)
+    return p / (1 - p)
+
+
+EXPECTED = {  # (rule, fields): mean [K], covariance [K, K]
+    "lora": ("lora", {}, ONE, 0 * EYE),
+    "loop_dropout": ("loop_dropout", {"p": 0.5}, ONE, EYE),
+    "loop_dropout, p=0.3": ("loop_dropout", {"p": 0.3}, ONE, odds(0.3) * EYE),
+    "profile": ("loop_dropout", {"p": PROFILE}, ONE, torch.diag(odds(PROFILE))),
+    "unscaled": ("unscaled", {"p": 0.3}, 0.7 * ONE, 0.21 * EYE),
+    "dose_control": ("dose_control", {"p": 0.3}, ONE, odds(0.3) * PARALLEL),
+    "dose_control of a profile": ("dose_control", {"p": PROFILE}, ONE, odds(PROFILE).mean() * PARALLEL),
+    "parallel_noise": ("parallel_noise", {"p": 0.5}, ONE, EYE),
+    "parallel_noise, c=2": ("parallel_noise", {"p": 0.3, "c": 2}, ONE, 4 * odds(0.3) * EYE),
+    "exactly one": ("exactly_m", {"m": 1}, ONE, 3 * K / (K - 1) * (EYE - PARALLEL)),
+    "exactly two": ("exactly_m", {"m": 2}, ONE, K / (K - 1) * (EYE - PARALLEL)),
+    "exactly all": ("exactly_m", {"m": 4}, ONE, 0 * EYE),
+    "random_prefix": ("random_prefix", {}, ONE, (torch.minimum(T, T[:, None]) - 1) / (K + 1 - torch.minimum(T, T[:, None]))),
+    "random_suffix": ("random_suffix", {}, ONE, K / torch.maximum(T, T[:, None]) - 1),
+    "schedule": ("schedule", {"p_start": 0.75, "p_end": 0.3}, ONE, odds(0.6) * EYE),
+    "learned": ("learned", {"p": 0.5}, ONE, EYE),
+    "independent": ("independent", {"p": 0.5}, ONE, EYE),
+    "weight_noise": ("weight_noise", {}, ONE, 0 * EYE),
+    "lora_dropout": ("lora_dropout", {}, ONE, 0 * EYE),
+}  # fmt: skip
+
+
+def assert_moments(gates, mean, covariance):
+    """Check sample moments of [K, N] gates to five standard errors, which are taken from the sample itself."""
+    gates = gates.double()
+    count = gates.shape[1]
+    slack = 1e-6
+    assert ((gates.mean(dim=1) - mean).abs() <= 5 * gates.std(dim=1) / count**0.5 + slack).all()
+    centred = gates - mean.view(-1, 1)
+    products = centred[:, None] * centred[None]  # [K, K, N]
+    error = 5 * products.std(dim=-1) / count**0.5 + slack
+    assert ((products.mean(dim=-1) - covariance).abs() <= error).all()
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_mean_and_covariance_are_the_papers(case):
+    name, fields, mean, covariance = EXPECTED[case]
+    step = {"step": 3, "num_steps": 10} if name == "schedule" else {}
+    assert_moments(make_rule(name, **fields).sample(draw(MANY, **step)), mean, covariance)
+
+
+def test_parallel_and_perpendicular_parts_add_up_to_loop_dropout():
+    # Dose control keeps the parallel part of Loop Dropout's covariance; exactly-m keeps the rest, times K/(K-1).
+    d = draw(MANY)
+    dropout, dose = make_rule("loop_dropout").sample(d), make_rule("dose_control").sample(d)
+    assert_moments(dropout - dose, 0 * ONE, EYE - PARALLEL)
+    assert torch.allclose(dropout.sum(dim=0), dose.sum(dim=0))
+    assert (make_rule("exactly_m", m=2).sample(d).sum(dim=0) == K).all()
+
+
+def test_module_wise_masks_are_independent_over_loops_and_modules():
+    gates = make_rule("module_wise", p=0.3).sample(draw(MANY // 3))
+    assert gates.shape == (K, MANY // 3, M)
+    flat = gates.permute(0, 2, 1).reshape(K * M, -1)
+    one = torch.ones(K * M, dtype=torch.float64)
+    assert_moments(flat, one, odds(0.3) * torch.diag(one))
+
+
+@pytest.mark.parametrize(
+    "name, fields, support, at_zero",
+    [
+        ("loop_dropout", {"p": 0.75}, {0, 4}, [0.75] * K),
+        ("loop_dropout", {"p": (0.0, 0.2, 0.5, 0.75)}, {0, 1, 1.25, 2, 4}, [0, 0.2, 0.5, 0.75]),
+        ("unscaled", {"p": 0.75}, {0, 1}, [0.75] * K),
+        ("dose_control", {"p": 0.5}, {0, 0.5, 1, 1.5, 2}, [1 / 16] * K),
+        ("exactly_m", {"m": 1}, {0, 4}, [0.75] * K),
+        ("random_prefix", {}, {0, 1, 4 / 3, 2, 4}, [0, 0.25, 0.5, 0.75]),
+        ("random_suffix", {}, {0, 1, 4 / 3, 2, 4}, [0.75, 0.5, 0.25, 0]),
+    ],
+)
+def test_support_and_mass_at_zero(name, fields, support, at_zero):
+    gates = make_rule(name, **fields).sample(draw(MANY // 3))
+    found = set(gates.unique().tolist())
+    assert found == {float(torch.tensor(value, dtype=torch.float32)) for value in support}
+    assert (gates == 0).double().mean(dim=1).tolist() == pytest.approx(at_zero, abs=0.008)
+
+
+def test_parallel_noise_is_negative_at_times_and_never_zero():
+    gates = make_rule("parallel_noise").sample(draw(MANY // 3))
+    assert (gates < 0).any() and (gates != 0).all()
+    assert (gates == 1).double().mean().item() == pytest.approx(0.5, abs=0.008)  # no event, no noise
+
+
+@pytest.mark.parametrize("p", [0.3, 0.5, PROFILE])
+def test_events_of_one_seed_are_paired_between_rules(p):
+    d = draw(5000)
+    removed = make_rule("loop_dropout", p=p).sample(d) == 0
+    assert torch.equal(removed, make_rule("unscaled", p=p).sample(d) == 0)
+    assert torch.equal(removed, make_rule("independent", p=p).sample(d) == 0)
+    assert torch.equal(removed, make_rule("learned", p=p).sample(d) == 0)
+    assert torch.equal(removed, make_rule("parallel_noise", p=p).sample(d) != 1)
+    seeds = make_rule("weight_noise", p=p).seeds(d)
+    assert seeds.shape == (K, 5000, M)
+    assert torch.equal(removed.unsqueeze(-1).expand(-1, -1, M), seeds != 0)
+    assert len(seeds[seeds != 0].unique()) == (seeds != 0).sum()
+    assert torch.equal(removed, make_rule("module_wise", p=p).sample(d)[..., 0] == 0)
+    dose = make_rule("dose_control", p=p).sample(d)
+    assert torch.equal(removed.all(dim=0), (dose == 0).all(dim=0))
+
+
+def test_a_larger_p_removes_more_of_the_same_loops():
+    few, many = (make_rule("loop_dropout", p=p).sample(draw(5000)) == 0 for p in (0.2, 0.6))
+    assert (few <= many).all() and not torch.equal(few, many)
+
+
+def test_noise_has_a_stream_of_its_own():
+    d = draw(MANY // 3)
+    noise = d.normals("parallel noise", K).T
+    events = d.removals(0.5).double()
+    assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), events.flatten()]))[0, 1])) < 0.01
+
+
+def test_schedule_is_linear_in_steps():
+    rule = make_rule("schedule", p_start=0.75, p_end=0.0)
+    assert [rule.p_at(step, 4) for step in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+    assert make_rule("schedule", p_start=0, p_end=0.75).p_at(99, 100) == 0.75
+    assert rule.p_at(0, 1) == 0.75
+    assert (rule.sample(draw(step=9)) == 1).all()
+
+
+@pytest.mark.parametrize("direction, power", [("more", 1), ("less", -1)])
+def test_adaptive_p_follows_sensitivity(direction, power):
+    rule = make_rule("adaptive", p=0.4, direction=direction, decay=0.5)
+    assert rule.probabilities(K).tolist() == [0.4] * K
+    rule.observe(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    p = rule.probabilities(K)
+    assert p.mean().item() == pytest.approx(0.4)
+    wanted = T**power
+    assert torch.allclose(p, 0.4 * wanted / wanted.mean())
+    assert_moments(rule.sample(draw(MANY)), ONE, torch.diag(odds(p)))
+
+    rule.observe(torch.tensor([400.0, 300.0, 200.0, 100.0]))  # the scale of a step's loss does not matter
+    assert torch.allclose(rule.probabilities(K), torch.full((K,), 0.4, dtype=torch.float64))
+
+
+def test_adaptive_p_is_clipped_and_keeps_its_mean():
+    rule = make_rule("adaptive", p=0.5, p_min=0.3, p_max=0.8)
+    rule.observe(torch.tensor([0.0, 1.0, 1.0, 1000.0]))
+    p = rule.probabilities(K)
+    assert p.min() >= 0.3 and p.max() <= 0.8 and p.mean().item() == pytest.approx(0.5)
+    again = make_rule("adaptive", p=0.5, p_min=0.3, p_max=0.8)
+    again.load_state_dict(rule.state_dict())
+    assert torch.equal(again.probabilities(K), p)
+    for broken in (torch.zeros(K), torch.full((K,), float("inf"))):
+        again.observe(broken)
+        assert torch.equal(again.probabilities(K), p)
+
+
+def test_coto_switches_layers_for_a_whole_step():
+    num_layers = 3
+    rule, layers = make_rule("coto"), [0, 0, 1, 1, 2, 2]
+    assert [rule.keep_at(step, 8) for step in (0, 3, 6, 7)] == pytest.approx([0.1, 0.55, 1, 1])
+    for q, num_draws in ((0.1, 4000), (0.6, 4000)):
+        step = make_rule("coto", keep_start=q)
+        drawn = [step.sample(draw(2, step=s, num_steps=10**9, layers=layers, num_modules=6)) for s in range(num_draws)]
+        gates = torch.stack(drawn).double()  # [steps, K, 1, M]
+        assert gates.shape == (num_draws, K, 1, 6) and set(gates.unique().tolist()) == {0, 1}
+        assert (gates == gates[:, :1]).all()
+        switches = gates[:, 0, 0].view(num_draws, num_layers, 2)
+        assert torch.equal(switches[..., 0], switches[..., 1])
+        switches = switches[..., 0]
+        assert (switches.sum(dim=1) > 0).all()
+        mean = q + (1 - q) ** num_layers / num_layers
+        assert switches.mean(dim=0).tolist() == pytest.approx([mean] * num_layers, abs=5 * 0.5 / num_draws**0.5)
+    assert (rule.sample(draw(2, step=7, num_steps=8, layers=layers, num_modules=6)) == 1).all()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_stateless_and_leaves_global_randomness_alone(name):
+    rule = make_rule(name)
+    rule.check(K)
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    gates, seeds = rule.sample(draw()), rule.seeds(draw())
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+    assert gates.dtype == torch.float32 and gates.shape[:2] in ((K, 16), (K, 1)) and gates.shape[2:] in ((), (M,))
+    assert torch.equal(gates, rule.sample(draw()))
+    part = Draw(**{**vars(draw()), "places": [(5, 0), (11, 0)]})  # another micro-batch split
+    assert torch.equal(rule.sample(part), gates if gates.shape[1] == 1 else gates[:, [5, 11]])
+    if seeds is not None:
+        assert seeds.dtype == torch.int64 and torch.equal(seeds, rule.seeds(draw()))
+    if name not in ("lora", "learned", "independent", "weight_noise", "lora_dropout"):
+        other = [rule.sample(draw(64, step=2, seed=seed)) for seed in (101, 102)]
+        assert not torch.equal(*other)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_says_what_it_is(name, capsys):
+    assert set(facts(RULES[name])) == set(FACTS)
+    main([name])
+    assert name in capsys.readouterr().out
+
+
+def test_stream_values_are_pinned():
+    assert uniforms(101, "events", 0, [(0, 0)], 5)[0].tolist() == PINNED_UNIFORMS
+    assert normals(101, "parallel noise", 7, [(3, 1)], 2)[0].tolist() == pytest.approx(PINNED_NORMALS, rel=1e-12)
+    assert (make_rule("loop_dropout").sample(draw(6)) > 0).int().tolist() == PINNED_MASKS
+
+
+def test_streams_are_numpys_philox():
+    from loopdropout_trainer.gates.streams import _purpose_key
+
+    for seed, step, (row, segment) in ((0, 0, (0, 0)), (-3, 5, (2, 1)), (2**63 + 1, 10**6, (4095, 7))):
+        counter = (step << 192) | (row << 128) | (segment << 64)
+        philox = np.random.Philox(key=(_purpose_key("x") << 64) | (seed % 2**64), counter=counter)
+        expected = (philox.random_raw(11) >> 11) * 2.0**-53
+        assert uniforms(seed, "x", step, [(9, 9), (row, segment)], 11)[1].tolist() == expected.tolist()
+
+
+def test_uniforms_and_normals_are_what_they_say():
+    places = [(row, 0) for row in range(50_000)]
+    u, z = uniforms(0, "a", 1, places, 4).flatten(), normals(0, "b", 1, places, 4).flatten()
+    assert (u.mean().item(), u.var().item()) == pytest.approx((1 / 2, 1 / 12), abs=0.005)
+    assert (z.mean().item(), z.var().item(), (z**4).mean().item()) == pytest.approx((0, 1, 3), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "name, fields, message",
+    [
+        ("loopdropout", {}, "Did you mean `loop_dropout`.*Valid rules: adaptive, coto"),
+        ("lora", {"p": 0.5}, "no field 'p'; it takes no fields"),
+        ("parallel_noise", {"d": 1}, "no field 'd'; it takes p, c"),
+        ("adaptive", {"estimate": 1}, "it takes p, direction, p_min, p_max, decay"),
+        ("loop_dropout", {"p": 1.0}, r"`p` .* must lie in \[0, 1\); got 1.0"),
+        ("loop_dropout", {"p": []}, "empty list"),
+        ("adaptive", {"p": (0.5, 0.5)}, "one drop probability for all loops"),
+        ("adaptive", {"direction": "up"}, "'more' or 'less'"),
+        ("adaptive", {"p": 0.5, "p_max": 0.4}, "between `p_min` and `p_max`"),
+        ("exactly_m", {"m": 1.5}, "`m` must be a whole number"),
+        ("parallel_noise", {"c": -1}, "`c` must be a number from 0"),
+        ("lora_dropout", {"num_masks": 0}, "`num_masks` must be a whole number from 1"),
+        ("schedule", {"p_end": 2}, "`p_end` is a drop probability"),
+        ("coto", {"ramp": 2}, "`ramp` must be a number from 0 to 1"),
+    ],
+)
+def test_bad_rules_and_fields_are_refused_with_the_valid_ones(name, fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_rule(name, **fields)
+
+
+def test_rules_are_checked_against_the_depth():
+    with pytest.raises(ValueError, match="`p` has 2 values, but the model runs 4 loops"):
+        make_rule("loop_dropout", p=(0.5, 0.5)).check(K)
+    with pytest.raises(ValueError, match="`m` must be a whole number from 1 to 4; got 5"):
+        make_rule("exactly_m", m=5).check(K)
+    assert isinstance(make_rule("adaptive"), Adaptive)
+
+
+PINNED_UNIFORMS = [0.7536126375094412, 0.05761926161340136, 0.7244750393439571, 0.2932749999487606, 0.7535162756490593]
+PINNED_NORMALS = [0.31785681576379116, 1.4245875571466557]
+PINNED_MASKS = [[1, 1, 0, 1, 0, 1], [0, 0, 1, 0, 1, 1], [1, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]

@@ -1,0 +1,174 @@
+"""Recipes: every one parses into the dataclasses and is the paper's; what a plan says is what the trainer does."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from conftest import tiny_ouro
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.data.load import LoadedData
+from loopdropout_trainer.data.report import DataReport
+from loopdropout_trainer.evaluation import BENCHMARKS
+from loopdropout_trainer.models import OuroConfig
+from loopdropout_trainer.plan import num_steps, plan_run
+from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RunArguments, load_recipe, parse_recipe
+from loopdropout_trainer.sweep import Sweep, SweepArguments, is_recipe
+
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
+TYPES = (ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig, RunArguments)
+PAPER = ("metamath_gsm", "gsm8k", "tulu2")
+TRAINING = [*RECIPES.glob("*.yaml"), *(path for name in PAPER for path in (RECIPES / name).glob("*.yaml"))]
+
+
+def name_of(path):
+    return str(path.relative_to(RECIPES).with_suffix(""))
+
+
+def parse(path, *argv):
+    (model, adapter, data, config, run), settings = parse_recipe(TYPES, [str(path), *argv])
+    return model, adapter, data, config, run, settings
+
+
+@pytest.mark.parametrize("path", sorted(TRAINING), ids=name_of)
+def test_recipe_parses_and_names_itself(path):
+    model, adapter, data, config, run, settings = parse(path, "--use_cpu", "true")
+    assert f"accelerate launch recipes/sft.py recipes/{name_of(path)}.yaml" in path.read_text().split("\n\n")[0]
+    assert config.output_dir == f"outputs/{name_of(path)}"  # no two runs share a folder
+    assert set(run.benchmarks or ()) <= {*BENCHMARKS, "development"}
+    if name_of(path) == "quickstart":
+        return
+    assert config.gradient_checkpointing == (data.preparation == "tulu2")
+
+    # Table "Fine-tuning recipes" and Appendix "Hyperparameters"
+    assert (config.adam_beta1, config.adam_beta2, config.weight_decay, config.max_grad_norm) == (0.9, 0.999, 0.0, 1.0)
+    assert config.optim.value == "adamw_torch_fused"
+    assert (config.lr_scheduler_type, config.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr_rate": 0.1})
+    assert (config.bf16, model.dtype, model.attn_implementation) == (True, "bfloat16", "sdpa")
+    assert config.per_device_train_batch_size == 8
+    assert (config.seed, config.data_seed, config.gate_seed) == (101, None, None)
+    assert config.eval_strategy == "no" and not config.load_best_model_at_end  # the final checkpoint
+    assert (adapter.lora_alpha / adapter.lora_r, adapter.use_rslora) in ((2, False), (2, True))
+    assert adapter.lora_target_modules is None
+    accumulation, epochs, length, warmup, rows = {
+        "metamath_gsm": (4, 1, 1024, 0.03, 100_000),
+        "gsm8k": (1, 2, 512, 0.05, 6_973),
+        "tulu2": (16, 1, 2048, 0.03, 100_000),
+    }[data.preparation]
+    assert config.gradient_accumulation_steps == accumulation
+    assert (config.num_train_epochs, config.max_length, config.warmup_steps) == (epochs, length, warmup)
+    assert data.num_train_examples == rows
+    assert config.assistant_only_loss == (data.preparation == "tulu2")
+    assert config.max_steps == -1 and not config.packing
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES / "sweeps").glob("*.yaml")), ids=name_of)
+def test_sweep_recipe_parses(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (arguments,), _ = parse_recipe([SweepArguments], [str(path)])
+    assert f"python recipes/sweep.py recipes/{name_of(path)}.yaml" in path.read_text()
+    assert arguments.output_dir == f"outputs/{name_of(path)}"
+    methods = [method for method in arguments.methods if is_recipe(method)]
+    assert load_recipe(arguments.recipe) and all(load_recipe(method) for method in methods)
+    rates = {
+        "metamath_gsm": [1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4],
+        "gsm8k": [3e-5, 1e-4, 2e-4, 3e-4, 6e-4],
+    }[load_recipe(arguments.recipe)["preparation"]]
+    assert arguments.learning_rates == rates
+    assert len({job.results for job in Sweep(arguments, RECIPES).ready_jobs()}) >= len(rates) * len(arguments.methods)
+
+
+def test_learning_rates_of_the_paper():
+    recipes = {name_of(path): load_recipe(path) for path in TRAINING}
+    expected = {
+        "metamath_gsm": 5e-5,
+        "metamath_gsm/rank_4": 1e-4,
+        "metamath_gsm/rank_4_lora": 1e-4,
+        "metamath_gsm/rank_64": 2e-4,
+        "metamath_gsm/rank_64_lora": 1e-4,
+        "metamath_gsm/rank_128": 1e-4,
+        "metamath_gsm/rank_128_lora": 2.5e-5,
+        "metamath_gsm/ouro_2.6b": 1e-4,
+        "metamath_gsm/ouro_2.6b_lora": 2e-4,
+        "metamath_gsm/independent_rank_4": 2e-4,
+        "metamath_gsm/independent_rank_4_masked": 2e-4,
+        "metamath_gsm/independent_rank_16": 2e-4,
+        "metamath_gsm/independent_rank_16_masked": 2e-4,
+        "gsm8k": 1e-4,
+        "tulu2": 1e-4,
+    }
+    assert {name: recipes[name]["learning_rate"] for name in expected} == expected
+    assert [recipes[f"gsm8k/depth_{loops}"]["num_loops"] for loops in (2, 4, 6, 8)] == [2, 4, 6, 8]
+
+
+OURO = {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "examples", "steps"), [("metamath_gsm", 100_000, 3125), ("gsm8k", 6973, 1744), ("tulu2", 98_415, 769)]
+)
+def test_full_size_steps_and_parameters(recipe, examples, steps):
+    config = parse(RECIPES / f"{recipe}.yaml", "--use_cpu", "true")[3]
+    data = LoadedData(
+        Dataset.from_dict({"text": ["x"] * examples}), None, DataReport(train_tokens=250 * examples), "rows"
+    )
+    ouro = OuroConfig(num_hidden_layers=24, **OURO)
+    plan = plan_run(ouro, data, config, default_peft_config(ouro), "Ouro-1.4B")
+    assert plan.steps == steps
+    assert (plan.parameters, plan.trainable_parameters, plan.num_loops) == (1_434_652_673, 15_138_816, 4)
+    inside = 24 * (4 * 2048**2 + 3 * 2048 * 5632)
+    outside = 2048 * 49152 + 2048
+    assert plan.flops_per_token == 4 * (4 * inside + outside) + 6 * 4 * 15_138_816
+    assert plan.flops_per_token == pytest.approx(20e9, rel=0.05)
+    assert plan.flops == pytest.approx(plan.flops_per_token * 250 * examples * config.num_train_epochs)
+    for word in (f"{steps:,}", "15,138,816", "K = 4", "loop_dropout, p = 0.5", "GFLOP"):
+        assert word in str(plan)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"gradient_accumulation_steps": 3},
+        {"num_train_epochs": 1.4, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 5},
+        {"per_device_train_batch_size": 50},
+        {"max_steps": 3},
+    ],
+    ids=str,
+)
+def test_plan_is_what_the_trainer_does(fields, config, dataset, tokenizer):
+    args = config(**{"max_steps": -1, "num_train_epochs": 2, **fields})
+    model = tiny_ouro()
+    lengths = [len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1 for row in dataset]
+    report = DataReport(train_tokens=sum(lengths))
+    plan = plan_run(model, LoadedData(dataset, None, report, "48 rows"), args, default_peft_config(model))
+    trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
+    assert plan.trainable_parameters == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert plan.tokens == sum(len(row["input_ids"]) for row in trainer.train_dataset)
+    trainer.add_callback(_StopAtTheBeginning())
+    with pytest.raises(_Planned) as planned:
+        trainer.train()
+    assert planned.value.args == (plan.steps,)
+    assert plan_run(trainer.model, LoadedData(dataset, None, report, ""), args) == dataclasses.replace(plan, data="")
+
+
+class _Planned(Exception):
+    pass
+
+
+class _StopAtTheBeginning(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        raise _Planned(state.max_steps)
+
+
+def test_steps_of_several_processes(config, monkeypatch):
+    args = config(max_steps=-1, num_train_epochs=1, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
+    assert num_steps(100_000, args) == (3125, 3125)
+    assert num_steps(33, args) == (2, 2)

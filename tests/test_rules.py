@@ -1,0 +1,470 @@
+"""Every rule in training: exact against full matrices, resumable, saved and loaded, and plain LoRA outside training."""
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from conftest import tiny_ouro
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from torch.func import functional_call
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter, merge_and_save, use_gates
+from loopdropout_trainer.adapters import ADAPTER_KINDS, adapted_layers, add_gates, physical_layers
+from loopdropout_trainer.adapters.weight_noise import update_norm
+from loopdropout_trainer.gates import RULES, Draw, make_rule
+from loopdropout_trainer.models import OuroConfig
+
+
+K = 4
+PROFILE = [0.75, 0.6, 0.4, 0.25]
+CASES = {  # what a recipe would say
+    "loop_dropout": {"p": [0.5]},
+    "profile": {"rule": "loop_dropout", "p": PROFILE},
+    "lora": {},
+    "lora+": {"rule": "lora", "loraplus_lr_ratio": 4.0},
+    "unscaled": {"p": [0.5]},
+    "dose_control": {"p": [0.5]},
+    "module_wise": {"p": PROFILE},
+    "parallel_noise": {"rule_args": {"c": 2.0}},
+    "weight_noise": {"p": PROFILE, "rule_args": {"noise_rank": 3}},
+    "exactly_m": {"rule_args": {"m": 2}},
+    "random_prefix": {},
+    "random_suffix": {},
+    "schedule": {"rule_args": {"p_start": 0.75, "p_end": 0.25}},
+    "adaptive": {"rule_args": {"direction": "less", "decay": 0.5}},
+    "learned": {},
+    "learned + loop dropout": {"rule": "learned", "p": [0.5]},
+    "independent": {},
+    "independent + loop mask": {"rule": "independent", "p": [0.5]},
+    "coto": {"rule_args": {"keep_start": 0.3}},
+    "lora_dropout": {"rule_args": {"num_masks": 3}},
+}
+
+
+class RecordingTrainer(LoopDropoutSFTTrainer):
+    """Also remembers the token ids that it trained on."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.__dict__.setdefault("seen", []).append(inputs["input_ids"].clone())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.fixture
+def make_trainer(config, dataset, tokenizer):
+    def make(case, **fields):
+        recipe = {"rule": case, **CASES[case]}
+        model = tiny_ouro()
+        peft_config = default_peft_config(model, r=4, lora_alpha=8)
+        args = config(**{"seed": 101, **recipe, **fields})
+        trainer = RecordingTrainer(
+            model,
+            args,
+            train_dataset=dataset,
+            eval_dataset=dataset.select(range(6)),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
+        trainer.model.to("cpu")
+        return trainer
+
+    return make
+
+
+def adapter_of(model):
+    return {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
+
+
+def randomise(model):
+    """Give the adapter a B that is not zero and learned gates that are not one."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "lora_loop_gates" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
+def batch_of(trainer):
+    batch = next(iter(trainer.get_train_dataloader()))
+    return batch, (batch["labels"][:, 1:] != -100).sum()
+
+
+# --- Oracles: the loop written out, with a full matrix in place of every adapted weight ------------------------------
+
+
+def oracle_loss(model, batch, num_items, update):
+    """Return the batch's loss under W + update(module, loop, example), one example and one loop at a time.
+
+    `update` gets the module's index and LoRA layer, and returns an [out, in] matrix.
+    """
+    ouro, plain = model.get_base_model(), tiny_ouro(num_hidden_layers=1).model.layers[0]
+    layers = {id(layer): index for index, layer in enumerate(adapted_layers(model))}
+    total = 0.0
+    for example in range(len(batch["input_ids"])):
+        length = int(batch["attention_mask"][example].sum())
+        ids, labels = (batch[key][example : example + 1, :length] for key in ("input_ids", "labels"))
+        positions = torch.arange(length).unsqueeze(0)
+        x = ouro.model.embed_tokens(ids)
+        rotary = ouro.model.rotary_emb(x, positions)
+        for loop in range(K):
+            for block in ouro.model.layers:
+                weights = dict(block.state_dict())
+                for name, layer in block.named_modules():
+                    if id(layer) in layers:
+                        base = weights.pop(f"{name}.base_layer.weight")
+                        weights[f"{name}.weight"] = base + update(layers[id(layer)], layer, loop, example)
+                weights = {name: weight for name, weight in weights.items() if "lora_" not in name}
+                x = functional_call(
+                    plain,
+                    weights,
+                    (x,),
+                    {"loop": 0, "attention_mask": None, "position_embeddings": rotary},
+                    strict=True,
+                )
+            x = ouro.model.norm(x)
+        logits = ouro.lm_head(x)[0, :-1]
+        total = total + F.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum")
+    return total / num_items
+
+
+def full_update(layer, loop):
+    """Return (alpha / r) B A, of the loop's own pair if each has one."""
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    a, b = (a[loop], b[loop]) if a.dim() == 3 else (a, b)
+    return b @ a * layer.scaling["default"]
+
+
+def gated_update(gates, learned=None):
+    def update(module, layer, loop, example):
+        gate = gates[loop, min(example, gates.shape[1] - 1)]
+        gate = gate[module] if gate.dim() else gate
+        gate = gate if learned is None else gate * learned[loop]
+        return gate * full_update(layer, loop)
+
+    return update
+
+
+def noisy_update(seeds, p, noise_rank, c=1.0):
+    def update(module, layer, loop, example):
+        delta = full_update(layer, loop)
+        seed = int(seeds[loop, example, module])
+        if seed == 0:
+            return delta
+        d_out, d_in = delta.shape
+        drawn = torch.randn(noise_rank, d_in + d_out, generator=torch.Generator().manual_seed(seed)).to(delta.dtype)
+        g_in, g_out = drawn[:, :d_in], drawn[:, d_in:].T
+        norm = torch.linalg.matrix_norm(delta).detach()
+        return delta + c * norm / math.sqrt((1 - p[loop]) * d_out * d_in * noise_rank) * (g_out @ g_in)
+
+    return update
+
+
+def sparse_update(seeds, p):
+    def update(module, layer, loop, example):
+        d_out, d_in = layer.out_features, layer.in_features
+        kept = torch.rand(d_in + d_out, generator=torch.Generator().manual_seed(int(seeds[module]))) >= p
+        delta = full_update(layer, loop)
+        masks = (kept / (1 - p)).to(delta.dtype)
+        return torch.diag(masks[d_in:]) @ delta @ torch.diag(masks[:d_in])
+
+    return update
+
+
+def draw_of(trainer, num_examples, **fields):
+    layers = physical_layers(trainer.model)
+    return Draw(
+        seed=101,
+        step=0,
+        num_steps=trainer.state.max_steps,
+        places=[(row, 0) for row in range(num_examples)],
+        num_loops=K,
+        num_modules=len(layers),
+        layers=layers,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "lora+"])
+def test_loss_and_gradients_are_those_of_full_matrices(case, make_trainer):
+    trainer = make_trainer(case)
+    model, rule = trainer.model.double(), trainer.rule
+    randomise(model)
+    batch, num_items = batch_of(trainer)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    trainer.state.max_steps = 4
+    loss = trainer.training_step(model, dict(batch), num_items)
+    # An adapter that is switched off for the step is left out; its gradient is zero.
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+    model.zero_grad()
+
+    updates = []
+    for pass_index in range(rule.passes):
+        draw = draw_of(trainer, len(batch["input_ids"]), pass_index=pass_index)
+        if rule.name == "weight_noise":
+            updates.append(noisy_update(rule.seeds(draw), PROFILE, 3))
+        elif rule.name == "lora_dropout":
+            updates.append(sparse_update(rule.seeds(draw), 0.5))
+        else:
+            learned = trainer.loop_state.learned
+            updates.append(gated_update(rule.sample(draw), learned and learned[0][learned[1]]))
+    expected = sum(oracle_loss(model, batch, num_items, update) for update in updates) / len(updates)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, p in parameters.items():
+        wanted = torch.zeros_like(p) if p.grad is None else p.grad
+        assert (found[name] - wanted).norm() <= 1e-5 * max(1.0, float(wanted.norm())), name
+
+
+# --- The life of a run -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Initial adapter and token ids of the first case, which all others must share."""
+    return {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_saves_resumes_and_evaluates(case, make_trainer, tmp_path, reference):
+    out = str(tmp_path / "run")
+    fields = {"save_strategy": "steps", "save_steps": 2, "output_dir": out, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(case, per_device_train_batch_size=2, **fields)
+    initial = adapter_of(trainer.model)
+    trainer.train()
+    final = adapter_of(trainer.model)
+    assert any(not torch.equal(final[name], initial[name]) for name in final)
+    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+
+    # The same start and the same data as every other rule.
+    first = {name: tensor[0] if tensor.dim() == 3 else tensor for name, tensor in initial.items() if "lora_A" in name}
+    if not reference:
+        reference.update(first=first, seen=trainer.seen)
+    assert all(torch.equal(first[name], reference["first"][name]) for name in first)
+    assert all(torch.equal(*ids) for ids in zip(trainer.seen, reference["seen"], strict=True))
+
+    # Resumed, it arrives at the same weights.
+    resumed = make_trainer(case, per_device_train_batch_size=2, **fields)
+    resumed.train(resume_from_checkpoint=f"{out}/checkpoint-2")
+    again = adapter_of(resumed.model)
+    assert all(torch.allclose(again[name], final[name], rtol=0, atol=1e-7) for name in final)
+    assert json.dumps(resumed.rule.state_dict()) == json.dumps(trainer.rule.state_dict())
+
+    # Saved and loaded, with unit gates, it is the evaluated model.
+    loss = trainer.evaluate()["eval_loss"]
+    loaded = load_adapter(tiny_ouro(), f"{out}/checkpoint-4")
+    weights = adapter_of(loaded)
+    assert weights.keys() == final.keys() and all(torch.equal(weights[name], final[name]) for name in final)
+    assert not any(p.requires_grad for p in loaded.parameters())
+    total = items = 0.0
+    for batch in trainer.get_eval_dataloader():
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        total, items = total + float(loaded(**batch).loss) * count, items + count
+    assert loss == pytest.approx(total / items, rel=1e-5)
+
+
+def test_every_rule_has_a_case():
+    assert {CASES[case].get("rule", case) for case in CASES} == set(RULES)
+    assert {rule.adapter for rule in RULES.values()} == set(ADAPTER_KINDS)
+
+
+# --- Single rules ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", ["weight_noise", "module_wise", "independent + loop mask", "lora_dropout", "adaptive"]
+)
+def test_gradient_checkpointing_changes_nothing(case, make_trainer):
+    gradients = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(case, gradient_checkpointing=checkpointing)
+        randomise(trainer.model)
+        batch, num_items = batch_of(trainer)
+        trainer.training_step(trainer.model, dict(batch), num_items)
+        gradients.append({name: p.grad for name, p in trainer.model.named_parameters() if p.requires_grad})
+    assert all(torch.allclose(gradients[0][name], gradients[1][name], atol=1e-7) for name in gradients[0])
+
+
+@pytest.mark.parametrize("case", ["loop_dropout", "weight_noise", "module_wise"])
+def test_packed_examples_keep_their_own_draws(case, make_trainer):
+    # One padding-free row of four examples against four rows: the same places, so the same loss.
+    losses = []
+    for fields in ({}, {"padding_free": True, "max_length": None}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = make_trainer(case, **fields)
+        randomise(trainer.model)
+        batch, num_items = batch_of(trainer)
+        num_items = (batch["labels"] != -100).sum()
+        losses.append(trainer.training_step(trainer.model, dict(batch), num_items).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_weight_noise_has_the_energy_of_loop_dropout():
+    # E |noise|^2 = c^2 (p/q) |Delta|^2 over events and directions, from the layer's own output on the identity.
+    model = get_peft_model(tiny_ouro(), LoraConfig(r=4, lora_alpha=8, target_modules=["model.layers.0.mlp.up_proj"]))
+    randomise(model)
+    p, c, count = (0.5, 0.3, 0.2, 0.75), 1.5, 1500
+    rule = make_rule("weight_noise", p=p, c=c, noise_rank=2)
+    state, (layer,) = add_gates(model, rule=rule), adapted_layers(model)
+    delta = full_update(layer, 0)
+    assert update_norm(layer, "default").item() == pytest.approx(torch.linalg.matrix_norm(delta).item(), rel=1e-5)
+    eye = torch.eye(layer.in_features)
+    clean = layer(eye)
+    draw = Draw(seed=0, step=0, places=[(row, 0) for row in range(count)], num_loops=K)
+    state.set_gates(None, None, rule.seeds(draw))
+    x = eye.expand(count, -1, -1)
+    for loop in range(K):
+        state.loop = loop
+        with torch.no_grad():
+            energy = torch.cat(
+                [(layer(part) - clean).square().sum(dim=(1, 2)) for part in _in_parts(state, x, rule, draw)]
+            )
+        expected = c**2 * p[loop] / (1 - p[loop]) * float(delta.square().sum())
+        assert abs(energy.mean().item() - expected) <= 5 * energy.std().item() / count**0.5
+
+
+def _in_parts(state, x, rule, draw, size=50):
+    """Yield batches of x with the seeds of their own examples set."""
+    seeds = rule.seeds(draw)
+    for start in range(0, x.shape[0], size):
+        state.set_gates(None, None, seeds[:, start : start + size])
+        yield x[start : start + size]
+
+
+def test_lora_dropout_is_lora_on_average():
+    model = get_peft_model(tiny_ouro(), LoraConfig(r=4, lora_alpha=8, target_modules=["model.layers.0.mlp.up_proj"]))
+    randomise(model)
+    rule = make_rule("lora_dropout", p=0.5, num_masks=1)
+    state, (layer,) = add_gates(model, rule=rule), adapted_layers(model)
+    x = torch.randn(1, 1, layer.in_features)
+    clean, outputs = layer(x), []
+    for step in range(4000):
+        state.set_gates(None, None, rule.seeds(Draw(seed=0, step=step, places=[(0, 0)], num_loops=K)))
+        outputs.append(layer(x).detach().flatten())
+    outputs = torch.stack(outputs)
+    error = (outputs.mean(dim=0) - clean.flatten()).abs()
+    assert (error <= 5 * outputs.std(dim=0) / len(outputs) ** 0.5).all()
+    # Half of the output dimensions get no update at all.
+    untouched = (outputs == layer.base_layer(x).flatten()).double().mean()
+    assert untouched.item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_coto_does_not_compute_what_is_switched_off(make_trainer):
+    trainer = make_trainer("coto", rule_args={"keep_start": 0.0, "ramp": 1.0})
+    batch, num_items = batch_of(trainer)
+    calls = []
+    for module, layer in enumerate(adapted_layers(trainer.model)):
+        layer.lora_A["default"].register_forward_hook(lambda *_, module=module: calls.append(module))
+    trainer.state.max_steps = 10**6
+    trainer.training_step(trainer.model, batch, num_items)
+    layers = physical_layers(trainer.model)
+    assert layers == [0] * 7 + [1] * 7
+    assert len({layers[module] for module in calls}) == 1 and len(calls) == 7 * K
+    computed = [p.grad is not None for name, p in trainer.model.named_parameters() if "lora_A" in name]
+    assert sum(computed) == 7
+
+
+def test_only_the_running_loops_pair_is_computed(make_trainer):
+    trainer = make_trainer("independent")
+    randomise(trainer.model)
+    with use_gates(trainer.model, torch.tensor([0.0, 1.0, 0.0, 0.0])):
+        batch, _ = batch_of(trainer)
+        trainer.model(**batch).loss.backward()
+    for name, p in trainer.model.named_parameters():
+        if p.requires_grad:
+            assert [bool(grad.any()) for grad in p.grad] == [False, True, False, False], name
+
+
+@pytest.mark.parametrize("rank, expected", [(4, 15_138_816), (16, 60_555_264)])
+def test_independent_adapters_of_ouro_have_the_papers_size(rank, expected):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(OuroConfig(num_hidden_layers=24))
+        model = get_peft_model(model, default_peft_config(model, r=rank))
+        add_gates(model, rule=make_rule("independent"))
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
+
+
+def test_loops_start_from_different_factors_without_global_randomness():
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro(), r=4))
+    shared = adapted_layers(model)[0].lora_A["default"].weight.clone()
+    before = torch.get_rng_state()
+    add_gates(model, rule=make_rule("independent"), seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+    factors = adapted_layers(model)[0].lora_A["default"].weight
+    assert torch.equal(factors[0], shared)
+    assert len({tuple(factor.flatten().tolist()) for factor in factors}) == K
+    assert (factors.abs() <= 1 / math.sqrt(factors.shape[-1])).all()
+    assert not adapted_layers(model)[0].lora_B["default"].weight.any()
+
+
+def test_unmergeable_adapters_say_why(make_trainer, tmp_path):
+    for case, reason in (
+        ("independent", "each loop has an update of its own"),
+        ("learned", "learned gates .* each loop"),
+    ):
+        trainer = make_trainer(case)
+        randomise(trainer.model)
+        with pytest.raises(ValueError, match=reason):
+            merge_and_save(trainer.model, tmp_path / "merged")
+        with pytest.raises(ValueError, match=reason):
+            trainer.model.merge_and_unload()
+
+    gates, _ = trainer.loop_state.learned
+    gates["default"].data.fill_(0.5)
+    batch, _ = batch_of(trainer)
+    expected = trainer.model.eval()(**batch).logits
+    merged = AutoModelForCausalLM.from_pretrained(merge_and_save(trainer.model, tmp_path / "merged"))
+    assert torch.allclose(merged(**batch).logits, expected, atol=1e-5)
+
+
+def test_peft_alone_refuses_independent_adapters_and_other_depths_are_explained(make_trainer, tmp_path):
+    trainer = make_trainer("independent", max_steps=1)
+    trainer.save_model(tmp_path)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        PeftModel.from_pretrained(tiny_ouro(), str(tmp_path))
+    with pytest.raises(ValueError, match="belongs to 4 loops, but the model runs 6"):
+        load_adapter(tiny_ouro(num_loops=6), tmp_path)
+    loaded = load_adapter(tiny_ouro(), tmp_path, is_trainable=True)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in loaded.named_parameters())
+    with pytest.raises(ValueError, match="'loop_dropout' trains a shared adapter"):
+        add_gates(loaded, rule=make_rule("loop_dropout"))
+
+
+def test_lora_plus_and_rslora_are_pefts(make_trainer, config):
+    trainer = make_trainer("lora+", learning_rate=1e-3, loraplus_lr_ratio=4)
+    trainer.create_optimizer()
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert len(rates) == 2 * 14
+    assert all(rate == pytest.approx(4e-3 if "lora_B" in name else 1e-3) for name, rate in rates.items())
+    with pytest.raises(ValueError, match="`loraplus_lr_ratio` must be a number of at least 1"):
+        config(loraplus_lr_ratio=0.5)
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro(), r=4, lora_alpha=8, use_rslora=True))
+    add_gates(model)
+    assert adapted_layers(model)[0].scaling["default"] == 4.0
+
+
+def test_adaptive_sensitivity_is_the_gate_gradient(make_trainer):
+    trainer = make_trainer("adaptive")
+    randomise(trainer.model)
+    batch, num_items = batch_of(trainer)
+    trainer.training_step(trainer.model, dict(batch), num_items)
+    trainer.rule_callback.on_step_end(trainer.args, trainer.state, trainer.control)
+
+    gates = make_rule("loop_dropout").sample(draw_of(trainer, len(batch["input_ids"]))).requires_grad_()
+    oracle_loss(trainer.model, batch, num_items, gated_update(gates)).backward()
+    share = gates.grad.abs().sum(dim=1).double()
+    assert torch.allclose(trainer.rule.estimate, share * K / share.sum(), rtol=1e-4)
+
+
+def test_one_micro_batch_of_lora_dropout_counts_its_tokens_once(make_trainer):
+    counts = []
+    for case in ("lora", "lora_dropout"):
+        trainer = make_trainer(case, max_steps=2)
+        trainer.train()
+        counts.append(trainer.state.log_history[1]["num_tokens"])
+        assert trainer.unit_gates_callback.micro_batch == 1
+    assert counts[0] == counts[1]
