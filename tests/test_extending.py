@@ -175,13 +175,13 @@ def test_a_wrong_description_is_found_out():
         get_num_loops = staticmethod(lambda config: 2)
 
         def recurrent_layers(self):
-            return self.model.model.layers
+            return self.model.layers
 
         def running_loop(self, layer, *args, **kwargs):
             return 0
 
         def readout_module(self):
-            return self.model.model.norm
+            return self.model.norm
 
     config = functools.partial(LlamaConfig, vocab_size=258, hidden_size=16, intermediate_size=16)
     model = LlamaForCausalLM(config(num_hidden_layers=1, num_attention_heads=2))
