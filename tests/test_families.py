@@ -202,6 +202,18 @@ def test_a_multi_token_step_on_a_filled_cache_equals_one_pass(make_tiny):
         assert {layer.get_seq_length() for layer in cache.layers} == {9}
 
 
+def test_a_cache_of_fewer_loops_is_refused(make_tiny):
+    model = make_tiny().eval()
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
+        for num_loops in (4, 2):
+            model.config.num_loops = num_loops
+            model(torch.tensor([[5, 6]]), past_key_values=cache)
+        for num_loops in (4, 6):
+            model.config.num_loops = num_loops
+            with pytest.raises(ValueError, match="number of loops was raised"):
+                model(torch.tensor([[7]]), past_key_values=cache)
+
+
 def test_padding_changes_no_valid_logit_whatever_the_batch(make_tiny):
     model = make_tiny().eval()
     rows = [torch.randint(2, 258, (length,)) for length in (3, 6, 4)]
