@@ -61,7 +61,9 @@ class LoopDescription(LoopedModelMixin):
 
     def readout_module(self) -> nn.Module:
         """Return the module that runs once in each loop and gives the state that the loop's readout is made of."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how a readout is made: define `readout_module`.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how a readout is made: define `readout_module`."
+        )
 
     def readout(self, output: Any) -> torch.Tensor:
         """Return the head-ready hidden state [B, S, H] for an output of `readout_module`; default: the output itself."""
