@@ -105,15 +105,11 @@ class AdapterArguments:
 
 
 @dataclass
-class RunArguments:
-    """What happens around the training."""
+class BenchmarkArguments:
+    """What to answer by greedy generation."""
 
-    compare_with: list[str] | None = field(
-        default=None,
-        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
-    )
     benchmarks: list[str] | None = field(
-        default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
+        default=None, metadata={"help": "Benchmarks to answer by greedy generation, such as `metamath_gsm8k`."}
     )
     benchmark_files: dict[str, str] | str | None = field(
         default=None,
@@ -122,7 +118,25 @@ class RunArguments:
     benchmark_limit: int | None = field(
         default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
     )
-    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
+    benchmark_batch_size: int = field(
+        default=16, metadata={"help": "Problems that one process answers at a time; no answer depends on it."}
+    )
+
+    def __post_init__(self):
+        if isinstance(self.benchmark_files, str):
+            self.benchmark_files = json.loads(self.benchmark_files)
+        if self.benchmark_batch_size < 1:
+            raise ValueError(f"`benchmark_batch_size` must be at least 1; got {self.benchmark_batch_size}.")
+
+
+@dataclass
+class RunArguments(BenchmarkArguments):
+    """What happens around the training; benchmarks are answered before and after it."""
+
+    compare_with: list[str] | None = field(
+        default=None,
+        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
+    )
     single_loop_batches: int = field(
         default=0,
         metadata={
@@ -134,10 +148,6 @@ class RunArguments:
         default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
     )
     dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
-
-    def __post_init__(self):
-        if isinstance(self.benchmark_files, str):
-            self.benchmark_files = json.loads(self.benchmark_files)
 
 
 class _Loader(yaml.SafeLoader):

@@ -50,6 +50,11 @@ class Run:
             self.base = check_run(self.model.model_name_or_path, each)
         self.peft_config = default_peft_config(self.base, **self.adapter.lora_fields)
         check_run(self.model.model_name_or_path, config, self.peft_config)
+        if (self.script.merge or self.script.push_merged_to_hub) and not config.make_rule().mergeable:
+            raise RecipeError(
+                f"The rule {config.rule!r} trains an update that differs from loop to loop, which cannot be merged into one "
+                "weight: leave `merge` and `push_merged_to_hub` out."
+            )
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
 
