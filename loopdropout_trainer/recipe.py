@@ -137,6 +137,9 @@ class RunArguments(BenchmarkArguments):
         default=None,
         metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
     )
+    evaluate_base: bool = field(
+        default=True, metadata={"help": "Answer the benchmarks before training, too: with the base model."}
+    )
     single_loop_batches: int = field(
         default=0,
         metadata={

@@ -97,8 +97,8 @@ class Run:
             processing_class=self.tokenizer,
             peft_config=self.peft_config,
         )
-        if base_benchmarks is None:
-            base_benchmarks = self.evaluate(trainer)  # a new adapter changes nothing yet
+        if base_benchmarks is None:  # a new adapter changes nothing yet
+            base_benchmarks = self.evaluate(trainer) if self.script.evaluate_base else []
         began = time.perf_counter()
         result = trainer.train(resume_from_checkpoint=checkpoint_of(config))
         outcome = Outcome(
