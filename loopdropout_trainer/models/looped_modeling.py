@@ -87,9 +87,6 @@ class LoopedConfigMixin:
 
     auto_map = {}  # TRL reads it of every architecture that it does not find in transformers
 
-    # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
-    auto_map = {}
-
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):
             check_num_loops(value, name)
