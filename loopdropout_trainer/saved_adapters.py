@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from loopdropout_trainer import adapters
+from loopdropout_trainer.adapters import attach_adapter
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -41,24 +40,19 @@ def training_facts(folder: str | Path) -> dict:
 def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool = False) -> PeftModel:
     """Put a saved adapter of any kind on its base model, at the depth that the model is set to.
 
-    A shared update runs at any depth; another one than that of training is logged. Adapters with weights of their own for
-    each loop run at theirs only.
+    A shared update runs at any depth: one that differs from training is logged. Factors or learned gates for each loop
+    run at their own depth only.
 
     Args:
-        model: looped base model, without adapter.
-        folder: where `save_model`, a checkpoint or PEFT's `save_pretrained` put the adapter, or its name on the Hub, of
-            which only safetensors and JSON files are fetched.
-        is_trainable: whether to train it further; False freezes it.
-
-    Returns:
-        The model, ready for `use_gates`; at unit gates until then.
+        model: looped base model.
+        folder: where `save_model`, a checkpoint or PEFT's `save_pretrained` put the adapter.
+        is_trainable: whether to train it further.
 
     Raises:
         NotLoopedError: for a model without loops.
-        ValueError: if the folder holds no safetensors adapter, or one of another base model or depth; one sentence.
+        ValueError: if the folder holds no safetensors adapter, one of another base model, or one whose loops have factors
+            or gates of their own at another depth; one sentence.
     """
-    if not Path(folder).exists():
-        folder = snapshot_download(str(folder), allow_patterns=["adapter_*.safetensors", "*.json"])
     config = read_adapter_config(folder)
     check_shapes(model, folder)
     num_loops, trained = find_looped_model(model).config.num_loops, training_facts(folder).get("num_loops")
@@ -69,7 +63,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
         logger.warning(
             f"The adapter in {folder} was trained on {config.base_model_name_or_path}; it is put on {base}."
         )
-    return adapters.load_adapter(model, folder, is_trainable)
+    return attach_adapter(model, folder, is_trainable)
 
 
 def check_resumable(model: PeftModel, folder: str | Path) -> None:
@@ -132,14 +126,15 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
         raise ValueError(f"{Path(folder) / _WEIGHTS} cannot be read: {error}.") from None
     for key, shape in shapes.items():
         name, _, factor = key.removeprefix("base_model.model.").rpartition(".lora_")
-        if factor[:1] not in ("A", "B"):
+        if factor == "loop_gates":
             continue
         linear = modules.get(name)
         if not hasattr(linear, "in_features"):
             raise ValueError(
                 f"The adapter in {folder} is for another base model: this one has no linear map `{name}`."
             )
-        width, side = (shape[-1], "in_features") if factor[0] == "A" else (shape[-2], "out_features")
+        # [r, in] and [out, r], or [K, r, in] and [K, out, r] if each loop has its own.
+        width, side = (shape[-1], "in_features") if factor.startswith("A") else (shape[-2], "out_features")
         if width != getattr(linear, side):
             raise ValueError(
                 f"The adapter in {folder} is for another base model: its `{name}` has {side} {width}, this model's has "
