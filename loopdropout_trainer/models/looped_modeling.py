@@ -83,12 +83,8 @@ class LoopedConfigMixin:
     `backprop_depth` is the number of last loops that gradients flow through; None: all of them.
     """
 
-<<<<<<< HEAD
-    auto_map = {}  # TRL reads it of every architecture that it does not find in transformers
-=======
     # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
     auto_map = {}
->>>>>>> main
 
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):
