@@ -250,6 +250,8 @@ def parse_recipe(
     valid = [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
     unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - set(valid)
     recipe = {key: value for key, value in recipe.items() if key not in unread}
+    if isinstance(recipe.get("resume_from_checkpoint"), bool):  # a string to transformers, `true` to everybody else
+        recipe["resume_from_checkpoint"] = str(recipe["resume_from_checkpoint"]).lower()
     for key, value in recipe.items():
         if key not in valid:
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")

@@ -14,8 +14,6 @@ import time
 from itertools import islice
 from pathlib import Path
 
-from transformers.trainer_utils import get_last_checkpoint
-
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
@@ -147,12 +145,10 @@ class Run:
         outcome.saved["merged model"] = str(folder)
 
 
-def checkpoint_of(config: LoopDropoutConfig) -> str | None:
-    """Return the checkpoint to resume from: `resume_from_checkpoint: true` means the last one, if there is any."""
+def checkpoint_of(config: LoopDropoutConfig) -> str | bool | None:
+    """Return the checkpoint to resume from; True: the newest whole one in `output_dir`, if there is one."""
     wanted = config.resume_from_checkpoint
-    if wanted in (True, "true", "True"):
-        return get_last_checkpoint(config.output_dir) if Path(config.output_dir).is_dir() else None
-    return None if wanted in (False, "false", "False") else wanted
+    return {"true": True, "false": None}.get(str(wanted).lower(), wanted)
 
 
 def main(argv: list[str] | None = None) -> None:
