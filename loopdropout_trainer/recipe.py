@@ -105,15 +105,11 @@ class AdapterArguments:
 
 
 @dataclass
-class RunArguments:
-    """What happens around the training."""
+class BenchmarkArguments:
+    """What to answer by greedy generation."""
 
-    compare_with: list[str] | None = field(
-        default=None,
-        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
-    )
     benchmarks: list[str] | None = field(
-        default=None, metadata={"help": "Benchmarks to answer by greedy generation before and after training."}
+        default=None, metadata={"help": "Benchmarks to answer by greedy generation, such as `metamath_gsm8k`."}
     )
     benchmark_files: dict[str, str] | str | None = field(
         default=None,
@@ -122,7 +118,28 @@ class RunArguments:
     benchmark_limit: int | None = field(
         default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
     )
-    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems answered at a time."})
+    benchmark_batch_size: int = field(
+        default=16, metadata={"help": "Problems that one process answers at a time; no answer depends on it."}
+    )
+
+    def __post_init__(self):
+        if isinstance(self.benchmark_files, str):
+            self.benchmark_files = json.loads(self.benchmark_files)
+        if self.benchmark_batch_size < 1:
+            raise ValueError(f"`benchmark_batch_size` must be at least 1; got {self.benchmark_batch_size}.")
+
+
+@dataclass
+class RunArguments(BenchmarkArguments):
+    """What happens around the training; benchmarks are answered before and after it."""
+
+    compare_with: list[str] | None = field(
+        default=None,
+        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
+    )
+    evaluate_base: bool = field(
+        default=True, metadata={"help": "Answer the benchmarks before training, too: with the base model."}
+    )
     single_loop_batches: int = field(
         default=0,
         metadata={
@@ -134,10 +151,6 @@ class RunArguments:
         default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
     )
     dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
-
-    def __post_init__(self):
-        if isinstance(self.benchmark_files, str):
-            self.benchmark_files = json.loads(self.benchmark_files)
 
 
 class _Loader(yaml.SafeLoader):
@@ -237,6 +250,8 @@ def parse_recipe(
     valid = [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
     unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - set(valid)
     recipe = {key: value for key, value in recipe.items() if key not in unread}
+    if isinstance(recipe.get("resume_from_checkpoint"), bool):  # a string to transformers, `true` to everybody else
+        recipe["resume_from_checkpoint"] = str(recipe["resume_from_checkpoint"]).lower()
     for key, value in recipe.items():
         if key not in valid:
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
@@ -263,6 +278,7 @@ def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], descri
     parser = HfArgumentParser(
         dataclass_types,
         description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage="%(prog)s [RECIPE.yaml] [--field value ...]",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from rich.table import Table
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult
 from loopdropout_trainer.recipe import public_settings
-
-
-LIBRARIES = ("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
+from loopdropout_trainer.versions import library_versions
 
 
 @dataclass
@@ -73,7 +70,7 @@ def write_results(outcome: Outcome, settings: Mapping[str, Any], output_dir: str
             "reductions_percent": outcome.single_loop.reductions,
         }
     measured["settings"] = public_settings(settings)
-    measured["versions"] = {name: _version(name) for name in LIBRARIES}
+    measured["versions"] = library_versions()
     path = Path(output_dir) / "results.json"
     path.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     return path
@@ -81,13 +78,6 @@ def write_results(outcome: Outcome, settings: Mapping[str, Any], output_dir: str
 
 def _counts(result: BenchmarkResult) -> dict[str, Any]:
     return {key: getattr(result, key) for key in ("score", "correct", "total", "missing")}
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
 
 
 def print_report(outcomes: Sequence[Outcome], console: Console | None = None) -> None:

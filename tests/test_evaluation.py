@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 from conftest import GOLDEN, tiny_ouro
 from peft import PeftModel, get_peft_model
 
-from loopdropout_trainer import default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save, use_gates
 from loopdropout_trainer.evaluation import (
+    BENCHMARKS,
     Benchmark,
     BenchmarkResult,
     Prediction,
@@ -35,12 +37,13 @@ from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict
 from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
 from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
 from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
-from loopdropout_trainer.recipe import RecipeError
+from loopdropout_trainer.evaluation.run import EvaluationArguments, load_model
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.recipe import ModelArguments, RecipeError, parse_recipe
 
 
 SAMPLES = Path(__file__).parent / "samples"
 RECIPES = Path(__file__).parent.parent / "recipes"
-MODULES = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"]
 
 
 def read_json(name):
@@ -141,13 +144,13 @@ def test_prompts_budgets_and_references_of_real_problems():
 def test_bad_benchmarks_are_refused_with_file_and_line(tmp_path):
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "no answer"}\n')
-    with pytest.raises(ValueError, match=r"Line 2 of .*problems.jsonl is not a problem of `gsm8k`: .*'answer'"):
+    with pytest.raises(ValueError, match="problems.jsonl, row 2 is not a problem of `gsm8k`: .*'answer'"):
         load_benchmark("gsm8k", file)
     assert len(load_benchmark("gsm8k", file, limit=1).prompts) == 1
     file.write_text('{"question": "1 + 1?", "answer": "two"}\n{"quest')
-    with pytest.raises(ValueError, match="Line 1 of .* no `#### `"):
+    with pytest.raises(ValueError, match="row 1 is .* no `#### `"):
         load_benchmark("metamath_gsm8k", file)
-    with pytest.raises(ValueError, match="Line 2 of .* is not JSON"):
+    with pytest.raises(ValueError, match="row 2 is .* broken JSON"):
         load_benchmark("gsm8k", file)
     with pytest.raises(ValueError, match="must be among metamath_gsm8k"):
         load_benchmark("gsm9k")
@@ -164,14 +167,18 @@ PROMPTS = [
 ]
 
 
-def varied_ouro(**config):
-    """A random model whose greedy text wanders."""
-    return tiny_ouro(initializer_range=0.3, **config).eval()
+def varied(model, std=0.3):
+    """Weights that make a random model's greedy text wander."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    return model.eval()
 
 
-def adapted_ouro(**config):
+def adapted(model):
     """The same with an adapter that changes what it says."""
-    model = get_peft_model(varied_ouro(**config), default_peft_config(tiny_ouro(), r=4, target_modules=MODULES))
+    model = get_peft_model(model, default_peft_config(model, r=4))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -193,17 +200,19 @@ def plain_greedy(model, tokenizer, prompt, max_new_tokens):
 
 
 @pytest.mark.parametrize("num_loops", [1, 6])
-def test_completions_are_those_of_a_plain_loop_for_any_batch_size(tokenizer, num_loops):
-    model = adapted_ouro()
-    model.config.num_loops = num_loops
-    want = [tokenizer.decode(plain_greedy(model, tokenizer, prompt, 12)) for prompt in PROMPTS]
+def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tokenizer, num_loops):
+    model = adapted(varied(make_tiny()))
+    find_looped_model(model).config.num_loops = num_loops
+    want = [
+        tokenizer.decode(plain_greedy(model, tokenizer, prompt, 10), skip_special_tokens=True) for prompt in PROMPTS
+    ]
     for batch_size in (1, 2, 16):
-        assert generate_greedy(model, tokenizer, PROMPTS, 12, batch_size, progress=False) == want
+        assert generate_greedy(model, tokenizer, PROMPTS, 10, batch_size, progress=False) == want
     assert len(set(want)) == len(want)
 
 
 def test_generation_uses_unit_gates_and_leaves_model_and_tokenizer_as_they_were(tokenizer):
-    model, tokenizer = adapted_ouro(), copy.deepcopy(tokenizer)
+    model, tokenizer = adapted(varied(tiny_ouro())), copy.deepcopy(tokenizer)
     want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
     tokenizer.pad_token, tokenizer.padding_side = None, "right"
     model.generation_config.repetition_penalty = 1.9
@@ -221,7 +230,7 @@ def test_generation_uses_unit_gates_and_leaves_model_and_tokenizer_as_they_were(
 
 
 def test_completions_end_before_the_earliest_stop_string_and_generation_ends_there(tokenizer):
-    model = varied_ouro()
+    model = varied(tiny_ouro())
     free = generate_greedy(model, tokenizer, PROMPTS, 24, progress=False)
     stops = [text[3:5] for text in free[:3]]
     want = [text[: min(text.find(stop) for stop in stops if stop in text)] for text in free[:3]]
@@ -232,7 +241,7 @@ def test_completions_end_before_the_earliest_stop_string_and_generation_ends_the
 
 
 def test_a_stop_string_that_is_a_special_token_ends_a_completion(tokenizer):
-    model, tokenizer = varied_ouro(), copy.deepcopy(tokenizer)
+    model, tokenizer = varied(tiny_ouro()), copy.deepcopy(tokenizer)
     ids = plain_greedy(model, tokenizer, PROMPTS[0], 6)
     end = next(place for place in range(1, 6) if ids[place] not in ids[:place])
     special = tokenizer.convert_ids_to_tokens(ids[end])
@@ -243,14 +252,14 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion(tokenizer):
 
 def test_a_prompt_without_tokens_is_refused(tokenizer):
     with pytest.raises(ValueError, match="Prompt 1 has no tokens"):
-        generate_greedy(varied_ouro(), tokenizer, ["a", ""], 4, progress=False)
+        generate_greedy(varied(tiny_ouro()), tokenizer, ["a", ""], 4, progress=False)
 
 
 # Evaluation
 
 
 def test_continuing_an_evaluation_generates_only_what_is_missing(tokenizer, tmp_path):
-    model = varied_ouro()
+    model = varied(tiny_ouro())
     benchmark = Benchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 10)
     want = evaluate_benchmark(model, tokenizer, benchmark, batch_size=1, log_dir=tmp_path, progress=False)
     assert want == evaluate_benchmark(model, tokenizer, benchmark, batch_size=16, progress=False)
@@ -275,8 +284,8 @@ def test_continuing_an_evaluation_generates_only_what_is_missing(tokenizer, tmp_
 def saved(tokenizer, tmp_path_factory):
     """Folders of a model, of an adapter of it, and of the two merged."""
     folder = tmp_path_factory.mktemp("saved")
-    model = adapted_ouro()
-    varied_ouro().save_pretrained(folder / "base")
+    model = adapted(varied(tiny_ouro()))
+    varied(tiny_ouro()).save_pretrained(folder / "base")
     model.save_pretrained(folder / "adapter")
     merge_and_save(model, folder / "merged", tokenizer)
     tokenizer.save_pretrained(folder / "base")
@@ -320,7 +329,7 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     assert answers.read_text().startswith(before[: before.rfind("\n") + 1])
     assert all((tmp_path / "answers" / "gsm8k" / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
 
-    model = PeftModel.from_pretrained(varied_ouro(), saved / "adapter")
+    model = PeftModel.from_pretrained(varied(tiny_ouro()), saved / "adapter")
     results = load_results(tmp_path / "evaluation.json")
     for benchmark in (
         load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl"),
@@ -336,8 +345,8 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
 def evaluate_script(monkeypatch):
     """recipes/evaluate.py as a module; its folder is on the path, as when it is run."""
     monkeypatch.syspath_prepend(str(RECIPES))
-    spec = __import__("importlib.util").util.spec_from_file_location("evaluate_script", RECIPES / "evaluate.py")
-    module = __import__("importlib.util").util.module_from_spec(spec)
+    spec = spec_from_file_location("evaluate_script", RECIPES / "evaluate.py")
+    module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -370,16 +379,28 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
         evaluate_script.main([str(recipe)])
 
 
-def test_an_adapter_that_plain_lora_would_misread_is_refused(saved, evaluate_script, tmp_path):
-    from safetensors.torch import load_file, save_file
+def test_an_adapter_gives_the_same_answers_in_bfloat16_as_at_the_end_of_its_training(
+    tokenizer, config, dataset, tmp_path
+):
+    varied(tiny_ouro()).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base = ModelArguments(str(tmp_path / "base"), dtype="bfloat16")
+    arguments = config(learning_rate=0.1, model_init_kwargs=base.init_kwargs)
+    trainer = LoopDropoutSFTTrainer(
+        base.model_name_or_path, arguments, train_dataset=dataset, processing_class=tokenizer
+    )
+    trainer.train()
+    trainer.save_model()
+    want = generate_greedy(trainer.model, tokenizer, PROMPTS, 24, progress=False)
+    assert generate_greedy(*load_model(base, trainer.args.output_dir), PROMPTS, 24, progress=False) == want
+    assert generate_greedy(*load_model(base), PROMPTS, 24, progress=False) != want
 
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text((saved / "adapter" / "adapter_config.json").read_text())
-    tensors = load_file(saved / "adapter" / "adapter_model.safetensors")
-    save_file({**tensors, "base_model.model.model.loop_scale": torch.ones(4)}, folder / "adapter_model.safetensors")
-    with pytest.raises(RecipeError, match="loop_scale"):
-        evaluate_script.main(command(saved, tmp_path / "out", adapter=folder))
+
+@pytest.mark.parametrize("path", [*sorted((RECIPES / "evaluation").glob("*.yaml")), RECIPES / "gsm8k.yaml"])
+def test_every_evaluation_recipe_and_a_training_recipe_are_understood(path, evaluate_script):
+    types = (ModelArguments, EvaluationArguments)
+    (model, arguments), _ = parse_recipe(types, [str(path)], unread_types=evaluate_script.OF_TRAINING)
+    assert model.model_name_or_path == "ByteDance/Ouro-1.4B" and set(arguments.benchmarks) <= set(BENCHMARKS)
 
 
 # Statistics

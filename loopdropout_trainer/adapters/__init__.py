@@ -12,7 +12,7 @@ from loopdropout_trainer.adapters.gated import (
     sole_trained_factors,
     use_gates,
 )
-from loopdropout_trainer.adapters.loading import load_adapter
+from loopdropout_trainer.adapters.loading import attach_adapter
 from loopdropout_trainer.adapters.lora_dropout import SparseLora
 from loopdropout_trainer.adapters.refusals import check_adapter, check_peft_config
 from loopdropout_trainer.adapters.weight_noise import NoisyLora
@@ -25,10 +25,10 @@ __all__ = [
     "adapted_layers",
     "add_gates",
     "add_unit_gates",
+    "attach_adapter",
     "check_adapter",
     "check_peft_config",
     "has_gates",
-    "load_adapter",
     "merged_update",
     "physical_layers",
     "remove_gates",

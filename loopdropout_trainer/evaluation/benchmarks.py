@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 
+from loopdropout_trainer.data.rows import BadRow, read_files
+from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
 from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
 from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
 
@@ -56,10 +56,7 @@ class Task:
     stop_strings: tuple[str, ...]
 
 
-ALPACA_PROMPT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response: Let's think step by step."
-)
+ALPACA_PROMPT = PROMPT_TEMPLATES["alpaca"] + " Let's think step by step."
 # Each with and without its colon, as the reference has them; those without are the ones that matter.
 METAMATH_STOPS = tuple(
     word + colon for word in ("Question", "USER", "ASSISTANT", "Instruction", "Response") for colon in (":", "")
@@ -69,7 +66,7 @@ ARITHMETIC_PROBLEMS = 500
 
 
 def _question(row: Row) -> str:
-    return f"Question: {row['question']}\nAnswer:"
+    return PROMPT_TEMPLATES["question"].format(question=row["question"])
 
 
 def _hub(path: str, config: str | None = None, split: str = "test") -> Callable[[int | None], Iterable[Row]]:
@@ -122,21 +119,19 @@ def load_benchmark(
 
     Args:
         name: key of `BENCHMARKS`.
-        files: local JSON Lines (also `.gz`) or Parquet files to read instead of the Hub; fields as published.
+        files: local JSONL, JSON, CSV (also `.gz`) or Parquet files to read instead of the Hub; fields as published.
         limit: only the first problems.
 
     Raises:
-        ValueError: for an unknown name, a limit below 1, or a bad row, with its file and place.
-        OSError: if a file cannot be read.
+        ValueError: for an unknown name, a limit below 1, a file that cannot be read, or a bad row; it names file and row.
     """
     _check_name(name)
     if limit is not None and limit < 1:
-        raise ValueError(f"`limit` is the number of problems and must be at least 1; got {limit}.")
+        raise ValueError(f"The number of problems (`benchmark_limit`) must be at least 1; got {limit}.")
     if files is None:
-        rows = ((f"Row {place} of {name}", row) for place, row in enumerate(BENCHMARKS[name].rows(limit), start=1))
+        rows = ((f"{name}, row {number}", row) for number, row in enumerate(BENCHMARKS[name].rows(limit), start=1))
     else:
-        files = [files] if isinstance(files, str | Path) else files
-        rows = (placed for file in files for placed in _read(Path(file)))
+        rows = read_files([files] if isinstance(files, str | Path) else files)
     return _benchmark(name, islice(rows, limit))
 
 
@@ -146,7 +141,7 @@ def make_benchmark(name: str, rows: Iterable[Row]) -> Benchmark:
     Raises:
         ValueError: for an unknown name, or a row without the benchmark's fields.
     """
-    return _benchmark(name, ((f"Row {place}", row) for place, row in enumerate(rows, start=1)))
+    return _benchmark(name, ((f"Row {number}", row) for number, row in enumerate(rows, start=1)))
 
 
 def _check_name(name: str) -> None:
@@ -158,31 +153,17 @@ def _benchmark(name: str, rows: Iterable[tuple[str, Row]]) -> Benchmark:
     _check_name(name)
     task = BENCHMARKS[name]
     prompts, references = [], []
-    for where, row in rows:
+    for place, row in rows:
         try:
+            if isinstance(row, BadRow):
+                raise row
             prompts.append(task.prompt(row))
             references.append(task.reference(row))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{where} is not a problem of `{name}`: {reason}") from error
+            raise ValueError(f"{place} is not a problem of `{name}`: {reason}") from error
         if not isinstance(references[-1], str):
-            raise ValueError(f"{where} is not a problem of `{name}`: it has no answer.")
+            raise ValueError(f"{place} is not a problem of `{name}`: it has no answer.")
     if not prompts:
         raise ValueError(f"`{name}` has no problems.")
     return Benchmark(name, prompts, references, task.metric, task.max_new_tokens, task.stop_strings)
-
-
-def _read(path: Path) -> Iterable[tuple[str, Row]]:
-    """Yield (place, row) of a JSON Lines or Parquet file."""
-    if path.suffix == ".parquet":
-        for place, row in enumerate(Dataset.from_parquet(str(path)), start=1):
-            yield f"Row {place} of {path}", row
-        return
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        for place, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"Line {place} of {path}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"Line {place} of {path} is not JSON: {error}.") from error

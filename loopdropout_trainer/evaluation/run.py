@@ -4,57 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from loopdropout_trainer.evaluation.benchmarks import Benchmark, load_benchmark
+from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.data import load_tokenizer
+from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, Benchmark, load_benchmark
 from loopdropout_trainer.evaluation.evaluator import all_processes, evaluate_benchmark
 from loopdropout_trainer.evaluation.prediction_log import write_atomically
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import ModelArguments, RecipeError, public_settings
+from loopdropout_trainer.recipe import BenchmarkArguments, ModelArguments, RecipeError, public_settings
+from loopdropout_trainer.saved_adapters import TRAINING_FACTS, load_adapter
+from loopdropout_trainer.versions import library_versions
 
 
 RESULTS_FILE = "evaluation.json"
 ANSWERS_FOLDER = "answers"
-LIBRARIES = (
-    *("loopdropout-trainer", "torch", "transformers", "peft", "accelerate", "datasets", "evaluate", "tokenizers"),
-)
 
 
 @dataclass
-class EvaluationArguments:
-    """What to evaluate on, and where the results go."""
+class EvaluationArguments(BenchmarkArguments):
+    """Which adapter to evaluate, on what, and where the results go."""
 
-    benchmarks: list[str] = field(
-        metadata={"help": "Names of benchmarks, such as metamath_gsm8k and metamath_math500."}
-    )
     adapter: str | None = field(
         default=None,
         metadata={"help": "Folder or Hub name of an adapter. Default: the model alone (base or merged)."},
-    )
-    benchmark_files: dict[str, str] | str | None = field(
-        default=None,
-        metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."},
-    )
-    benchmark_limit: int | None = field(
-        default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
-    )
-    benchmark_batch_size: int = field(
-        default=16, metadata={"help": "Problems that one process answers at a time; no result depends on it."}
     )
     output_dir: str = field(
         default="outputs/evaluation",
@@ -62,16 +46,13 @@ class EvaluationArguments:
     )
 
     def __post_init__(self):
-        if isinstance(self.benchmark_files, str):
-            self.benchmark_files = json.loads(self.benchmark_files)
-        self.benchmark_files = self.benchmark_files or {}
+        super().__post_init__()
         if not isinstance(self.benchmarks, list) or not self.benchmarks:
             raise ValueError(f"`benchmarks` must be a list of names; got {self.benchmarks!r}.")
-        unused = [name for name in self.benchmark_files if name not in self.benchmarks]
+        self.benchmark_files = self.benchmark_files or {}
+        unused = [name for name in self.benchmark_files if name not in BENCHMARKS]
         if unused:
-            raise ValueError(f"`benchmark_files` names `{unused[0]}`, which is not among `benchmarks`.")
-        if self.benchmark_batch_size < 1:
-            raise ValueError(f"`benchmark_batch_size` must be at least 1; got {self.benchmark_batch_size}.")
+            raise ValueError(f"`benchmark_files` must name files of {', '.join(BENCHMARKS)}; got `{unused[0]}`.")
 
 
 def run_evaluation(model_arguments: ModelArguments, arguments: EvaluationArguments) -> list[BenchmarkResult]:
@@ -93,7 +74,7 @@ def run_evaluation(model_arguments: ModelArguments, arguments: EvaluationArgumen
         "settings": public_settings({**asdict(model_arguments), **asdict(arguments)}),
         "num_loops": find_looped_model(model).config.num_loops,
         "model": identity,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
+        "versions": library_versions(),
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else str(state.device),
         "num_processes": state.num_processes,
         "benchmarks": {},
@@ -148,24 +129,16 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
         RecipeError: if there is no such model or adapter, or the adapter is of another kind of model or method.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+        tokenizer = load_tokenizer(model)
         base = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **model.init_kwargs)
         find_looped_model(base)
         if adapter is None:
             return base.eval(), tokenizer
-        adapted = PeftModel.from_pretrained(base, adapter)
+        adapted = load_adapter(base, _local_folder(adapter))
+        add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
+        return adapted.eval(), tokenizer
     except (OSError, ValueError, RuntimeError) as error:
         raise RecipeError(_one_line(error)) from error
-    _check_complete(adapted, adapter)
-    return adapted.eval(), tokenizer
-
-
-def _check_complete(model: PeftModel, adapter: str) -> None:
-    """Refuse an adapter with tensors that PEFT leaves out, such as those of another method's own layers."""
-    with safe_open(_local_folder(adapter) / "adapter_model.safetensors", "pt") as file:
-        unused = set(file.keys()) - set(get_peft_model_state_dict(model))
-    if unused:
-        raise RecipeError(f"The adapter {adapter} holds `{min(unused)}`, which ordinary LoRA does not use.")
 
 
 def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | None = None) -> dict[str, Any]:
@@ -182,7 +155,9 @@ def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | N
 
 
 def _local_folder(adapter: str) -> Path:
-    return Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter, allow_patterns=["adapter_*"]))
+    if Path(adapter).is_dir():
+        return Path(adapter)
+    return Path(snapshot_download(adapter, allow_patterns=["adapter_*", TRAINING_FACTS]))
 
 
 def _sha256(files: Iterable[Path]) -> str:
@@ -193,13 +168,6 @@ def _sha256(files: Iterable[Path]) -> str:
             while block := file.read(1 << 24):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
 
 
 def _one_line(error: Exception) -> str:
