@@ -88,7 +88,6 @@ class LoopInputs:
             position_ids=cut(self.position_ids),
             position_embeddings=tuple(map(cut, self.position_embeddings)),
             injected=cut(self.injected),
-            token_mask=cut(self.token_mask),
             attention_kwargs=kwargs,
         )
 
