@@ -70,14 +70,14 @@ def loss_and_gradients(peft_model, gates, inputs, segments=None, skip=False, fus
     grads = {name: p.grad for name, p in peft_model.named_parameters() if p.requires_grad}
     if skip and gates.dim() == 2:
         assert all(grad is not None for grad in grads.values())  # else DDP waits for them for ever
-    return loss.detach(), {name: 0.0 if grad is None else grad.clone() for name, grad in grads.items()}
+    return loss.detach(), {name: torch.zeros(1) if grad is None else grad.clone() for name, grad in grads.items()}
 
 
-def assert_same(got, want):
-    torch.testing.assert_close(got[0], want[0], atol=1e-12, rtol=1e-12)
-    scale = max(torch.as_tensor(grad).abs().max().item() for grad in want[1].values())
+def assert_same(got, want, tolerance=1e-9):
+    torch.testing.assert_close(got[0], want[0], atol=tolerance, rtol=tolerance)
+    scale = max(grad.abs().max().item() for grad in want[1].values())
     for name, grad in want[1].items():
-        assert (got[1][name] - grad).abs().max() <= 1e-9 * max(scale, 1), name
+        assert (got[1][name] - grad).abs().max() <= tolerance * max(scale, 1), name
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -99,7 +99,8 @@ def test_levers_are_exact_with_a_float_mask():
     for layout in ("right", "packed"):
         inputs, segments = batch(layout)
         want = loss_and_gradients(model, MIXED, inputs, segments)
-        assert_same(loss_and_gradients(model, MIXED, inputs, segments, skip=True, fused=True), want)
+        got = loss_and_gradients(model, MIXED, inputs, segments, skip=True, fused=True)
+        assert_same(got, want, tolerance=1e-5)  # this kernel's softmax is float32
 
 
 def test_levers_are_exact_with_gates_for_each_module_and_with_truncated_backpropagation():
