@@ -30,7 +30,7 @@ import peft
 import torch
 import transformers
 import trl
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.profiler import ProfilerActivity, profile
@@ -380,6 +380,7 @@ def main() -> None:
     options = parse_options()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    disable_progress_bars()
     preset = PRESETS[options.preset]
     rounds = options.rounds or preset.rounds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

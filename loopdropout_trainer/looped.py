@@ -155,6 +155,7 @@ class LoopedModelMixin:
 
     loop_state: LoopState
     config: PreTrainedConfig
+    can_skip_loops = False  # whether loops run as `LoopState.factors` allows
 
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""

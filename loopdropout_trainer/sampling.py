@@ -172,6 +172,7 @@ class GateSamplingMixin:
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint:
             load_rule_state(self.rule, resume_from_checkpoint, self.args.output_dir)
+        self.factors = self._skippable_factors()  # again: what is trained may have changed
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -226,7 +227,7 @@ class GateSamplingMixin:
 
     def _skippable_factors(self) -> list[nn.Parameter] | None:
         """Return what `LoopState.factors` is to be in training, and say so."""
-        if not self.args.skip_frozen_loops:
+        if not self.args.skip_frozen_loops or not find_looped_model(self.model).can_skip_loops:
             return None
         factors = sole_trained_factors(self.model) if may_skip_loops(self.accelerator, self.args) else None
         if factors is None:

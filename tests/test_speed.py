@@ -202,7 +202,7 @@ def test_a_training_run_is_the_same_with_and_without_levers(name, config, datase
     def train(**levers):
         args = config(
             optim="sgd",
-            learning_rate=1.0,
+            learning_rate=0.05,
             p=[0.7],
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
@@ -262,6 +262,11 @@ def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(config, datas
     assert sole_trained_factors(model) is None
     args = config(rule="learned", p=[0.5])
     trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
+    assert trainer.factors is None
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
+    assert trainer.factors is not None
+    trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
+    trainer.train()
     assert trainer.factors is None
     assert not LoopDropoutSFTTrainer(
         tiny_ouro(), config(skip_frozen_loops=False), train_dataset=dataset, processing_class=tokenizer

@@ -150,6 +150,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
 class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     """A `PreTrainedModel` whose layers run more than once in a forward pass."""
 
+    can_skip_loops = True
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
