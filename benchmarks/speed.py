@@ -1,6 +1,6 @@
 """Step time and memory of TRL with PEFT, of our LoRA, and of Loop Dropout with each of its levers, side by side.
 
-    python benchmarks/speed.py                        # two minutes on a CPU; writes benchmarks/results/speed_cpu.md
+    python benchmarks/speed.py                        # two minutes on a CPU; writes benchmarks/results/speed.md
     python benchmarks/speed.py --preset ouro-1.4b     # one GPU with 40 GB or more
     python benchmarks/speed.py --preset ouro-1.4b --profile   # and where the time goes, by kernel
 
@@ -81,7 +81,7 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset(512, 1408, 4, 8, 1024, 0.125, "float32", rounds=8),
+    "cpu": Preset(512, 1408, 4, 8, 1024, 0.125, "float32", rounds=7),
     "ouro-1.4b": Preset(2048, 5632, 24, 16, 49152, 1.0, "bfloat16", rounds=20),
 }
 
@@ -242,9 +242,11 @@ def step_memory(row: Row, batch: dict, num_items: torch.Tensor, step: int) -> in
             saved[storage.data_ptr()] = storage  # held, so that no address is given twice
         return tensor
 
+    trainer = row.trainer
+    trainer.state.global_step = step
+    trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        row.backward(batch, num_items, step)
-    row.trainer.optimizer.zero_grad()
+        trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items)
     return sum(storage.nbytes() for storage in saved.values())
 
 
@@ -278,7 +280,7 @@ def summarise(preset: Preset, rows: dict[str, Row], measured: dict, distances: d
     records = []
     for name in rows:
         times = measured["times"][name]
-        ratio = lambda other, what=times, key="times": _ratio(what, measured[key][other])
+        ratio = lambda other, times=times: _ratio(times, measured["times"][other])
         low, middle, high = statistics.quantiles(times, n=4)
         per_second = sum(measured["tokens"]) / sum(times)
         memory = measured["memory"][name]
@@ -311,41 +313,57 @@ def _ratio(times: list[float], others: list[float]) -> list[float]:
     return [middle, low, high]
 
 
-def report(preset_name: str, preset: Preset, records: list[dict], rounds: int, device: str, command: str) -> str:
-    on_gpu = torch.cuda.is_available()
+def report(details: list[dict]) -> str:
+    """Return the tables of the presets that have been measured."""
+    presets = {record["preset"] for record in details}
+    lines = ["# Speed and memory", ""]
+    for record in details:
+        lines += table(record)
+    if "ouro-1.4b" not in presets:
+        lines += [
+            "## ouro-1.4b",
+            "",
+            "Not yet measured on a GPU: `python benchmarks/speed.py --preset ouro-1.4b`.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def table(details: dict) -> list[str]:
+    """Return the lines of one preset's section."""
+    shape, records, on_gpu = details["shape"], details["rows"], details["on_gpu"]
     memory = "Peak memory" if on_gpu else "Saved for backward"
-    first = records[0]
+    work = "Share of peak" if records[0]["share_of_peak"] else "GFLOP/s"
     lines = [
-        f"# Speed: {preset_name}",
+        f"## {details['preset']}",
         "",
-        f"`{command}` on {device}; {versions()}.",
+        f"`python benchmarks/speed.py --preset {details['preset']}` on {details['device']}; {details['versions']}.",
         "",
-        f"Random Ouro of {preset.num_layers} layers, hidden size {preset.hidden_size}, {preset.num_loops} loops, "
-        f"{preset.dtype}; micro-batches of {preset.batch} examples with MetaMath-like lengths (median "
-        f"{first['tokens_per_step']:.0f} tokens a step); LoRA of rank 16 on all projections of the recurrent block; "
-        f"p = 0.5. {first['flops_per_token'] / 1e9:.3g} GFLOP a token by the formula 4 (K N + M) + 6 K R, which counts no "
-        "loop as skipped.",
+        f"Random Ouro of {shape['num_layers']} layers, hidden size {shape['hidden_size']}, {shape['num_loops']} loops, "
+        f"{shape['dtype']}; micro-batches of {shape['batch']} examples with MetaMath-like lengths times "
+        f"{shape['length_scale']:g} (median {records[0]['tokens_per_step']:.0f} tokens a step); LoRA of rank 16 on all "
+        f"projections of the recurrent block; p = 0.5. {records[0]['flops_per_token'] / 1e9:.3g} GFLOP a token by the "
+        "formula 4 (K N + M) + 6 K R, which counts no loop as skipped.",
         "",
-        f"Median of {rounds} optimizer steps, with quartiles; ratios are those of steps on the same micro-batch. "
-        + ("" if on_gpu else "Time is the process's own, on one thread. "),
+        f"Median of {details['rounds']} optimizer steps, with quartiles. A ratio is that of two steps on the same "
+        "micro-batch. "
+        + ("" if on_gpu else "Time is the process's own, on one thread. ")
+        + "Tokens are counted without "
+        "padding. Gradients are compared with those of the first row of the same rule, relative to their norm.",
         "",
-        f"| | step | to TRL + PEFT | to our LoRA | tokens/s | {'share of peak' if on_gpu else 'GFLOP/s'} | {memory} | "
-        "gradients off by |",
+        f"| | Step | to TRL + PEFT | to our LoRA | Tokens/s | {work} | {memory} | Gradients off by |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in records:
         low, high = r["step_seconds_quartiles"]
-        work = f"{r['share_of_peak']:.1%}" if r["share_of_peak"] else f"{r['flops_per_second'] / 1e9:.0f}"
         spread = lambda key, r=r: "{:.2f} ({:.2f} to {:.2f})".format(*r[key])
+        rate = f"{r['share_of_peak']:.1%}" if r["share_of_peak"] else f"{r['flops_per_second'] / 1e9:.0f}"
         lines.append(
             f"| {r['row']} | {r['step_seconds'] * 1e3:.0f} ms ({low * 1e3:.0f} to {high * 1e3:.0f}) | {spread('to_stock')} "
-            f"| {spread('to_lora')} | {r['tokens_per_second']:.0f} | {work} | {r['memory_bytes'] / 2**20:.0f} MiB, "
+            f"| {spread('to_lora')} | {r['tokens_per_second']:.0f} | {rate} | {r['memory_bytes'] / 2**20:.0f} MiB, "
             f"{r['memory_to_stock']:.2f} | {r['gradient_distance']:.0e} |"
         )
-    lines += ["", "Gradients are compared with those of the first row of the same rule, relative to their norm."]
-    if not on_gpu:
-        lines += ["", "Not yet measured on a GPU."]
-    return "\n".join([*lines, ""])
+    return [*lines, ""]
 
 
 def versions() -> str:
@@ -372,7 +390,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="optimizer steps of each row; default: the preset's")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="TRL's and our LoRA always run")
     parser.add_argument("--profile", action="store_true", help="also write where the time goes")
-    parser.add_argument("--out", help="default: benchmarks/results/speed_PRESET.md")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
     return parser.parse_args()
 
 
@@ -388,8 +406,6 @@ def main() -> None:
         torch.set_num_threads(1)
     began = time.time()
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"one core of a CPU ({cpu_name()})"
-    out = Path(options.out or Path(__file__).parent / "results" / f"speed_{options.preset}.md")
-    command = f"python benchmarks/speed.py --preset {options.preset}"
     with tempfile.TemporaryDirectory() as folder:
         wanted = [row for row in ROWS if row in options.rows or row in (STOCK, LORA)]
         rows = {row: Row(row, preset, folder, device) for row in wanted}
@@ -399,13 +415,23 @@ def main() -> None:
         measured = measure(preset, rounds, rows, device)
         peak = next((flops for chip, flops in PEAK_FLOPS.items() if chip in name), None)
         records = summarise(preset, rows, measured, distances, peak)
-        text = report(options.preset, preset, records, rounds, name, command)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.mkdir(parents=True, exist_ok=True)
         if options.profile:
-            out.with_suffix(".profile.md").write_text(profile_rows(rows, preset, device), encoding="utf-8")
-    out.write_text(text, encoding="utf-8")
-    details = {"device": name, "versions": versions(), "preset": asdict(preset), "rounds": rounds, "rows": records}
-    out.with_suffix(".json").write_text(json.dumps(details, indent=1), encoding="utf-8")
+            profiled = profile_rows(rows, preset, device)
+            (options.out / f"speed_{options.preset}_profile.md").write_text(profiled, encoding="utf-8")
+    details = {
+        "preset": options.preset,
+        "device": name,
+        "on_gpu": device.type == "cuda",
+        "versions": versions(),
+        "shape": asdict(preset),
+        "rounds": rounds,
+        "rows": records,
+    }
+    (options.out / f"speed_{options.preset}.json").write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
+    measured_presets = [options.out / f"speed_{preset}.json" for preset in PRESETS]
+    text = report([json.loads(file.read_text(encoding="utf-8")) for file in measured_presets if file.exists()])
+    (options.out / "speed.md").write_text(text, encoding="utf-8")
     print(f"{text}\n{time.time() - began:.0f} s in all")
 
 
