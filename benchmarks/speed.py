@@ -81,7 +81,7 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset(512, 1408, 4, 8, 1024, 0.125, "float32", rounds=7),
+    "cpu": Preset(512, 1408, 4, 8, 1024, 0.125, "float32", rounds=6),
     "ouro-1.4b": Preset(2048, 5632, 24, 16, 49152, 1.0, "bfloat16", rounds=20),
 }
 

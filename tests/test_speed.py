@@ -224,14 +224,10 @@ def test_a_training_run_is_the_same_with_and_without_levers(name, config, datase
 
 def test_two_processes_train_as_one_although_some_have_no_active_example(tmp_path):
     fields = {"p": [0.9], "ddp_find_unused_parameters": False}
-    plain = layouts.launch(
-        layouts.LAYOUTS["one process, batch 8"],
-        tmp_path / "one",
-        ["plain"],
-        p=[0.9],
-        skip_frozen_loops=False,
-        fused_lora=False,
-    )["plain"]
+    off = {"skip_frozen_loops": False, "fused_lora": False}
+    layouts.save_model(tmp_path / "model")
+    record = layouts.train(tmp_path, "plain", per_device_train_batch_size=8, p=[0.9], **off)
+    plain = layouts.Run([record], layouts._adapter(tmp_path / "plain"))
     ddp = layouts.launch(layouts.LAYOUTS["ddp, accumulation"], tmp_path / "two", ["plain", "checkpointing"], **fields)
     for run in ddp.values():
         assert [record["world_size"] for record in run.records] == [2, 2]
