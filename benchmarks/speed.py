@@ -210,7 +210,7 @@ def check_agreement(rows: dict[str, Row], preset: Preset, device: torch.device) 
         RuntimeError: if a row computes something else.
     """
     distances, references = {}, {}
-    tolerance = 1e-4 if preset.dtype == "float32" else 5e-2
+    tolerance = 1e-4 if preset.dtype == "float32" else 0.3  # in bfloat16, rounding alone moves gradients by some percent
     for name, row in rows.items():
         batch, num_items = row.prepare(draw_examples(preset, 0), device)
         loss, grads = row.backward(batch, num_items, 0).item(), row.gradients()
