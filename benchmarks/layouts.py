@@ -180,10 +180,11 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
     """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
     from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 
-    gates = {}
+    steps, gates = [], {}
 
     class RecordingTrainer(LoopDropoutSFTTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
+            steps.append(self.state.global_step)
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             state = self.loop_state
             if self.model.training and state.gates is not None:  # None: all ones, in the whole micro-batch
@@ -205,7 +206,7 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
     return {
         "distributed_type": trainer.accelerator.distributed_type.value,
         "world_size": trainer.accelerator.num_processes,
-        "first_step": trainer._initial_global_step,
+        "first_step": steps[0],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "gates": gates,
     }

@@ -1,5 +1,6 @@
 """The same run in any layout: processes, accumulation, packing, checkpointing and resume change no gate and no weight."""
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import tiny_ouro
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.layouts import check_packed_batch, check_processes
 
@@ -217,7 +218,14 @@ def test_processes_that_would_train_alone_are_refused(monkeypatch):
         check_processes(accelerator)
 
 
-@pytest.mark.parametrize("name", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"])
+CHECKPOINTING_FIELDS = [
+    field.name
+    for field in dataclasses.fields(LoopDropoutConfig)
+    if field.name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")  # the latter is younger
+]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTING_FIELDS)
 @pytest.mark.parametrize(
     "given", [{"use_reentrant": True}, {"use_reentrant": False}, {"preserve_rng_state": False}, None]
 )
@@ -226,7 +234,7 @@ def test_checkpointing_is_non_reentrant_whatever_was_asked_for_under_either_name
 ):
     args = config(**{name: given, "max_steps": 1})
     trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
-    for field in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+    for field in CHECKPOINTING_FIELDS:
         assert getattr(trainer.args, field) == {**(given or {}), "use_reentrant": False}
     trainer.train()
     layer = trainer.model.get_base_model().model.layers[0]
