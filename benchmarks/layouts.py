@@ -110,42 +110,47 @@ def launch(
     Raises:
         RuntimeError: with the end of the log, if a process did not finish all runs.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    process = start(layout, folder, runs, **fields)
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        kill(process)
+    files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
+    if not all(file.exists() for file in files):
+        finished = sum(file.exists() for file in files)
+        raise RuntimeError(
+            f"{finished} of {len(files)} processes finished:\n{(folder / 'log.txt').read_text()[-6000:]}"
+        )
+    records = [json.loads(file.read_text()) for file in files]
+    return {name: Run([record[name] for record in records], _adapter(folder / name)) for name in runs}
+
+
+def start(layout: Layout, folder: Path, runs: Sequence[str], **fields) -> subprocess.Popen:
+    """Start the processes of `launch`; with `resume_from_checkpoint` in `fields` they go on with what is in `folder`."""
+    if not fields.get("resume_from_checkpoint"):
+        shutil.rmtree(folder, ignore_errors=True)
+        save_model(folder / "model")
     batch = {"per_device_train_batch_size": layout.batch, "gradient_accumulation_steps": layout.accumulation}
     spec = {"layout": layout.launch_file, "folder": str(folder), "runs": list(runs), "fields": {**batch, **fields}}
     (folder / "spec.json").write_text(json.dumps(spec))
-    save_model(folder / "model")
     command = [sys.executable]
     if layout.launch_file is not None:
-        command += [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(LAUNCH_FILES / f"{layout.launch_file}.yaml"),
-        ]
+        command += ["-m", "accelerate.commands.launch"]
+        command += ["--config_file", str(LAUNCH_FILES / f"{layout.launch_file}.yaml")]
         command += ["--num_processes", str(layout.processes), "--main_process_port", str(_free_port())]
     command += [str(Path(__file__).resolve()), "--work", str(folder / "spec.json")]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            for worker in psutil.Process(process.pid).children(recursive=True):  # in process groups of their own
-                worker.kill()
-            process.kill()
-            process.wait()
-    files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
-    if not all(file.exists() for file in files):
-        finished = sum(file.exists() for file in files)
-        raise RuntimeError(f"{finished} of {len(files)} processes finished:\n{log.read_text()[-6000:]}")
-    records = [json.loads(file.read_text()) for file in files]
-    return {name: Run([record[name] for record in records], _adapter(folder / name)) for name in runs}
+    with (folder / "log.txt").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kill a launch, workers first: they are in process groups of their own."""
+    for worker in psutil.Process(process.pid).children(recursive=True):
+        worker.kill()
+    process.kill()
+    process.wait()
 
 
 def _free_port() -> int:
@@ -201,7 +206,8 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
-    trainer.train(resume_from_checkpoint=str(run_dir / "checkpoint-2") if name == "resuming" else None)
+    resume = str(run_dir / "checkpoint-2") if name == "resuming" else bool(args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / name))
     return {
         "distributed_type": trainer.accelerator.distributed_type.value,

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,24 @@ def test_every_launch_file_trains_as_one_process_does(reference, tmp_path, name)
         pytest.importorskip("deepspeed")
     layout = layouts.LAYOUTS[name]
     check(layouts.launch(layout, tmp_path / "run", timeout=600), reference, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp2"])
+def test_all_processes_killed_resume_to_the_weights_of_an_uninterrupted_run(reference, tmp_path, name):
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    layout, folder, fields = layouts.LAYOUTS[name], tmp_path / "run", {"save_steps": 1, "save_total_limit": 2}
+    process = layouts.start(layout, folder, ["saving"], **fields)
+    for _ in range(3000):
+        if process.poll() is not None or (folder / "saving" / "run" / "checkpoint-2").exists():
+            break
+        time.sleep(0.1)
+    time.sleep(0.05)
+    layouts.kill(process)
+    run = layouts.launch(layout, folder, ["saving"], timeout=600, resume_from_checkpoint="true", **fields)["saving"]
+    assert {record["first_step"] for record in run.records} <= {1, 2, 3}
+    assert run.distance(reference["saving"]) < TOLERANCE
 
 
 @pytest.mark.slow
