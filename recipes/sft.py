@@ -59,7 +59,7 @@ class Run:
         if (self.script.merge or self.script.push_merged_to_hub) and divides_weights(config):
             raise RecipeError(
                 "ZeRO-3 and FSDP divide the weights among the processes, which cannot be merged there: leave `merge` and "
-                "`push_merged_to_hub` out, then load the saved adapter in one process and call `merge_and_save`."
+                "`push_merged_to_hub` out, then merge the saved adapter with recipes/merge.py."
             )
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
