@@ -195,7 +195,7 @@ def _features(example: Mapping[str, Any]) -> Features:
 def _split(
     examples: Dataset, preparation: Preparation, tokenizer: PreTrainedTokenizerBase, report: DataReport
 ) -> tuple[Dataset, Dataset]:
-    ranks = np.asarray(examples.with_format("numpy")["rank"])
+    ranks = examples.data.column("rank").to_numpy()
     examples = examples.remove_columns("rank")
     dropped_before = report.dropped.total()
     train, held_out = preparation.split(examples, ranks, tokenizer, report)
