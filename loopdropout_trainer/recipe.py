@@ -278,6 +278,7 @@ def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], descri
     parser = HfArgumentParser(
         dataclass_types,
         description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage="%(prog)s [RECIPE.yaml] [--field value ...]",
     )
