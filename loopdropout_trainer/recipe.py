@@ -227,6 +227,8 @@ def parse_recipe(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
+    Another `--rule` than the recipe's starts from its own defaults: the recipe's `p` and `rule_args` are of its own rule.
+
     Args:
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
         argv: arguments after the script's name; default: the process's.
@@ -256,6 +258,9 @@ def parse_recipe(
         if key not in valid:
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
         _check_type(key, value, hints[key], path)
+    defaults = {f.name: f.default for cls in dataclass_types for f in dataclasses.fields(cls)}
+    if "rule" in command_line and command_line["rule"] != recipe.get("rule", defaults["rule"]):
+        recipe = {key: value for key, value in recipe.items() if key not in ("p", "rule_args")}
     settings = {**recipe, **command_line}
     return [build(cls, settings) for cls in dataclass_types], settings
 
