@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,6 +115,7 @@ def launch(
     batch = {"per_device_train_batch_size": layout.batch, "gradient_accumulation_steps": layout.accumulation}
     spec = {"layout": layout.launch_file, "folder": str(folder), "runs": list(runs), "fields": {**batch, **fields}}
     (folder / "spec.json").write_text(json.dumps(spec))
+    save_model(folder / "model")
     command = [sys.executable]
     if layout.launch_file is not None:
         command += [
@@ -134,7 +136,9 @@ def launch(
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            for worker in psutil.Process(process.pid).children(recursive=True):  # in process groups of their own
+                worker.kill()
+            process.kill()
             process.wait()
     files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
     if not all(file.exists() for file in files):
@@ -173,9 +177,7 @@ def work(spec: dict) -> None:
 
 
 def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
-    """Make one run in this process, save its adapter in `folder / name`, and return what to record."""
-    import torch
-
+    """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
     from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 
     gates = {}
@@ -193,9 +195,8 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
 
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
     args = LoopDropoutConfig(**{**_FIELDS, "output_dir": str(run_dir), **RUNS[name], **fields})
-    trainer = RecordingTrainer(
-        tiny_model(getattr(torch, dtype)), args, train_dataset=examples(), processing_class=byte_tokenizer()
-    )
+    args.model_init_kwargs = {"dtype": dtype}
+    trainer = RecordingTrainer(str(folder / "model"), args, train_dataset=examples())
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
@@ -229,9 +230,12 @@ _FIELDS = {
 }
 
 
-def tiny_model(dtype):
-    """Return a random Ouro of two layers and four loops."""
+def save_model(folder: Path) -> None:
+    """Write a random Ouro of two layers and four loops, and a tokenizer with one token for each byte."""
     import torch
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
 
     from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
 
@@ -245,7 +249,13 @@ def tiny_model(dtype):
         max_position_embeddings=512,
         pad_token_id=1,
     )
-    return OuroForCausalLM(config).to(dtype)
+    OuroForCausalLM(config).save_pretrained(folder)
+    vocab = {"<eos>": 0, "<pad>": 1}
+    vocab.update({byte: index + 2 for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
+    backend = Tokenizer(BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
 
 
 def examples():
@@ -253,20 +263,6 @@ def examples():
     from datasets import Dataset
 
     return Dataset.from_list([{"prompt": f"{i}+{i % 7}", "completion": "=" + "x" * (i % 5 + 1)} for i in range(192)])
-
-
-def byte_tokenizer():
-    """Return a tokenizer with one token for each byte; it needs no file."""
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {"<eos>": 0, "<pad>": 1}
-    vocab.update({byte: index + 2 for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
-    backend = Tokenizer(BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
 
 
 def _fsdp_on_a_cpu() -> None:

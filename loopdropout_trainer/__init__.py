@@ -4,12 +4,13 @@ Importing this package registers the model families with transformers' Auto clas
 """
 
 from loopdropout_trainer import models  # noqa: F401  (registers the families)
-from loopdropout_trainer.adapters import load_adapter, use_gates
+from loopdropout_trainer.adapters import use_gates
 from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig
 from loopdropout_trainer.description import LoopDescription, check_loops, register_looped
 from loopdropout_trainer.dpo_trainer import LoopDropoutDPOTrainer
 from loopdropout_trainer.hub import merge_and_save, push_merged_to_hub
 from loopdropout_trainer.sampling import GateSamplingMixin, default_peft_config
+from loopdropout_trainer.saved_adapters import load_adapter
 from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 
 

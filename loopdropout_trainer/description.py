@@ -28,22 +28,9 @@ from loopdropout_trainer.looped import (
 class LoopDescription(LoopedModelMixin):
     """How the models of one class loop. Subclass it, and register the subclass with `register_looped`.
 
-    Attributes:
-        model: the causal language model that is described.
-        loop_state: its running loop and gates.
+    A described model becomes an instance of its description as well: `self` is the causal language model. Its weights,
+    names and behaviour stay what they are.
     """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.loop_state = LoopState()
-        for layer in self.recurrent_layers():
-            layer.loop_description = self
-            layer.__class__ = _announcing(type(layer))
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """Configuration of the model; `config.num_loops` is its depth."""
-        return self.model.config
 
     # What a subclass says.
 
@@ -86,10 +73,10 @@ class LoopDescription(LoopedModelMixin):
 
     def recurrent_linears(self) -> list[str]:
         layers = set(map(id, self.recurrent_layers()))
-        inside = tuple(f"{name}." for name, module in self.model.named_modules() if id(module) in layers)
+        inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
         return [
             name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
-            for name, module in self.model.named_modules()
+            for name, module in self.named_modules()
             if name.startswith(inside) and isinstance(module, nn.Linear) and ".lora_" not in name
         ]
 
@@ -99,7 +86,7 @@ class LoopDescription(LoopedModelMixin):
             lambda module, args, output: readouts.append(self.readout(output))
         )
         try:
-            self.model.base_model(**inputs, use_cache=False)
+            self.base_model(**inputs, use_cache=False)
         finally:
             hook.remove()
         if len(readouts) != self.config.num_loops:
@@ -110,22 +97,32 @@ class LoopDescription(LoopedModelMixin):
         return tuple(readouts)
 
 
-@functools.cache
-def _announcing(layer_class: type[nn.Module]) -> type[nn.Module]:
-    """Return `layer_class` with a `forward` that announces the running loop first.
+def _describe(model: PreTrainedModel, description: type[LoopDescription]) -> None:
+    """Make `model` an instance of its description, and its recurrent layers announce their loops."""
+    model.__class__ = _both(description, type(model))
+    model.loop_state = LoopState()
+    for layer in model.recurrent_layers():
+        layer.__class__ = _both(_Announcing, type(layer))
+        layer.__dict__["looped_model"] = model  # past nn.Module, which would take the model for a part of its layer
 
-    A subclass, not a hook: transformers checkpoints the outermost `forward` of a layer, so that this one runs inside the
-    checkpoint and is recomputed with it. A hook on the layer would run outside.
+
+@functools.cache
+def _both(added: type, own: type) -> type:
+    """Return a subclass of both classes that goes by the second one's name, which libraries choose modules by."""
+    return type(own.__name__, (added, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+
+
+class _Announcing:
+    """Announces the running loop in `forward`.
+
+    By inheritance, not by a hook: transformers checkpoints the outermost `forward` of a layer, so that this one runs
+    inside the checkpoint and is recomputed with it. A hook on the layer would run outside.
     """
 
-    class Announcing(layer_class):
-        def forward(self, *args, **kwargs):
-            description = self.loop_description
-            description.loop_state.loop = description.running_loop(self, *args, **kwargs)
-            return super().forward(*args, **kwargs)
-
-    Announcing.__name__, Announcing.__qualname__ = layer_class.__name__, layer_class.__qualname__  # wrapping policies
-    return Announcing
+    def forward(self, *args, **kwargs):
+        model = self.looped_model
+        model.loop_state.loop = model.running_loop(self, *args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 def register_looped(model_class: type[PreTrainedModel], description: type[LoopDescription]) -> None:
@@ -153,7 +150,7 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         description.set_num_loops(config, check_num_loops(num_loops))
 
     model_class.config_class.num_loops = property(description.get_num_loops, set_num_loops)
-    DESCRIPTIONS[model_class] = description
+    DESCRIPTIONS[model_class] = functools.partial(_describe, description=description)
 
 
 @torch.no_grad()
@@ -169,7 +166,7 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
     """
     looped = find_looped_model(model)
     announced = defaultdict(list)
-    modules = dict((looped.model if isinstance(looped, LoopDescription) else looped).named_modules())
+    modules = dict(looped.named_modules())
     hooks = [
         modules[name].register_forward_pre_hook(
             lambda module, args, name=name: announced[name].append(looped.loop_state.loop)

@@ -91,17 +91,19 @@ def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
             parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
 
 
-def float32_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, torch.Tensor] | None:
     """Return `state_dict` with the trained weights in float32, which DeepSpeed keeps beside its own bfloat16 copies.
 
-    A collective call: all processes must make it.
+    A collective call: all processes must make it, also those that have no `state_dict`.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values()):
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if all(parameter.dtype == torch.float32 for parameter in trained.values()):
         return state_dict
     from deepspeed.utils import safe_get_full_fp32_param
 
-    full = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
+    full = {name: safe_get_full_fp32_param(parameter) for name, parameter in trained.items()}
+    if state_dict is None:
+        return None
     return {**state_dict, **{name: tensor.cpu() for name, tensor in full.items() if tensor is not None}}
 
 
@@ -132,4 +134,20 @@ def check_packed_batch(inputs: dict[str, torch.Tensor], places: torch.Tensor | N
         raise ValueError(
             "A packed micro-batch came with an `attention_mask`, which hides where its examples begin, so attention would "
             "run across them: leave the mask out."
+        )
+
+
+def check_quantised_base(model: nn.Module, accelerator: Accelerator) -> None:
+    """Refuse to train on over 4-bit weights that bitsandbytes has packed for inference on a CPU, without gradients.
+
+    Raises:
+        ValueError: if an evaluation came before.
+    """
+    if accelerator.device.type != "cpu":
+        return
+    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
+    if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+        raise ValueError(
+            "bitsandbytes packed the 4-bit weights for inference on a CPU during an evaluation, and gives no gradients "
+            "through them: set `eval_strategy: no`, or train on a GPU."
         )

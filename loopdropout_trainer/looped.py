@@ -150,24 +150,22 @@ class LoopedModelMixin:
         raise NotImplementedError
 
 
-DESCRIPTIONS: dict[type, Callable[[nn.Module], LoopedModelMixin]] = {}
-"""Descriptions of model classes that are not looped by themselves; see `register_looped`."""
+DESCRIPTIONS: dict[type, Callable[[nn.Module], None]] = {}
+"""What makes a model of a class that is not looped by itself an instance of `LoopedModelMixin`; see `register_looped`."""
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
-    """Return the looped model inside PEFT, DDP or other wrappers, or the description of one.
+    """Return the looped model inside PEFT, DDP or other wrappers.
 
     Raises:
         NotLoopedError: if there is none.
     """
     for module in model.modules():
+        describe = next((DESCRIPTIONS[cls] for cls in type(module).__mro__ if cls in DESCRIPTIONS), None)
+        if describe is not None and not isinstance(module, LoopedModelMixin):
+            describe(module)
         if isinstance(module, LoopedModelMixin):
             return module
-        describe = next((DESCRIPTIONS[cls] for cls in type(module).__mro__ if cls in DESCRIPTIONS), None)
-        if describe is not None:
-            if not hasattr(module, "_loop_description"):
-                module._loop_description = describe(module)
-            return module._loop_description
     raise NotLoopedError(
         f"{type(model).__name__} is not a looped model: nothing in it announces its loops. Loop Dropout needs a model that "
         "applies one block several times, such as `model_type: ouro`, or one that `register_looped` describes."

@@ -71,7 +71,7 @@ class RunPlan:
             "examples": f"{self.examples:,} with {self.tokens:,} tokens, {self.tokens / self.examples:.0f} in the mean",
             "steps": f"{self.steps:,} of {self.batch_size:,} examples ({self.epochs:.4g} epochs)",
             "learning rate": f"{self.learning_rate:g}, seed {self.seed}",
-            "work": f"{self.flops_per_token / 1e9:.3g} GFLOP a token, {self.flops / 1e15:.3g} PFLOP in all (estimate)",
+            "work": f"{_with_unit(self.flops_per_token)} a token, {_with_unit(self.flops)} in all (estimate)",
         }
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text)
@@ -90,14 +90,15 @@ def plan_run(
         model: looped model with or without its adapter, or only its config with the depth that it will run at.
         data: as loaded for the run.
         config: training arguments.
-        peft_config: the adapter, if `model` has none yet.
+        peft_config: the adapter; default: the one that `model` has.
         model_name: to be printed; default: the name in its config.
     """
-    if not isinstance(model, PeftModel):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model if isinstance(model, PreTrainedConfig) else model.config)
-            model = model if peft_config is None else get_peft_model(model, peft_config)
-    model = find_looped_model(model)
+    if isinstance(model, PeftModel):
+        peft_config = model.peft_config[model.active_adapter]
+    model_config = model if isinstance(model, PreTrainedConfig) else find_looped_model(model).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+        model = find_looped_model(model if peft_config is None else get_peft_model(model, peft_config))
     inside, outside = _linear_weights(model)
     adapter = sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
 
@@ -111,7 +112,9 @@ def plan_run(
         parameters=sum(p.numel() for name, p in model.named_parameters() if not _is_adapter(name)),
         rule=config.rule,
         p=config.p,
-        trainable_parameters=adapter * (num_loops if getattr(rule, "adapter", None) == "per_loop" else 1),
+        trainable_parameters={"per_loop": num_loops * adapter, "learned": num_loops + adapter}.get(
+            rule.adapter, adapter
+        ),
         examples=len(data.train),
         tokens=data.report.train_tokens,
         batch_size=config.train_batch_size * config.gradient_accumulation_steps * config.world_size,
@@ -119,7 +122,7 @@ def plan_run(
         epochs=steps / steps_per_epoch,
         learning_rate=config.learning_rate,
         seed=config.seed,
-        flops_per_token=getattr(rule, "passes", 1) * (4 * forward + 6 * num_loops * adapter),
+        flops_per_token=rule.passes * (4 * forward + 6 * num_loops * adapter),
         data=data.description,
     )
 
@@ -148,3 +151,11 @@ def _linear_weights(model: nn.Module) -> tuple[int, int]:
 
 def _is_adapter(name: str) -> bool:
     return ".lora_" in name
+
+
+def _with_unit(flops: float) -> str:
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if flops < 1000:
+            return f"{flops:.3g} {unit}FLOP"
+        flops /= 1000
+    return f"{flops:.3g} EFLOP"

@@ -97,7 +97,7 @@ class SafeRunMixin:
         }
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if state_dict is not None:
+        if self.is_deepspeed_enabled:
             state_dict = float32_state_dict(self.model, state_dict)
         super()._save(output_dir, state_dict)
         if self.args.should_save:

@@ -10,7 +10,13 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainingArguments,
+)
 
 from loopdropout_trainer.adapters import add_gates, check_adapter, check_peft_config, physical_layers
 from loopdropout_trainer.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
@@ -21,6 +27,7 @@ from loopdropout_trainer.layouts import (
     check_arguments,
     check_packed_batch,
     check_processes,
+    check_quantised_base,
     float32_adapter,
     non_reentrant_checkpointing,
 )
@@ -35,8 +42,8 @@ def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: 
         overrides: other fields of `LoraConfig`, or other values for these.
     """
     if isinstance(model, PreTrainedConfig):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model)
+        with torch.device("meta"):  # by its class: `from_config` would let ZeRO-3 divide the meta tensors
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)](model)
     fields = {"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM"}
     fields["target_modules"] = find_looped_model(model).recurrent_linears()
     return LoraConfig(**{**fields, **overrides})
@@ -113,6 +120,7 @@ class GateSamplingMixin:
         packed_places = inputs.pop("gate_places", None)
         if self.model.training:
             check_packed_batch(inputs, packed_places)
+            check_quantised_base(self.model, self.accelerator)
             self._draw_gates(inputs, packed_places)
         else:
             self.loop_state.unit_gates()

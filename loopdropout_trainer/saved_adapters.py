@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from loopdropout_trainer.adapters import attach_adapter
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -37,9 +38,10 @@ def training_facts(folder: str | Path) -> dict:
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool = False) -> PeftModel:
-    """Put a saved adapter on its base model, at the depth that the model is set to.
+    """Put a saved adapter of any kind on its base model, at the depth that the model is set to.
 
-    The depth may differ from that of training, which is logged: the shared update runs at any depth.
+    A shared update runs at any depth: one that differs from training is logged. Factors or learned gates for each loop
+    run at their own depth only.
 
     Args:
         model: looped base model.
@@ -48,7 +50,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
 
     Raises:
         NotLoopedError: for a model without loops.
-        ValueError: if the folder holds no safetensors adapter, or one of another base model; one sentence.
+        ValueError: if the folder holds no safetensors adapter, one of another base model, or one whose loops have factors
+            or gates of their own at another depth; one sentence.
     """
     config = read_adapter_config(folder)
     check_shapes(model, folder)
@@ -60,7 +63,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
         logger.warning(
             f"The adapter in {folder} was trained on {config.base_model_name_or_path}; it is put on {base}."
         )
-    return PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+    return attach_adapter(model, folder, is_trainable)
 
 
 def check_resumable(model: PeftModel, folder: str | Path) -> None:
@@ -123,12 +126,15 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
         raise ValueError(f"{Path(folder) / _WEIGHTS} cannot be read: {error}.") from None
     for key, shape in shapes.items():
         name, _, factor = key.removeprefix("base_model.model.").rpartition(".lora_")
+        if factor == "loop_gates":
+            continue
         linear = modules.get(name)
         if not hasattr(linear, "in_features"):
             raise ValueError(
                 f"The adapter in {folder} is for another base model: this one has no linear map `{name}`."
             )
-        width, side = (shape[1], "in_features") if factor.startswith("A") else (shape[0], "out_features")
+        # [r, in] and [out, r], or [K, r, in] and [K, out, r] if each loop has its own.
+        width, side = (shape[-1], "in_features") if factor.startswith("A") else (shape[-2], "out_features")
         if width != getattr(linear, side):
             raise ValueError(
                 f"The adapter in {folder} is for another base model: its `{name}` has {side} {width}, this model's has "

@@ -368,9 +368,9 @@ def test_mapping_and_template(write, tokenizer):
     assert load(None, path, tokenizer, **alpaca).train[0]["prompt"] == ALPACA.format("Haus")
 
 
-def test_sharegpt_conversations(write, tokenizer):
+def test_sharegpt_conversations(write, bytes_tokenizer):
     row = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
-    assert load(None, write("a.jsonl", [row]), tokenizer).train["messages"][:] == [
+    assert load(None, write("a.jsonl", [row]), bytes_tokenizer).train["messages"][:] == [
         [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     ]
 
@@ -439,6 +439,8 @@ def test_refusals(tmp_path, write, tokenizer):
         train_files=[write("f.jsonl", [GOOD])],
     )
     refuse("missing field `b`", prompt_template="{b}", train_files=[write("f.jsonl", [GOOD])])
+    chat = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
+    refuse("the tokenizer has no chat template", train_files=[write("g.jsonl", [chat])])
     refuse("chat_template: tulu2", preparation="tulu2", train_files=[str(SAMPLES / "tulu2.jsonl")])
 
 

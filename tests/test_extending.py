@@ -1,5 +1,6 @@
 """The extension point, through the example of docs/extending.md: HRM-Text of transformers."""
 
+import copy
 import functools
 import re
 import subprocess
@@ -22,6 +23,7 @@ from loopdropout_trainer import (
     use_gates,
 )
 from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
+from loopdropout_trainer.evaluation import generate_greedy
 from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, find_looped_model
 from loopdropout_trainer.models import OuroForCausalLM
 
@@ -68,6 +70,10 @@ def test_the_example_is_short_and_announces_every_loop():
     check_loops(model, input_ids=torch.tensor([[3, 4, 5]]))
     names = find_looped_model(model).recurrent_linears()
     assert len(names) == 2 * 8 and all(name.startswith(("model.L_module.", "model.H_module.")) for name in names)
+    twin = copy.deepcopy(model)
+    twin.config.num_loops = 2
+    check_loops(twin, input_ids=torch.tensor([[3, 4, 5]]))
+    check_loops(model, input_ids=torch.tensor([[3, 4, 5]]))
     assert find_looped_model(adapted(model)).recurrent_linears() == names
 
 
@@ -143,6 +149,9 @@ def test_train_evaluate_diagnose_save_and_merge(config, dataset, tokenizer, tmp_
     assert measured.all_on < measured.frozen and len(measured.only) == 4
     assert readout_losses(trainer.model, batches)[-1] == pytest.approx(measured.all_on, abs=1e-4)
 
+    short, _ = generate_greedy(trainer.model, tokenizer, ["1+1", "1+10"], max_new_tokens=4)
+    assert [short] == generate_greedy(trainer.model, tokenizer, ["1+1"], max_new_tokens=4)
+
     trainer.save_model(str(tmp_path / "adapter"))
     merge_and_save(trainer.model, tmp_path / "merged", tokenizer)
     fresh = """
@@ -175,13 +184,13 @@ def test_a_wrong_description_is_found_out():
         get_num_loops = staticmethod(lambda config: 2)
 
         def recurrent_layers(self):
-            return self.model.model.layers
+            return self.model.layers
 
         def running_loop(self, layer, *args, **kwargs):
             return 0
 
         def readout_module(self):
-            return self.model.model.norm
+            return self.model.norm
 
     config = functools.partial(LlamaConfig, vocab_size=258, hidden_size=16, intermediate_size=16)
     model = LlamaForCausalLM(config(num_hidden_layers=1, num_attention_heads=2))

@@ -95,6 +95,13 @@ def test_both_styles_of_rope_base_are_read(loopus):
     assert (config.num_hidden_layers, config.num_loops, config.tie_word_embeddings) == (5, 4, False)
 
 
+def test_what_is_not_implemented_is_refused():
+    with pytest.raises(ValueError, match="is implemented over Qwen3; `base_config_dict` is of a 'llama' model"):
+        LoopusConfig(base_config_dict={"model_type": "llama"})
+    with pytest.raises(ValueError, match="Only full attention"):
+        tiny_loopus(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+
+
 def test_a_split_that_is_no_partition_is_refused():
     with pytest.raises(ValueError, match="must share the 4 base layers"):
         tiny_loopus(encoder_layer_indices=[0], reasoning_layer_indices=[2], decoder_layer_indices=[3])

@@ -1,6 +1,7 @@
 """Recipes: every one parses into the dataclasses and is the paper's; what a plan says is what the trainer does."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from loopdropout_trainer.sweep import Sweep, SweepArguments, is_recipe
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 TYPES = (ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig, RunArguments)
-PAPER = ("metamath_gsm", "gsm8k", "tulu2")
+PAPER = ("metamath_gsm", "gsm8k", "tulu2", "huginn", "loopus")
 TRAINING = [*RECIPES.glob("*.yaml"), *(path for name in PAPER for path in (RECIPES / name).glob("*.yaml"))]
 
 
@@ -43,7 +44,8 @@ def test_recipe_parses_and_names_itself(path):
     assert set(run.benchmarks or ()) <= {*BENCHMARKS, "development"}
     if name_of(path) == "quickstart":
         return
-    assert config.gradient_checkpointing == (data.preparation == "tulu2")
+    family = name_of(path).split("/")[0]
+    assert config.gradient_checkpointing == (family in ("tulu2", "huginn", "loopus"))
 
     # Table "Fine-tuning recipes" and Appendix "Hyperparameters"
     assert (config.adam_beta1, config.adam_beta2, config.weight_decay, config.max_grad_norm) == (0.9, 0.999, 0.0, 1.0)
@@ -51,9 +53,12 @@ def test_recipe_parses_and_names_itself(path):
     assert (config.lr_scheduler_type, config.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr_rate": 0.1})
     assert (config.bf16, model.dtype, model.attn_implementation) == (True, "bfloat16", "sdpa")
     assert config.per_device_train_batch_size == 8
-    assert (config.seed, config.data_seed, config.gate_seed) == (101, None, None)
+    seed = {"huginn": 301, "loopus": 501}.get(family, 101)
+    assert (config.seed, config.data_seed, config.gate_seed) == (seed, None, None)
     assert config.eval_strategy == "no" and not config.load_best_model_at_end  # the final checkpoint
-    assert (adapter.lora_alpha / adapter.lora_r, adapter.use_rslora) in ((2, False), (2, True))
+    # The rescaled masks of LoRA Dropout at alpha q^2 are plain ones at alpha, with the expected update at inference.
+    q = 1 - config.p if config.rule == "lora_dropout" else 1
+    assert adapter.lora_alpha / adapter.lora_r == 2 * q**2
     assert adapter.lora_target_modules is None
     accumulation, epochs, length, warmup, rows = {
         "metamath_gsm": (4, 1, 1024, 0.03, 100_000),
@@ -74,13 +79,15 @@ def test_sweep_recipe_parses(path, monkeypatch):
     assert f"python recipes/sweep.py recipes/{name_of(path)}.yaml" in path.read_text()
     assert arguments.output_dir == f"outputs/{name_of(path)}"
     methods = [method for method in arguments.methods if is_recipe(method)]
-    assert load_recipe(arguments.recipe) and all(load_recipe(method) for method in methods)
+    assert all(Path(path) in {each.relative_to(ROOT) for each in TRAINING} for path in (arguments.recipe, *methods))
     rates = {
         "metamath_gsm": [1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4],
         "gsm8k": [3e-5, 1e-4, 2e-4, 3e-4, 6e-4],
     }[load_recipe(arguments.recipe)["preparation"]]
-    assert arguments.learning_rates == rates
-    assert len({job.results for job in Sweep(arguments, RECIPES).ready_jobs()}) >= len(rates) * len(arguments.methods)
+    assert arguments.learning_rates == rates or arguments.full_grid and set(arguments.learning_rates) < set(rates)
+    jobs = len(arguments.seeds) if arguments.full_grid else 1
+    jobs *= len(arguments.learning_rates) * len(arguments.methods)
+    assert len({job.results for job in Sweep(arguments, RECIPES).ready_jobs()}) == jobs
 
 
 def test_learning_rates_of_the_paper():
@@ -101,9 +108,13 @@ def test_learning_rates_of_the_paper():
         "metamath_gsm/independent_rank_16_masked": 2e-4,
         "gsm8k": 1e-4,
         "tulu2": 1e-4,
+        "huginn": 1e-4,
+        "loopus": 1e-4,
     }
     assert {name: recipes[name]["learning_rate"] for name in expected} == expected
     assert [recipes[f"gsm8k/depth_{loops}"]["num_loops"] for loops in (2, 4, 6, 8)] == [2, 4, 6, 8]
+    families = {name: (recipes[name]["num_loops"], recipes[name]["p"]) for name in ("huginn", "loopus")}
+    assert families == {"huginn": (32, 0.5), "loopus": (8, 0.3)}
 
 
 OURO = {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
@@ -172,3 +183,11 @@ def test_steps_of_several_processes(config, monkeypatch):
     monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
     assert num_steps(100_000, args) == (3125, 3125)
     assert num_steps(33, args) == (2, 2)
+
+
+def test_the_readme_lists_every_recipe_and_no_other():
+    text = (RECIPES / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(?:recipes/)?([\w./]+\.yaml)`", text))
+    paths = {*TRAINING, *(RECIPES / "sweeps").glob("*.yaml")}
+    assert {str(path.relative_to(RECIPES)) for path in paths} <= listed
+    assert all((RECIPES / name).is_file() for name in listed)

@@ -11,7 +11,7 @@ from loopdropout_trainer.adapters.gated import (
     remove_gates,
     use_gates,
 )
-from loopdropout_trainer.adapters.loading import load_adapter
+from loopdropout_trainer.adapters.loading import attach_adapter
 from loopdropout_trainer.adapters.lora_dropout import SparseLora
 from loopdropout_trainer.adapters.refusals import check_adapter, check_peft_config
 from loopdropout_trainer.adapters.weight_noise import NoisyLora
@@ -24,10 +24,10 @@ __all__ = [
     "adapted_layers",
     "add_gates",
     "add_unit_gates",
+    "attach_adapter",
     "check_adapter",
     "check_peft_config",
     "has_gates",
-    "load_adapter",
     "merged_update",
     "physical_layers",
     "remove_gates",

@@ -9,6 +9,8 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from loopdropout_trainer.data.rows import DataError
+
 
 def token_lengths(examples: Dataset, tokenizer: PreTrainedTokenizerBase, batch_size: int = 512) -> np.ndarray:
     """Return the number of tokens [N] of each example, as `SFTTrainer` tokenises it, with the end token that it appends.
@@ -17,6 +19,9 @@ def token_lengths(examples: Dataset, tokenizer: PreTrainedTokenizerBase, batch_s
         examples: in one of TRL's formats.
         tokenizer: with the chat template that training uses.
         batch_size: examples tokenised at once.
+
+    Raises:
+        DataError: if the examples are conversations and the tokenizer has no chat template.
     """
     lengths = np.empty(len(examples), dtype=np.int64)
     columns = [name for name in ("prompt", "completion", "messages", "text") if name in examples.column_names]
@@ -40,6 +45,11 @@ def _token_ids(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase) 
     else:
         pairs = zip(batch["prompt"], batch["completion"], strict=True)
         conversations = [prompt + completion for prompt, completion in pairs]
+    if tokenizer.chat_template is None:
+        raise DataError(
+            "The rows are conversations, and the tokenizer has no chat template: name one with `chat_template`, such as "
+            "`chat_template: tulu2`."
+        )
     quiet = {"verbose": False}  # no warning that a length is beyond the model's: lengths are what is being looked for
     return tokenizer.apply_chat_template(conversations, tokenizer_kwargs=quiet)["input_ids"]
 

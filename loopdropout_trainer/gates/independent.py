@@ -23,4 +23,5 @@ class Independent(MaskedRule):
 
     name = "independent"
     adapter = "per_loop"
+    mergeable = False
     p: float | tuple[float, ...] = 0.0

@@ -23,4 +23,5 @@ class Learned(MaskedRule):
 
     name = "learned"
     adapter = "learned"
+    mergeable = False
     p: float | tuple[float, ...] = 0.0

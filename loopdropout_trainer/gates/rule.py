@@ -1,6 +1,6 @@
 """What a rule is: a small object that turns stateless draws into the gates of a micro-batch, and the registry of all rules.
 
-Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at four places,
+Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at five places,
 each of them optional:
 
 - `adapter` names the kind of LoRA layer (a file of `loopdropout_trainer.adapters`) that carries the rule out. The two
@@ -9,6 +9,8 @@ each of them optional:
 - `passes`: forward and backward passes per micro-batch over which the loss is averaged.
 - `wants_sensitivity`: gates then require gradients, and `observe` gets |d loss / d g_t| after each optimizer step.
 - `state_dict` and `load_state_dict`: what a checkpoint must keep beside the adapter.
+- `mergeable`: False if what it trains differs from loop to loop at inference, so that a recipe that asks for merging is
+  refused before training.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class GateRule:
     name: ClassVar[str]
     adapter: ClassVar[str] = "gated"
     wants_sensitivity: ClassVar[bool] = False
+    mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
 
     @property
     def passes(self) -> int:

@@ -18,6 +18,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
+@torch.compiler.assume_constant_result
 def stream_key(*parts: str | int) -> int:
     """Return the 64-bit key of the stream that `parts` name, such as a purpose, a seed and an optimizer step."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
@@ -56,7 +57,7 @@ def truncated_normals(keys: torch.Tensor, positions: torch.Tensor, width: int) -
     positions, keys = positions.unsqueeze(-1), keys.unsqueeze(-1)
     zero = torch.zeros_like(positions)
     words = philox((blocks, positions, zero, zero), (keys & _WORD, (keys >> 32) & _WORD))
-    words = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :width]
-    uniforms = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24  # the middle of each of the 2^24 cells
+    high_bits = [(word >> 8).to(torch.float32) for word in torch.broadcast_tensors(*words)]
+    uniforms = (torch.stack(high_bits, dim=-1).flatten(-2)[..., :width] + 0.5) * 2.0**-24  # the middle of each cell
     inside = math.erf(3 / math.sqrt(2))  # probability of |z| < 3
     return math.sqrt(2) * torch.erfinv(inside * (2 * uniforms - 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 
 def fit_cache(cache: Cache, num_slots: int) -> None:
@@ -17,15 +17,19 @@ def fit_cache(cache: Cache, num_slots: int) -> None:
     Raises:
         ValueError: if the cache already holds tokens of a run with fewer loops.
     """
-    if cache.layer_class_to_replicate is not None or len(cache.layers) >= num_slots:
-        return
-    if cache.get_seq_length() > 0:
+    held = len(cache.layers)
+    first = cache.layers[0] if held else None
+    if held < num_slots:
+        stale = held > 0 and cache.get_seq_length() > 0
+    else:  # a later run may have used fewer of the slots
+        stale = type(first) is DynamicLayer and cache.layers[num_slots - 1].get_seq_length() != first.get_seq_length()
+    if stale:
         raise ValueError(
-            f"This cache holds tokens of a run with {len(cache.layers)} (loop, layer) slots; the model now needs "
-            f"{num_slots}. Its number of loops was raised in between: start from an empty cache."
+            f"This cache has {held} (loop, layer) slots, not all of them with every token; the model now needs {num_slots}. "
+            "Its number of loops was raised in between: start from an empty cache."
         )
-    period = len(cache.layers)
-    cache.layers.extend(copy.deepcopy(cache.layers[slot % period]) for slot in range(period, num_slots))
+    if cache.layer_class_to_replicate is None:  # else the cache adds slots by itself
+        cache.layers.extend(copy.deepcopy(cache.layers[slot % held]) for slot in range(held, num_slots))
 
 
 class LoopCacheView:

@@ -57,7 +57,6 @@ class LoopInputs:
         position_ids: [B or 1, S].
         position_embeddings: cosines and sines, each [B or 1, S, ...].
         injected: [B, S, H] that every loop mixes in again, or None.
-        token_mask: [B, cached + S], 0 on padding; or None.
         attention_kwargs: further arguments of the attention kernel, such as the lengths of packed examples.
     """
 
@@ -66,7 +65,6 @@ class LoopInputs:
     position_ids: torch.Tensor
     position_embeddings: tuple[torch.Tensor, torch.Tensor]
     injected: torch.Tensor | None = None
-    token_mask: torch.Tensor | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def of_layer(self) -> dict[str, Any]:
@@ -85,7 +83,8 @@ class LoopedConfigMixin:
     `backprop_depth` is the number of last loops that gradients flow through; None: all of them.
     """
 
-    auto_map = {}  # TRL reads it of every architecture that it does not find in transformers
+    # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
+    auto_map = {}
 
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):
@@ -292,7 +291,6 @@ class LoopedBackbone(LoopedPreTrainedModel):
             attention_mask=causal_mask,
             position_ids=position_ids,
             position_embeddings=self.rotate(inputs_embeds, position_ids),
-            token_mask=token_mask,
             attention_kwargs=kwargs,
         )
         outside = {"past_key_values": past_key_values, "use_cache": use_cache}

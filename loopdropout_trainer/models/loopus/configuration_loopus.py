@@ -53,6 +53,10 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
     def __post_init__(self, **kwargs):
         if self.base_config_dict is not None:
             nested = dict(self.base_config_dict)
+            if nested.get("model_type", "qwen3") != "qwen3":
+                raise ValueError(
+                    f"LoopUS is implemented over Qwen3; `base_config_dict` is of a {nested['model_type']!r} model."
+                )
             base = Qwen3Config(**{key: value for key, value in nested.items() if key != "model_type"})
             for name in _QWEN3_FIELDS:
                 if name in nested or name == "rope_parameters":
