@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -280,6 +281,14 @@ def test_continuing_an_evaluation_generates_only_what_is_missing(tokenizer, tmp_
         evaluate_benchmark(model, tokenizer, benchmark, log_dir=tmp_path, progress=False)
 
 
+def test_sharded_weights_are_refused(tokenizer):
+    model = tiny_ouro()
+    model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters so
+    benchmark = Benchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 4)
+    with pytest.raises(ValueError, match="sharded over processes"):
+        evaluate_benchmark(model, tokenizer, benchmark, progress=False)
+
+
 @pytest.fixture(scope="module")
 def saved(tokenizer, tmp_path_factory):
     """Folders of a model, of an adapter of it, and of the two merged."""
@@ -324,7 +333,7 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     assert 2 <= before.count("\n") < 8 and not (tmp_path / "evaluation.json").is_file()
 
     two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *script, "3"]
-    done = subprocess.run(two, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(two, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert answers.read_text().startswith(before[: before.rfind("\n") + 1])
     assert all((tmp_path / "answers" / "gsm8k" / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
@@ -338,7 +347,7 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
         assert results[benchmark.name] == evaluate_benchmark(model, tokenizer, benchmark, 16, progress=False)
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert report["num_processes"] == 2 and report["settings"]["benchmark_batch_size"] == 3
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == version("torch")
 
 
 @pytest.fixture
