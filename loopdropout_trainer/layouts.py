@@ -66,6 +66,13 @@ def check_processes(accelerator: Accelerator) -> None:
         )
 
 
+def divides_weights(args: TrainingArguments) -> bool:
+    """Return whether each process holds a part of the frozen weights only: under ZeRO-3 and FSDP."""
+    plugin = args.deepspeed_plugin
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return fsdp or (plugin is not None and plugin.zero_stage == 3)
+
+
 def non_reentrant_checkpointing(args: TrainingArguments) -> None:
     """Make gradient checkpointing non-reentrant under both names of its field.
 
