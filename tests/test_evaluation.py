@@ -17,7 +17,7 @@ import torch
 from conftest import GOLDEN, tiny_ouro
 from peft import PeftModel, get_peft_model
 
-from loopdropout_trainer import default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save, use_gates
 from loopdropout_trainer.evaluation import (
     BENCHMARKS,
     Benchmark,
@@ -37,7 +37,7 @@ from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict
 from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
 from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
 from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
-from loopdropout_trainer.evaluation.run import EvaluationArguments
+from loopdropout_trainer.evaluation.run import EvaluationArguments, load_model
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import ModelArguments, RecipeError, parse_recipe
 
@@ -377,6 +377,23 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
     recipe.write_text(recipe.read_text() + "benchmark: gsm8k\n")
     with pytest.raises(RecipeError, match="did you mean `benchmarks`"):
         evaluate_script.main([str(recipe)])
+
+
+def test_an_adapter_gives_the_same_answers_in_bfloat16_as_at_the_end_of_its_training(
+    tokenizer, config, dataset, tmp_path
+):
+    varied(tiny_ouro()).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base = ModelArguments(str(tmp_path / "base"), dtype="bfloat16")
+    arguments = config(learning_rate=0.1, model_init_kwargs=base.init_kwargs)
+    trainer = LoopDropoutSFTTrainer(
+        base.model_name_or_path, arguments, train_dataset=dataset, processing_class=tokenizer
+    )
+    trainer.train()
+    trainer.save_model()
+    want = generate_greedy(trainer.model, tokenizer, PROMPTS, 24, progress=False)
+    assert generate_greedy(*load_model(base, trainer.args.output_dir), PROMPTS, 24, progress=False) == want
+    assert generate_greedy(*load_model(base), PROMPTS, 24, progress=False) != want
 
 
 @pytest.mark.parametrize("path", [*sorted((RECIPES / "evaluation").glob("*.yaml")), RECIPES / "gsm8k.yaml"])

@@ -1,8 +1,10 @@
 """What holds for every family alike: the reference's golden tensors, its brute-force oracle, cache, padding, packing."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from loopdropout_trainer.diagnostics import readout_losses, single_loop_activati
 from loopdropout_trainer.looped import find_looped_model
 
 
+ROOT = Path(__file__).parents[1]
 BATCHES = ("unpadded", "padded")
 
 
@@ -325,6 +328,31 @@ def test_training_with_padding_checkpointing_and_resume(make_tiny, config, datas
 def tokenized(row, tokenizer):
     prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "completion"))
     return {"input_ids": prompt + completion, "completion_mask": [0] * len(prompt) + [1] * len(completion)}
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_resumes_and_merges(make_tiny, tokenizer, tmp_path):
+    make_tiny().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    options = {
+        "model_name_or_path": tmp_path / "base",
+        "output_dir": tmp_path / "out",
+        "num_loops": 3,
+        "num_train_examples": 32,
+        "num_eval_examples": 8,
+        "per_device_train_batch_size": 4,
+        "gradient_checkpointing": "true",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "benchmarks": "arithmetic_test",
+        "benchmark_limit": 2,
+    }
+    for more in ({"max_steps": 2}, {"max_steps": 4, "resume_from_checkpoint": "true"}):
+        words = [word for name, value in {**options, **more}.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, ROOT / "recipes" / "sft.py", ROOT / "recipes" / "quickstart.yaml", *words]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
+    assert (tmp_path / "out" / "checkpoint-4").is_dir() and merged.config.num_loops == 3
 
 
 FRESH = """

@@ -131,7 +131,8 @@ class Recorder(LoopDropoutSFTTrainer):
         del self.loop_state.set_gates
         if self.seen is None:
             gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.requires_grad}
-            self.seen = (batch, *next(given for given in drawn if given[0] is not None), loss, gradients)
+            gates, segments = next(given[:2] for given in drawn if given[0] is not None)
+            self.seen = (batch, gates, segments, loss, gradients)
         return loss
 
 

@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.data import load_tokenizer
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, Benchmark, load_benchmark
 from loopdropout_trainer.evaluation.evaluator import all_processes, evaluate_benchmark
@@ -133,7 +134,9 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
         find_looped_model(base)
         if adapter is None:
             return base.eval(), tokenizer
-        return load_adapter(base, _local_folder(adapter)).eval(), tokenizer
+        adapted = load_adapter(base, _local_folder(adapter))
+        add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
+        return adapted.eval(), tokenizer
     except (OSError, ValueError, RuntimeError) as error:
         raise RecipeError(_one_line(error)) from error
 
