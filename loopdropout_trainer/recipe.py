@@ -137,6 +137,9 @@ class RunArguments(BenchmarkArguments):
         default=None,
         metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
     )
+    evaluate_base: bool = field(
+        default=True, metadata={"help": "Answer the benchmarks before training, too: with the base model."}
+    )
     single_loop_batches: int = field(
         default=0,
         metadata={
@@ -247,6 +250,8 @@ def parse_recipe(
     valid = [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
     unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - set(valid)
     recipe = {key: value for key, value in recipe.items() if key not in unread}
+    if isinstance(recipe.get("resume_from_checkpoint"), bool):  # a string to transformers, `true` to everybody else
+        recipe["resume_from_checkpoint"] = str(recipe["resume_from_checkpoint"]).lower()
     for key, value in recipe.items():
         if key not in valid:
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
@@ -273,6 +278,7 @@ def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], descri
     parser = HfArgumentParser(
         dataclass_types,
         description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage="%(prog)s [RECIPE.yaml] [--field value ...]",
     )

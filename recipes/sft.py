@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-
-from transformers.trainer_utils import get_last_checkpoint
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
@@ -99,8 +99,8 @@ class Run:
             processing_class=self.tokenizer,
             peft_config=self.peft_config,
         )
-        if base_benchmarks is None:
-            base_benchmarks = self.evaluate(trainer)  # a new adapter changes nothing yet
+        if base_benchmarks is None:  # a new adapter changes nothing yet
+            base_benchmarks = self.evaluate(trainer) if self.script.evaluate_base else []
         began = time.perf_counter()
         result = trainer.train(resume_from_checkpoint=checkpoint_of(config))
         outcome = Outcome(
@@ -147,12 +147,10 @@ class Run:
         outcome.saved["merged model"] = str(folder)
 
 
-def checkpoint_of(config: LoopDropoutConfig) -> str | None:
-    """Return the checkpoint to resume from: `resume_from_checkpoint: true` means the last one, if there is any."""
+def checkpoint_of(config: LoopDropoutConfig) -> str | bool | None:
+    """Return the checkpoint to resume from; True: the newest whole one in `output_dir`, if there is one."""
     wanted = config.resume_from_checkpoint
-    if wanted in (True, "true", "True"):
-        return get_last_checkpoint(config.output_dir) if Path(config.output_dir).is_dir() else None
-    return None if wanted in (False, "false", "False") else wanted
+    return {"true": True, "false": None}.get(str(wanted).lower(), wanted)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -169,9 +167,12 @@ def main(argv: list[str] | None = None) -> None:
     if not config.should_save:  # the other processes
         return
     if outcomes[0].single_loop is not None:
-        chart = Path(config.output_dir) / "single_loop.png"
-        plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart)
-        outcomes[0].saved["chart of single-loop activation"] = str(chart)
+        if find_spec("matplotlib") is None:
+            print('No chart of single-loop activation without matplotlib: pip install -e ".[plots]"')
+        else:
+            chart = Path(config.output_dir) / "single_loop.png"
+            plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart)
+            outcomes[0].saved["chart of single-loop activation"] = str(chart)
     print_report(outcomes)
     if run.script.push_merged_to_hub:
         address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)
@@ -179,6 +180,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
     try:
         main()
     except (ValueError, PushError) as error:  # what the user can put right, in one sentence

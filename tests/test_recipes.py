@@ -1,6 +1,7 @@
 """Recipes: every one parses into the dataclasses and is the paper's; what a plan says is what the trainer does."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,11 @@ def test_steps_of_several_processes(config, monkeypatch):
     monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
     assert num_steps(100_000, args) == (3125, 3125)
     assert num_steps(33, args) == (2, 2)
+
+
+def test_the_readme_lists_every_recipe_and_no_other():
+    text = (RECIPES / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(?:recipes/)?([\w./]+\.yaml)`", text))
+    paths = {*TRAINING, *(RECIPES / "sweeps").glob("*.yaml")}
+    assert {str(path.relative_to(RECIPES)) for path in paths} <= listed
+    assert all((RECIPES / name).is_file() for name in listed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,11 @@ class Arithmetic(GSM8K):
     num_eval_examples = 200
     num_train_examples = 2000
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> list[Row]:
         num_train = self.args.num_train_examples
         num_train = self.num_train_examples if num_train is None else num_train
         problems = arithmetic_problems("train", self.num_held_out + num_train, self.args.split_seed)
-        return (Row(f"problem {number}", row) for number, row in enumerate(problems, start=1))
+        return [Row(f"problem {number}", row) for number, row in enumerate(problems, start=1)]
 
     def split(self, examples, ranks, tokenizer, report):
         indices = np.arange(len(examples))

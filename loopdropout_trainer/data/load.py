@@ -13,7 +13,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Dataset, Features, Value, load_dataset
+from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 from tqdm.auto import tqdm
@@ -25,7 +25,8 @@ from loopdropout_trainer.data.lengths import token_lengths
 from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
 from loopdropout_trainer.data.preparation import Preparation, Unwanted, rank
 from loopdropout_trainer.data.report import DataReport
-from loopdropout_trainer.data.rows import BadRow, DataError, Row, read_files
+from loopdropout_trainer.data.rows import BadRow, DataError, Row
+from loopdropout_trainer.data.source import Source
 from loopdropout_trainer.data.tulu2 import Tulu2
 
 
@@ -70,7 +71,7 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
         DataError: if the data cannot be used; it names the file and row.
     """
     preparation = _PREPARATIONS[args.preparation](args)
-    source = _Source.open(args, preparation)
+    source = Source.open(args, preparation)
     key = _cache_key(args, source, tokenizer, max_length)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "loopdropout_trainer" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -79,61 +80,16 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
             _prepare_into(folder, preparation, source, tokenizer, max_length)
     report = DataReport.from_dict(json.loads((folder / "report.json").read_text(encoding="utf-8")))
     held_out = Dataset.load_from_disk(folder / "eval") if report.held_out else None
-    description = f"{preparation.title or source.name}: {report.train:,} examples"
-    if preparation.title and source.name != preparation.title:
-        description = f"{preparation.title} ({source.name}): {report.train:,} examples"
-    if held_out is not None:
-        description += f", {report.held_out:,} held out"
-    return LoadedData(Dataset.load_from_disk(folder / "train"), held_out, report, description)
+    return LoadedData(Dataset.load_from_disk(folder / "train"), held_out, report, _description(preparation, report))
 
 
-@dataclass
-class _Source:
-    """Where rows come from: their name, what changes when they change, and the rows themselves."""
-
-    name: str
-    fingerprint: Any
-    train: Iterable[Row]
-    eval: Iterable[Row] | None
-
-    @classmethod
-    def open(cls, args: DataArguments, preparation: Preparation) -> _Source:
-        eval_rows = read_files(args.eval_files) if args.eval_files else None
-        eval_print = [_file_print(path) for path in args.eval_files or ()]
-        if args.train_files:
-            name = ", ".join(Path(path).name for path in args.train_files)
-            files = [_file_print(path) for path in args.train_files]
-            return cls(name, [files, eval_print], read_files(args.train_files), eval_rows)
-        generated = preparation.rows()
-        if generated is not None:
-            return cls(preparation.title, ["generated", eval_print], generated, eval_rows)
-        dataset = _load_from_hub(args)
-        name = "/".join(filter(None, (args.dataset_name, args.dataset_config, args.dataset_split)))
-        rows = (Row(f"{name}, row {number}", row) for number, row in enumerate(dataset, start=1))
-        return cls(name, [dataset._fingerprint, eval_print], rows, eval_rows)
+def _description(preparation: Preparation, report: DataReport) -> str:
+    name = preparation.title or report.source
+    name += f" ({report.source})" if name != report.source else ""
+    return f"{name}: {report.train:,} examples" + (f", {report.held_out:,} held out" if report.held_out else "")
 
 
-def _file_print(path: str) -> list[Any]:
-    try:
-        stat = Path(path).stat()
-    except OSError as error:
-        raise DataError(f"The data file {path} cannot be read: {error.strerror}.") from error
-    return [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns]
-
-
-def _load_from_hub(args: DataArguments) -> Dataset:
-    try:
-        return load_dataset(
-            args.dataset_name, args.dataset_config, revision=args.dataset_revision, split=args.dataset_split
-        )
-    except Exception as error:  # the Hub's client raises many kinds
-        reason = " ".join(str(error).split())
-        raise DataError(f"The dataset `{args.dataset_name}` cannot be loaded: {reason}") from error
-
-
-def _cache_key(
-    args: DataArguments, source: _Source, tokenizer: PreTrainedTokenizerBase, max_length: int | None
-) -> str:
+def _cache_key(args: DataArguments, source: Source, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # Padding and truncation are a fast tokenizer's passing state.
     state = (
@@ -149,7 +105,7 @@ def _cache_key(
 def _prepare_into(
     folder: Path,
     preparation: Preparation,
-    source: _Source,
+    source: Source,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None,
 ) -> None:

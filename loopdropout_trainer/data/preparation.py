@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,7 +45,7 @@ class Preparation:
         if args.eval_files:
             self.num_held_out = 0
 
-    def rows(self) -> Iterator[Row] | None:
+    def rows(self) -> list[Row] | None:
         """Return generated rows, for a preparation that reads none."""
         return None
 

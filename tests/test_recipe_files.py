@@ -1,0 +1,146 @@
+"""How recipes and command lines become settings: strict, with errors that name the field."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import yaml
+
+from loopdropout_trainer import LoopDropoutConfig
+from loopdropout_trainer.recipe import (
+    TINY_OURO_PATH,
+    AdapterArguments,
+    ModelArguments,
+    RecipeError,
+    RunArguments,
+    load_recipe,
+    parse_recipe,
+    settings_yaml,
+)
+
+
+TYPES = (RunArguments, ModelArguments, AdapterArguments, LoopDropoutConfig)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """`recipe(text, name=...)`: write a recipe and return its path."""
+
+    def write(text, name="recipe.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+BASE = "model_name_or_path: some/model\noutput_dir: out\nbf16: false\nreport_to: none\n"
+
+
+def test_the_command_line_overrides_the_recipe(recipe):
+    path = recipe(
+        BASE + "learning_rate: 1e-4\np: [0.1, 0.2]\nlora_r: 4\nsave_strategy: no\nlr_scheduler_kwargs: {a: 1e-3}\n"
+    )
+    argv = [path, "--learning_rate", "2e-4", "--rule", "unscaled", "--merge", "--compare_with", "lora", "loop_dropout"]
+    (run, model, adapter, config), settings = parse_recipe(TYPES, argv)
+    assert (config.learning_rate, config.rule, config.p) == (2e-4, "unscaled", [0.1, 0.2])
+    assert (config.save_strategy, config.lr_scheduler_kwargs) == ("no", {"a": 1e-3})
+    assert (adapter.lora_r, run.merge, run.compare_with) == (4, True, ["lora", "loop_dropout"])
+    assert model.model_name_or_path == "some/model"
+    assert settings["learning_rate"] == 2e-4
+
+
+def test_one_number_and_a_list_are_drop_probabilities_on_the_command_line(recipe):
+    path = recipe(BASE)
+    assert parse_recipe(TYPES, [path, "--p", "0.3"])[0][3].p == 0.3
+    assert parse_recipe(TYPES, [path, "--p", "0.3", "0.4"])[0][3].p == [0.3, 0.4]
+
+
+def test_a_recipe_builds_on_another_and_states_what_differs(recipe):
+    recipe(BASE + "seed: 1\nlora_r: 4\n", "base.yaml")
+    recipe("extends: ../base.yaml\nseed: 2\n", "variants/second.yaml")
+    path = recipe("extends: second.yaml\nlora_r: 8\n", "variants/third.yaml")
+    assert load_recipe(path) == {**yaml.safe_load(BASE), "seed": 2, "lora_r": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learnin_rate: 1e-4", "unknown key `learnin_rate`; did you mean `learning_rate`"),
+        ("xyzzy: 1", "unknown key `xyzzy`; `--help` lists the valid ones"),
+        ("learning_rate: fast", "`learning_rate` in .* must be of type float; got 'fast'"),
+        ("lora_r: 1.5", "`lora_r` in .* must be of type int; got 1.5"),
+        ("merge: yes", "`merge` in .* must be of type bool; got 'yes'"),
+        ("seed:", "`seed` in .* must not be empty"),
+        ("dtype: float8", "`dtype` must be one of bfloat16, float16, float32; got 'float8'"),
+        ("seed: 1\nseed: 2", "`seed` stands twice in the recipe .near line"),
+        ("p: 1.5", r"must lie in \[0, 1\); got 1.5"),
+        ("rule: dropuot", "Unknown rule 'dropuot'.* Valid rules: .*loop_dropout"),
+        ("rule: lora\np: 0.1", "'lora' has no field 'p'"),
+        ("seed: [1", "is not valid YAML"),
+        ("- a\n- b", "must be a mapping"),
+        ("extends: recipe.yaml", "extends itself"),
+        ("extends: nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("seed: !!python/object/apply:os.system ['true']", "is not valid YAML"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_one_sentence_that_names_it(recipe, text, message):
+    path = recipe(text if text.startswith("-") else BASE + text + "\n")
+    with pytest.raises(RecipeError, match=message) as error:
+        parse_recipe(TYPES, [path])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--learnin_rate", "1"], "Unknown option `--learnin_rate`; did you mean `--learning_rate`"),
+        (["--output_dir", "out"], "`model_name_or_path` is required"),
+        (["nowhere.yaml"], "nowhere.yaml cannot be read: No such file"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(argv, message):
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(TYPES, argv)
+
+
+def test_resume_from_checkpoint_may_be_a_boolean(recipe):
+    config = parse_recipe(TYPES, [recipe(BASE + "resume_from_checkpoint: true\n")])[0][3]
+    assert config.resume_from_checkpoint == "true"
+
+
+def test_fields_of_other_scripts_may_be_passed_over_but_mistakes_not(recipe):
+    @dataclass
+    class Small:
+        seed: int = field(default=0)
+
+    path = recipe(BASE + "seed: 3\n")
+    (small,), _ = parse_recipe((Small,), [path], unread_types=TYPES)
+    assert small.seed == 3
+    with pytest.raises(RecipeError, match="unknown key `sede`; did you mean `seed`"):
+        parse_recipe((Small,), [recipe(BASE + "sede: 3\n")], unread_types=TYPES)
+
+
+def test_saved_settings_repeat_the_run_without_secrets(recipe, tmp_path):
+    path = recipe(BASE + "hub_token: hf_secret\nmodel_init_kwargs: {token: hf_secret}\nlearning_rate: 1e-4\n")
+    _, settings = parse_recipe(TYPES, [path, "--p", "0.3"])
+    text = settings_yaml(settings)
+    assert "hf_secret" not in text
+    again = parse_recipe(TYPES, [recipe(text, "again.yaml")])[0][3]
+    assert (again.p, again.learning_rate) == (0.3, 1e-4)
+
+
+def test_the_model_inside_the_package_has_a_name(recipe):
+    path = recipe(BASE.replace("some/model", "tiny-ouro"))
+    model = parse_recipe(TYPES, [path])[0][1]
+    assert model.model_name_or_path == str(TINY_OURO_PATH)
+    assert model.base_name == "tiny_ouro"
+
+
+def test_help_tells_fields_and_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_recipe(TYPES, ["--help"], description="Trains.")
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "RECIPE.yaml" in text
+    assert "Rank r of the shared update. (default: 16)" in text
