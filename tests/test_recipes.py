@@ -193,13 +193,13 @@ def test_the_readme_lists_every_recipe_and_no_other():
     assert all((RECIPES / name).is_file() for name in listed)
 
 
-def test_another_rule_starts_from_its_own_defaults(tmp_path):
+def test_another_rule_keeps_what_it_has_as_well(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model_name_or_path: m\ndataset_name: d\nuse_cpu: true\np: 0.3\n")
-    assert parse(path, "--rule", "loop_dropout")[3].p == 0.3  # the recipe's rule, by default
+    assert parse(path, "--rule", "loop_dropout")[3].p == 0.3
     assert parse(path, "--rule", "lora")[3].p is None
-    assert parse(path, "--rule", "unscaled")[3].p == 0.5
-    assert parse(path, "--rule", "unscaled", "--p", "0.2")[3].p == 0.2
+    assert parse(path, "--rule", "unscaled")[3].p == 0.3
     path.write_text(path.read_text() + "rule: parallel_noise\nrule_args: {c: 2.0}\n")
-    assert parse(path, "--rule", "loop_dropout")[3].rule_args is None
+    assert not parse(path, "--rule", "loop_dropout")[3].rule_args
+    assert parse(path, "--rule", "weight_noise")[3].rule_args == {"c": 2.0}
     assert parse(path, "--learning_rate", "1e-3")[3].rule_args == {"c": 2.0}
