@@ -76,6 +76,22 @@ def test_the_merged_model_is_the_evaluated_one(quickstart):
     assert str(ROOT) not in card  # nobody's folders
 
 
+def test_merging_later_gives_the_same_model(quickstart, tmp_path, monkeypatch):
+    folder, _ = quickstart
+    argv = [
+        "merge.py",
+        str(folder / "recipe.yaml"),
+        "--adapter",
+        str(folder),
+        "--merged_dir",
+        str(tmp_path / "merged"),
+    ]
+    monkeypatch.setattr(sys, "argv", argv)
+    runpy.run_path(str(ROOT / "recipes/merge.py"), run_name="__main__")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (folder / "merged" / name).read_bytes(), name
+
+
 def test_the_saved_recipe_repeats_the_run(quickstart, tmp_path):
     folder, _ = quickstart
     recipe = folder / "recipe.yaml"
