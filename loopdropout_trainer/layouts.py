@@ -51,7 +51,8 @@ def check_processes(accelerator: Accelerator) -> None:
     if launched != accelerator.num_processes:
         raise ValueError(
             f"This is one of {launched} launched processes, but it found {accelerator.num_processes}: they would train "
-            "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe."
+            "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe; for a single "
+            "process unset WORLD_SIZE."
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return

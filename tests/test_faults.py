@@ -227,6 +227,14 @@ def test_a_broken_checkpoint_given_by_name_is_refused_also_without_a_manifest(fi
         make_trainer().train(resume_from_checkpoint=str(folder / "checkpoint-5"))
 
 
+def test_a_checkpoint_without_optimizer_state_is_not_resumed_from(make_trainer):
+    make_trainer(save_only_model=True).train()
+    trainer = make_trainer(max_steps=1, save_strategy="no")
+    assert "no optimizer state" in why_broken(Path(trainer.args.output_dir) / "checkpoint-6")
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.first_step == 0
+
+
 def test_without_a_whole_checkpoint_a_run_starts_at_the_beginning(make_trainer, tmp_path):
     assert newest_whole_checkpoint(tmp_path / "nowhere") is None
     trainer = make_trainer(max_steps=1, save_strategy="no")
