@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import tiny_ouro
+from packaging.version import Version
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
@@ -58,10 +59,10 @@ def test_in_one_process_every_promise_holds(reference):
 
 
 def test_two_processes_and_accumulation_train_as_one_process_does(reference, tmp_path):
-    for name, runs in (
-        ("one process, accumulation 2x4", ["plain", "packing"]),
-        ("ddp, accumulation", list(layouts.RUNS)),
-    ):
+    runs = list(layouts.RUNS)
+    if Version(torch.__version__) < Version("2.13"):
+        runs.remove("resuming")  # older torch loads no optimizer state onto `cpu:0`, as transformers calls DDP's CPU
+    for name, runs in (("one process, accumulation 2x4", ["plain", "packing"]), ("ddp, accumulation", runs)):
         layout = layouts.LAYOUTS[name]
         check(layouts.launch(layout, tmp_path / "run", runs), reference, layout)
 
