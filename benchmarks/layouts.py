@@ -72,6 +72,17 @@ RUNS = {
 }
 """Fields of each run of a launch. The last resumes the one before from its checkpoint of step 2."""
 
+RULES = {
+    "module_wise": {"rule": "module_wise"},
+    "adaptive": {"rule": "adaptive", "rule_args": {"decay": 0.5}},
+    "learned": {"rule": "learned", "p": 0.5},
+    "independent": {"rule": "independent", "p": 0.5},
+    "coto": {"rule": "coto", "rule_args": {"keep_start": 0.3}},
+    "weight_noise": {"rule": "weight_noise"},
+    "lora_dropout": {"rule": "lora_dropout", "rule_args": {"num_masks": 2}},
+}
+"""Runs of the rules that do more than draw one gate for each example and loop; not part of the table."""
+
 
 @dataclass
 class Run:
@@ -195,12 +206,13 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
             if self.model.training and state.gates is not None:  # None: all ones, in the whole micro-batch
                 rows = inputs["input_ids"]
                 texts = rows.tolist() if state.segments is None else _texts(rows, state.segments)
-                for text, drawn in zip(texts, state.gates.T.tolist(), strict=True):
+                by_example = state.gates.transpose(0, 1).expand(len(texts), *[-1] * (state.gates.dim() - 1))
+                for text, drawn in zip(texts, by_example.tolist(), strict=True):
                     gates[f"{self.state.global_step}: {''.join(map(chr, (t for t in text if t > 1)))}"] = drawn
             return loss
 
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
-    args = LoopDropoutConfig(**{**_FIELDS, "output_dir": str(run_dir), **RUNS[name], **fields})
+    args = LoopDropoutConfig(**{**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES}[name], **fields})
     args.model_init_kwargs = {"dtype": dtype}
     trainer = RecordingTrainer(str(folder / "model"), args, train_dataset=examples())
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model

@@ -21,6 +21,8 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
+from loopdropout_trainer.gates import RULES
+
 
 TINY_OURO_PATH = Path(__file__).parent / "tiny_ouro"
 """A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
@@ -137,6 +139,9 @@ class RunArguments(BenchmarkArguments):
         default=None,
         metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
     )
+    evaluate_base: bool = field(
+        default=True, metadata={"help": "Answer the benchmarks before training, too: with the base model."}
+    )
     single_loop_batches: int = field(
         default=0,
         metadata={
@@ -224,6 +229,8 @@ def parse_recipe(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
+    Another `--rule` than the recipe's keeps of the recipe's `p` and `rule_args` what it has as well.
+
     Args:
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
         argv: arguments after the script's name; default: the process's.
@@ -253,8 +260,20 @@ def parse_recipe(
         if key not in valid:
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
         _check_type(key, value, hints[key], path)
+    if "rule" in command_line:
+        recipe = _without_fields_of_another_rule(recipe, command_line["rule"])
     settings = {**recipe, **command_line}
     return [build(cls, settings) for cls in dataclass_types], settings
+
+
+def _without_fields_of_another_rule(recipe: dict[str, Any], rule: str) -> dict[str, Any]:
+    if rule not in RULES:  # an error that names the valid ones comes later
+        return recipe
+    taken = {f.name for f in dataclasses.fields(RULES[rule])}
+    recipe = {key: value for key, value in recipe.items() if key != "p" or "p" in taken}
+    if isinstance(recipe.get("rule_args"), Mapping):
+        recipe["rule_args"] = {key: value for key, value in recipe["rule_args"].items() if key in taken}
+    return recipe
 
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,6 +294,7 @@ def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], descri
     parser = HfArgumentParser(
         dataclass_types,
         description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage="%(prog)s [RECIPE.yaml] [--field value ...]",
     )

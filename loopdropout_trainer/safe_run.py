@@ -134,9 +134,9 @@ class SafeRunMixin:
             best = self.state.best_model_checkpoint
             rotate_checkpoints(run_dir, limit, keep=[folder] if best is None else [folder, best])
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
         try:
-            super().init_hf_repo(token, private)
+            super().init_hf_repo(token, *args, **kwargs)
         except Exception as error:
             raise push_error(error, self._repo(), "Nothing was trained yet", self.args.hub_token, token) from None
 

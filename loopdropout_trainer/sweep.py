@@ -143,7 +143,14 @@ class Sweep:
         options = [
             *([] if is_recipe(method) else ["--rule", method]),
             *("--learning_rate", f"{rate:.6g}", "--seed", str(seed), "--output_dir", str(folder)),
-            *("--benchmarks", self.arguments.select_on, "--resume_from_checkpoint", "true"),
+            *(
+                "--benchmarks",
+                self.arguments.select_on,
+                "--evaluate_base",
+                "false",
+                "--resume_from_checkpoint",
+                "true",
+            ),
         ]
         return Job(self._command("sft.py", self.recipe(method), *options, *self.passed_on), folder / "results.json")
 

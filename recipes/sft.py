@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
@@ -105,8 +107,8 @@ class Run:
             processing_class=self.tokenizer,
             peft_config=self.peft_config,
         )
-        if base_benchmarks is None:
-            base_benchmarks = self.evaluate(trainer)  # a new adapter changes nothing yet
+        if base_benchmarks is None:  # a new adapter changes nothing yet
+            base_benchmarks = self.evaluate(trainer) if self.script.evaluate_base else []
         began = time.perf_counter()
         result = trainer.train(resume_from_checkpoint=checkpoint_of(config))
         outcome = Outcome(
@@ -173,9 +175,12 @@ def main(argv: list[str] | None = None) -> None:
     if not config.should_save:  # the other processes
         return
     if outcomes[0].single_loop is not None:
-        chart = Path(config.output_dir) / "single_loop.png"
-        plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart)
-        outcomes[0].saved["chart of single-loop activation"] = str(chart)
+        if find_spec("matplotlib") is None:
+            print('No chart of single-loop activation without matplotlib: pip install -e ".[plots]"')
+        else:
+            chart = Path(config.output_dir) / "single_loop.png"
+            plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart)
+            outcomes[0].saved["chart of single-loop activation"] = str(chart)
     print_report(outcomes)
     if run.script.push_merged_to_hub:
         address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)
@@ -183,6 +188,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
     try:
         main()
     except (ValueError, PushError, CheckpointError, NonFiniteLossError) as error:  # one sentence, to be put right

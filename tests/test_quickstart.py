@@ -1,0 +1,143 @@
+"""The README's first command and the GSM8K recipe, from the command line, a few steps each."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import loopdropout_trainer  # noqa: F401  (registers Ouro)
+from loopdropout_trainer.evaluation import evaluate_benchmark, load_benchmark
+from loopdropout_trainer.recipe import TINY_OURO_PATH
+
+
+ROOT = Path(__file__).parents[1]
+SAMPLES = Path(__file__).parent / "samples"
+
+
+def run(*words, launcher=(sys.executable,)):
+    command = [*launcher, str(ROOT / "recipes" / "sft.py"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """The quickstart's folder and what it printed, after a few steps."""
+    folder = tmp_path_factory.mktemp("quickstart") / "run"
+    short = ("--max_steps", 6, "--num_train_examples", 64, "--num_eval_examples", 8, "--benchmark_limit", 4)
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu")
+    done = run(ROOT / "recipes/quickstart.yaml", *short, "--output_dir", folder, launcher=launcher)
+    return folder, done.stdout
+
+
+def test_it_trains_measures_and_saves_both_methods(quickstart):
+    folder, printed = quickstart
+    ours, lora = (json.loads((folder / name / "results.json").read_text()) for name in (".", "lora"))
+    assert (ours["rule"], ours["p"], ours["num_loops"], ours["steps"]) == ("loop_dropout", 0.5, 4, 6)
+    assert (lora["rule"], lora["p"]) == ("lora", None)
+    assert ours["base_benchmarks"] == lora["base_benchmarks"]
+    for results in (ours, lora):
+        assert set(results["benchmarks"]) == {"arithmetic_test", "arithmetic_hard"}
+        assert all(counts["total"] == 4 for counts in results["benchmarks"].values())
+        measured = results["single_loop"]
+        rho = [100 * (measured["frozen"] - loss) / measured["frozen"] for loss in measured["only"]]
+        assert measured["reductions_percent"] == pytest.approx(rho)
+        assert results["versions"]["trl"]
+    assert ours["single_loop"]["frozen"] == lora["single_loop"]["frozen"]  # the same base and problems
+    assert (folder / "single_loop.png").read_bytes().startswith(b"\x89PNG")
+    for said in (
+        "Loop Dropout (p=0.5)",
+        "LoRA",
+        "before training",
+        "arithmetic_hard",
+        "loop 4",
+        str(folder / "merged"),
+    ):
+        assert said in printed
+
+
+def test_the_merged_model_is_the_evaluated_one(quickstart):
+    folder, _ = quickstart
+    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "merged")
+    result = evaluate_benchmark(model, tokenizer, load_benchmark("arithmetic_test", limit=4), batch_size=2)
+    saved = json.loads((folder / "results.json").read_text())["benchmarks"]["arithmetic_test"]
+    assert (result.correct, result.missing) == (saved["correct"], saved["missing"])
+    card = (folder / "merged" / "README.md").read_text()
+    assert "| Training data | arithmetic" in card
+    assert "rule: loop_dropout" in card
+    assert str(ROOT) not in card  # nobody's folders
+
+
+def test_merging_later_gives_the_same_model(quickstart, tmp_path, monkeypatch):
+    folder, _ = quickstart
+    argv = [
+        "merge.py",
+        str(folder / "recipe.yaml"),
+        "--adapter",
+        str(folder),
+        "--merged_dir",
+        str(tmp_path / "merged"),
+    ]
+    monkeypatch.setattr(sys, "argv", argv)
+    runpy.run_path(str(ROOT / "recipes/merge.py"), run_name="__main__")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (folder / "merged" / name).read_bytes(), name
+
+
+def test_the_saved_recipe_repeats_the_run(quickstart, tmp_path):
+    folder, _ = quickstart
+    recipe = folder / "recipe.yaml"
+    assert yaml.safe_load(recipe.read_text())["max_steps"] == 6
+    run(recipe, "--output_dir", tmp_path, "--benchmarks", "arithmetic_test", "--compare_with", "lora")
+    again, before = (json.loads((path / "results.json").read_text()) for path in (tmp_path, folder))
+    for key in ("train_loss", "single_loop", "rule", "p", "steps"):
+        assert again[key] == before[key], key
+
+
+def test_gsm8k_runs_as_it_stands_on_real_problems_with_the_tiny_model(tmp_path):
+    rows = SAMPLES / "gsm8k.jsonl"
+    recipe = ROOT / "recipes" / "gsm8k.yaml"
+    few = ("--num_train_examples", 8, "--num_eval_examples", 2, "--max_length", 1024, "--max_steps", 2)
+    words = ("--model_name_or_path", "tiny-ouro", "--train_files", rows, "--output_dir", tmp_path, *few)
+    run(recipe, *words)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["rule"], results["steps"]) == ("loop_dropout", 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rule", "dropuot"], "Unknown rule 'dropuot'"),
+        (["--p", "0.1", "0.2"], "`p` has 2 values, but the model runs 4 loops"),
+        (["--model_name_or_path", "nowhere/at/all"], "nowhere/at/all"),
+        (["--push_merged_to_hub"], "`push_merged_to_hub` needs `hub_model_id`"),
+        (["--benchmarks", "arithmetic"], "`benchmarks` must be among"),
+    ],
+)
+def test_a_mistake_is_one_line(words, message, tmp_path, monkeypatch):
+    argv = ["sft.py", str(ROOT / "recipes/quickstart.yaml"), *words, "--output_dir", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "recipes/sft.py"), run_name="__main__")
+    assert stop.value.code.startswith("sft.py: ")
+    assert message in stop.value.code
+    assert "\n" not in stop.value.code
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_tiny_model_is_small_and_reads_any_text():
+    assert sum(path.stat().st_size for path in TINY_OURO_PATH.iterdir()) < 5e6
+    tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
+    for text in ("Mia has 12 shells.", "naïve – 数学 🙂\n\t#### 7"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+    assert len(tokenizer("1234")["input_ids"]) == 4
+    model = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH)
+    assert (model.config.num_loops, model.dtype) == (4, torch.float32)
