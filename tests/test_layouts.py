@@ -61,7 +61,8 @@ def test_in_one_process_every_promise_holds(reference):
 def test_two_processes_and_accumulation_train_as_one_process_does(reference, tmp_path):
     all_runs = list(layouts.RUNS)
     if Version(torch.__version__) < Version("2.13"):
-        all_runs.remove("resuming")  # older torch loads no optimizer state onto `cpu:0`, as transformers calls DDP's CPU
+        # Older torch loads no optimizer state onto `cpu:0`, as transformers calls the CPU of a DDP process.
+        all_runs.remove("resuming")
     for name, runs in (("one process, accumulation 2x4", ["plain", "packing"]), ("ddp, accumulation", all_runs)):
         layout = layouts.LAYOUTS[name]
         check(layouts.launch(layout, tmp_path / "run", runs), reference, layout)
