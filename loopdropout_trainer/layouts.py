@@ -87,6 +87,21 @@ def non_reentrant_checkpointing(args: TrainingArguments) -> None:
             setattr(args, name, {**given, "use_reentrant": False})
 
 
+def whole_parameters(accelerator: Accelerator) -> bool:
+    """Return whether each process has all parameters and gradients by itself: one process, or DDP."""
+    kind = accelerator.distributed_type
+    return kind == DistributedType.NO or kind.value.startswith("MULTI_")
+
+
+def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
+    """Return whether examples may run different layers with gradient: in one process, and in DDP without a static graph.
+
+    DDP only asks that every adapter take part in every backward pass. ZeRO-3 and FSDP2 hang or crash when a process runs a
+    layer less often, and ZeRO-2 was silently wrong when an adapter was left out of one of its loops.
+    """
+    return whole_parameters(accelerator) and not args.ddp_static_graph and not args.torch_compile
+
+
 def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
     """Keep the trained weights in float32 where TRL rounds them to bfloat16 (under ZeRO-3, and over quantised weights).
 

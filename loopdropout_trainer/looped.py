@@ -42,6 +42,13 @@ class LoopState:
         segments: [B, S] index of the example that each token belongs to, when several examples share one row
             (packing, padding-free). None: row b is example b.
         seeds: int64 seeds of random factors that an adapter expands itself, in the shape that it asks for, or None.
+        first_loops: of the N examples, 0-based index of the first loop with an active gate, K if they have none; None if
+            that is not known on the CPU, or if an update can have a gradient where its gate is zero.
+        factors: the adapter's trained parameters, if nothing else is trained; loops before an example's first active gate
+            may then run as the frozen model, without gradient. None: all loops run alike.
+        part: while some of a micro-batch's rows run (with `segments`: some of its only row's tokens), their indices; None:
+            all of them run. Announced together with `loop`.
+        frozen: whether the running rows have no active gate up to this loop and need no gradient: adapters are left out.
         off: [M], True for modules that no loop and no example uses (gates all zero) while others are in use; they need
             not be computed. Empty unless gates are [K, N, M].
         learned: where the [K] trained gates are that multiply the drawn ones, as a dictionary and a key, or None. Not
@@ -55,6 +62,10 @@ class LoopState:
         self.gates: torch.Tensor | None = None
         self.segments: torch.Tensor | None = None
         self.seeds: torch.Tensor | None = None
+        self.first_loops: list[int] | None = None
+        self.factors: Sequence[nn.Parameter] | None = None
+        self.part: torch.Tensor | None = None
+        self.frozen = False
         self.off: list[bool] = []
         self.learned: tuple[nn.ParameterDict, str] | None = None
         self.draw: Draw | None = None
@@ -66,6 +77,7 @@ class LoopState:
         plain = gates is not None and not gates.requires_grad and gates.device.type == "cpu"
         if plain and bool((gates == 1).all()):
             gates = None
+        self.first_loops = first_active_loops(gates) if plain and gates is not None and seeds is None else None
         self.off = []
         if plain and gates is not None and gates.dim() == 3:
             off = (gates == 0).all(dim=0).all(dim=0)  # [M]
@@ -76,7 +88,7 @@ class LoopState:
     def unit_gates(self) -> None:
         """Return to ordinary LoRA, outside of any training step: every gate is one."""
         self.set_gates(None)
-        self.draw = None
+        self.draw = self.factors = None
 
     def gate_for(self, hidden_states: torch.Tensor, module: int = 0) -> torch.Tensor | None:
         """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
@@ -108,7 +120,10 @@ class LoopState:
         if len(values) == 1:
             return values.view(1, *between, -1)
         if self.segments is not None:
-            return values[self.segments.to(values.device)]  # [B, S, E]
+            segments = self.segments if self.part is None else self.segments[:, self.part]
+            return values[segments.to(values.device)]  # [B, S, E]
+        if self.part is not None:
+            values = values[self.part.to(values.device)]
         if len(values) != len(hidden_states):
             raise ValueError(
                 f"Gates were set for {len(values)} examples, but the batch has {len(hidden_states)}; "
@@ -117,8 +132,8 @@ class LoopState:
         return values.view(len(values), *between, -1)
 
     def is_off(self, module: int) -> bool:
-        """Return whether no loop and no example of the batch uses the module's update."""
-        return bool(self.off) and self.off[module]
+        """Return whether no loop and no example of the batch, or none of the running rows, uses the module's update."""
+        return self.frozen or (bool(self.off) and self.off[module])
 
     def _learned_gate(self) -> torch.Tensor:
         parameters, key = self.learned
@@ -140,6 +155,7 @@ class LoopedModelMixin:
 
     loop_state: LoopState
     config: PreTrainedConfig
+    can_skip_loops = False  # whether loops run as `LoopState.factors` allows
 
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""
@@ -204,6 +220,12 @@ def as_gate_matrix(gates: torch.Tensor | Sequence, num_loops: int) -> torch.Tens
     if not bool(torch.isfinite(gates.detach()).all()):
         raise ValueError("Gates must be finite numbers.")
     return gates
+
+
+def first_active_loops(gates: torch.Tensor) -> list[int]:
+    """Return for each of N examples the first loop, from 0, in which a gate of [K, N] or [K, N, M] is not zero; K: none."""
+    active = (gates != 0).flatten(2).any(dim=2) if gates.dim() == 3 else gates != 0  # [K, N]
+    return (active.cumsum(dim=0) == 0).sum(dim=0).tolist()
 
 
 @contextmanager

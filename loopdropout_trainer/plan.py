@@ -99,12 +99,10 @@ def plan_run(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
         model = find_looped_model(model if peft_config is None else get_peft_model(model, peft_config))
-    inside, outside = _linear_weights(model)
     adapter = sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
 
     num_loops = model.config.num_loops
     rule = config.make_rule()
-    forward = num_loops * inside + outside
     steps_per_epoch, steps = num_steps(len(data.train), config)
     return RunPlan(
         model=model_name or model.config.name_or_path,
@@ -122,9 +120,18 @@ def plan_run(
         epochs=steps / steps_per_epoch,
         learning_rate=config.learning_rate,
         seed=config.seed,
-        flops_per_token=rule.passes * (4 * forward + 6 * num_loops * adapter),
+        flops_per_token=rule.passes * flops_per_token(model),
         data=data.description,
     )
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Return the work of one forward and one backward pass of a looped model with its adapter, in FLOP per token."""
+    model = find_looped_model(model)
+    inside, outside = _linear_weights(model)
+    adapter = sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
+    num_loops = model.config.num_loops
+    return 4 * (num_loops * inside + outside) + 6 * num_loops * adapter
 
 
 def num_steps(num_examples: int, config: LoopDropoutConfig) -> tuple[int, int]:

@@ -17,8 +17,15 @@ from transformers import (
     PreTrainedModel,
     TrainingArguments,
 )
+from transformers.utils import logging
 
-from loopdropout_trainer.adapters import add_gates, check_adapter, check_peft_config, physical_layers
+from loopdropout_trainer.adapters import (
+    add_gates,
+    check_adapter,
+    check_peft_config,
+    physical_layers,
+    sole_trained_factors,
+)
 from loopdropout_trainer.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
 from loopdropout_trainer.config import GateArguments
 from loopdropout_trainer.gates import Draw
@@ -29,9 +36,14 @@ from loopdropout_trainer.layouts import (
     check_processes,
     check_quantised_base,
     float32_adapter,
+    may_skip_loops,
     non_reentrant_checkpointing,
+    whole_parameters,
 )
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
+
+
+logger = logging.get_logger(__name__)
 
 
 def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> LoraConfig:
@@ -89,12 +101,19 @@ class GateSamplingMixin:
                 f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
                 "after each: use DDP or FSDP."
             )
-        self.loop_state = add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
+        self.loop_state = add_gates(
+            self.model,
+            in_activation_dtype=True,
+            rule=self.rule,
+            seed=self.args.seed,
+            fused=self.args.fused_lora and whole_parameters(self.accelerator),
+        )
         self.physical_layers = physical_layers(self.model)  # [M]
         self.unit_gates_callback = UnitGatesCallback(self.loop_state)
         self.rule_callback = RuleCallback(self.rule, self.accelerator)
         self.add_callback(self.unit_gates_callback)
         self.add_callback(self.rule_callback)
+        self.factors = self._skippable_factors()  # or None
         self._pass_index = 0
         self._logged = (0, 0.0)  # tokens and seconds at the last log
 
@@ -153,6 +172,7 @@ class GateSamplingMixin:
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint:
             load_rule_state(self.rule, resume_from_checkpoint, self.args.output_dir)
+        self.factors = self._skippable_factors()  # again: what is trained may have changed
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -202,7 +222,22 @@ class GateSamplingMixin:
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
         self.loop_state.set_gates(self._drawn, segments, self.rule.seeds(draw))
         self.loop_state.draw = draw
+        self.loop_state.factors = self.factors
         self._log_gates(self._drawn.detach())
+
+    def _skippable_factors(self) -> list[nn.Parameter] | None:
+        """Return what `LoopState.factors` is to be in training, and say so."""
+        if not self.args.skip_frozen_loops or not find_looped_model(self.model).can_skip_loops:
+            return None
+        factors = sole_trained_factors(self.model) if may_skip_loops(self.accelerator, self.args) else None
+        if factors is None:
+            logger.warning_once(
+                "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that is "
+                "trained."
+            )
+        else:
+            logger.info("Loops before an example's first active gate run without gradient (`skip_frozen_loops`).")
+        return factors
 
     def _next_row(self) -> int:
         """Return the place of this micro-batch's first row in the optimizer step's global batch."""

@@ -9,6 +9,7 @@ from loopdropout_trainer.adapters.gated import (
     merged_update,
     physical_layers,
     remove_gates,
+    sole_trained_factors,
     use_gates,
 )
 from loopdropout_trainer.adapters.loading import attach_adapter
@@ -31,5 +32,6 @@ __all__ = [
     "merged_update",
     "physical_layers",
     "remove_gates",
+    "sole_trained_factors",
     "use_gates",
 ]

@@ -19,6 +19,7 @@ from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import nn
 from torch.nn import functional as F
 
+from loopdropout_trainer.adapters.fused import FusedUpdate
 from loopdropout_trainer.adapters.refusals import check_adapter
 from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix, find_looped_model
 
@@ -35,6 +36,7 @@ class GatedLora(LoraVariant):
         rule: whose public fields the kind reads; None outside training.
         in_activation_dtype: compute the update in the dtype of the layer's output, with the float32 factors cast to it,
             as the paper does. False: in the factors' dtype, as PEFT does. Under autocast the two agree.
+        fused: compute a gated update by `FusedUpdate`. At unit gates it is always PEFT's own expression.
     """
 
     def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
@@ -42,11 +44,18 @@ class GatedLora(LoraVariant):
         ADAPTER_KINDS[kind] = cls
 
     def __init__(
-        self, loop_state: LoopState, module: int, rule: Any = None, in_activation_dtype: bool = False
+        self,
+        loop_state: LoopState,
+        module: int,
+        rule: Any = None,
+        in_activation_dtype: bool = False,
+        fused: bool = False,
     ) -> None:
         self.loop_state = loop_state
         self.module = module
         self.in_activation_dtype = in_activation_dtype
+        plain_factors = type(self).down is GatedLora.down and type(self).up is GatedLora.up
+        self.fused = fused and plain_factors
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:
@@ -61,6 +70,9 @@ class GatedLora(LoraVariant):
         scaling = module.scaling[active_adapter]
         x = self._cast(module.lora_dropout[active_adapter](x), result)
         gate = self.loop_state.gate_for(x, self.module)
+        if gate is not None and self.fused and _can_be_fused(module, active_adapter, x, result):
+            factors = (module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight)
+            return FusedUpdate.apply(result, x, *factors, gate * scaling, _is_fresh(module, result))
 
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if gate is None:
@@ -81,11 +93,11 @@ class GatedLora(LoraVariant):
         return x.to(result.dtype) if self.in_activation_dtype else x
 
     def _off(self, module: LoraLayer, adapter: str, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Leave the update out; among several processes, run it on one token times zero.
+        """Leave the update out; among several processes, where it may have a gradient, run it on one token times zero.
 
         A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
         """
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if self.loop_state.frozen or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return result
         token = self._cast(x.flatten(0, -2)[:1], result)
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
@@ -131,6 +143,20 @@ def _linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, linear.weight.to(x.dtype))
 
 
+def _can_be_fused(module: LoraLayer, adapter: str, x: torch.Tensor, result: torch.Tensor) -> bool:
+    """Return whether the factors' own calls would do nothing but multiply."""
+    factors = (module.lora_A[adapter], module.lora_B[adapter])
+    hooked = any(factor._forward_hooks or factor._forward_pre_hooks for factor in factors)
+    return x.dtype == result.dtype and not hooked and not torch.compiler.is_compiling()
+
+
+def _is_fresh(module: LoraLayer, result: torch.Tensor) -> bool:
+    """Return whether `result` has just been made by a linear layer, which does not keep it, and was shown to no hook."""
+    base = module.get_base_layer()
+    alone = len(module.active_adapters) == 1 and not base._forward_hooks
+    return alone and type(base) is nn.Linear and result.is_contiguous()
+
+
 def adapted_layers(model: nn.Module) -> list[LoraLayer]:
     """Return the M LoRA layers of a PEFT model, in the order of its modules."""
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -146,6 +172,24 @@ def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
     return variant.merged_update(layer, adapter) if isinstance(variant, GatedLora) else layer.get_delta_weight(adapter)
 
 
+def sole_trained_factors(model: PeftModel) -> list[nn.Parameter] | None:
+    """Return the factors A and B of a gated adapter, or None if anything else is trained, or if its input is dropped out."""
+    factors = [
+        factor[adapter].weight
+        for layer in adapted_layers(model)
+        for factor in (layer.lora_A, layer.lora_B)
+        for adapter in layer.active_adapters
+    ]
+    dropped = any(
+        module.p > 0
+        for layer in adapted_layers(model)
+        for module in layer.lora_dropout.modules()
+        if isinstance(module, nn.Dropout)
+    )
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return factors if trained == set(map(id, factors)) and not dropped else None
+
+
 def physical_layers(model: nn.Module) -> list[int]:
     """Return for each adapted layer, [M], the index of the physical layer that it is part of, counted from 0.
 
@@ -157,14 +201,16 @@ def physical_layers(model: nn.Module) -> list[int]:
     return [order[owner] for owner in owners]
 
 
-def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = None, seed: int = 0) -> LoopState:
+def add_gates(
+    model: PeftModel, in_activation_dtype: bool = False, rule: Any = None, seed: int = 0, fused: bool = False
+) -> LoopState:
     """Make every LoRA layer of the active adapter multiply its update by the running loop's gate; unit gates at first.
 
     Leaves the global random state and the adapter's weights as they are.
 
     Args:
         model: PEFT model over a looped model.
-        in_activation_dtype: see `GatedLora`.
+        in_activation_dtype, fused: see `GatedLora`.
         rule: training rule, whose `adapter` names the kind of layer; default: the kind that the model has already.
         seed: of the initial weights that a kind adds.
 
@@ -188,7 +234,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     kind = ADAPTER_KINDS[name]
     kind.prepare(model, adapter, looped.config.num_loops, seed)
     for module, layer in enumerate(adapted_layers(model)):
-        layer.lora_variant[adapter] = kind(looped.loop_state, module, rule, in_activation_dtype)
+        layer.lora_variant[adapter] = kind(looped.loop_state, module, rule, in_activation_dtype, fused)
         layer.cast_input_dtype_enabled = not in_activation_dtype
     return looped.loop_state
 

@@ -23,10 +23,8 @@ class SparseLora(GatedLora, kind="lora_dropout"):
     It reads `LoopState.seeds` as [M], and `p` from the rule.
     """
 
-    def __init__(
-        self, loop_state: LoopState, module: int, rule: Any = None, in_activation_dtype: bool = False
-    ) -> None:
-        super().__init__(loop_state, module, rule, in_activation_dtype)
+    def __init__(self, loop_state: LoopState, module: int, rule: Any = None, *options: bool) -> None:
+        super().__init__(loop_state, module, rule, *options)
         self.p = 0.0 if rule is None else rule.p
         self._expanded: tuple[int | None, tuple] = (None, ())
 

@@ -25,10 +25,8 @@ class NoisyLora(GatedLora, kind="weight_noise"):
     It reads `LoopState.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
     """
 
-    def __init__(
-        self, loop_state: LoopState, module: int, rule: Any = None, in_activation_dtype: bool = False
-    ) -> None:
-        super().__init__(loop_state, module, rule, in_activation_dtype)
+    def __init__(self, loop_state: LoopState, module: int, rule: Any = None, *options: bool) -> None:
+        super().__init__(loop_state, module, rule, *options)
         self.rule = rule
 
     def forward(

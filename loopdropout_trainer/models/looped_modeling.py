@@ -22,6 +22,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, check_num_loops
+from loopdropout_trainer.models.frozen_prefix import frozen_prefix
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 
 
@@ -58,6 +59,7 @@ class LoopInputs:
         position_embeddings: cosines and sines, each [B or 1, S, ...].
         injected: [B, S, H] that every loop mixes in again, or None.
         attention_kwargs: further arguments of the attention kernel, such as the lengths of packed examples.
+        part: indices of the micro-batch's rows (of a packed row: of its tokens) that these are, or None for all of them.
     """
 
     state: torch.Tensor
@@ -66,6 +68,28 @@ class LoopInputs:
     position_embeddings: tuple[torch.Tensor, torch.Tensor]
     injected: torch.Tensor | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
+    part: torch.Tensor | None = None
+
+    def take(self, chosen: slice | torch.Tensor, dim: int) -> LoopInputs:
+        """Return the inputs of chosen rows (`dim` 0), or of chosen tokens of packed examples in a single row (`dim` 1)."""
+
+        def cut(x: torch.Tensor | None, dim: int = dim) -> torch.Tensor | None:
+            if x is None or x.shape[dim] == 1:  # shared by all
+                return x
+            return x[(slice(None),) * (dim % x.dim()) + (chosen,)]
+
+        mask, kwargs = self.attention_mask, self.attention_kwargs
+        if dim == 1:  # examples see themselves only: the mask says so, and lengths would have to be counted again
+            mask, kwargs = cut(cut(mask, -2), -1).contiguous(), {}
+        return replace(
+            self,
+            state=cut(self.state),
+            attention_mask=cut(mask) if dim == 0 else mask,
+            position_ids=cut(self.position_ids),
+            position_embeddings=tuple(map(cut, self.position_embeddings)),
+            injected=cut(self.injected),
+            attention_kwargs=kwargs,
+        )
 
     def of_layer(self) -> dict[str, Any]:
         """Return the keyword arguments that every layer takes."""
@@ -73,6 +97,7 @@ class LoopInputs:
             "attention_mask": self.attention_mask,
             "position_ids": self.position_ids,
             "position_embeddings": self.position_embeddings,
+            "part": self.part,
             **self.attention_kwargs,
         }
 
@@ -104,16 +129,18 @@ class LoopedConfigMixin:
 class RecurrentLayer(GradientCheckpointingLayer):
     """A transformer layer that may be part of the loop. A subclass defines `layer_forward`.
 
-    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loop), and what `layer_forward`
-    takes.
+    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loop), the part of the
+    micro-batch that they are (None: all of it), and what `layer_forward` takes.
     """
 
     loop_state: LoopState
 
-    def forward(self, hidden_states: torch.Tensor, loop: int | None = None, **kwargs) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, loop: int | None = None, part: torch.Tensor | None = None, **kwargs
+    ) -> torch.Tensor:
         # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
         if loop is not None:
-            self.loop_state.loop = loop
+            self.loop_state.loop, self.loop_state.part = loop, part
         return self.layer_forward(hidden_states, **kwargs)
 
     def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -123,6 +150,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
 class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     """A `PreTrainedModel` whose layers run more than once in a forward pass."""
 
+    can_skip_loops = True
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
@@ -199,11 +227,18 @@ class LoopedBackbone(LoopedPreTrainedModel):
     # What all of them do.
 
     def run_loops(
-        self, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
+        self, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool, may_split: bool = True
     ) -> tuple[LoopInputs, list[torch.Tensor]]:
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
-        The loops before the last `config.backprop_depth` run without gradient.
+        The loops before the last `config.backprop_depth` run without gradient; so do those before an example's first
+        active gate, where `LoopState.factors` allows it.
+
+        Args:
+            inputs: of the first loop.
+            cache: with one slot for every (loop, layer), or None; `use_cache`: whether layers write to it.
+            keep_states: whether the state of every loop is wanted.
+            may_split: False if the layers' own outputs are recorded, and must be those of the whole batch.
 
         Returns:
             The inputs with the final state; and the K states [B, S, H] in order if `keep_states`, else nothing.
@@ -211,16 +246,22 @@ class LoopedBackbone(LoopedPreTrainedModel):
         num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
         first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
         _, num_inside = self.layer_counts()
+        may_split = may_split and self.training and torch.is_grad_enabled() and cache is None and not keep_states
+        prefix = frozen_prefix(inputs, self.loop_state) if may_split else None
         states = []
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * num_inside)
-            self.loop_state.loop = loop  # for what runs in the loop outside of a layer; layers announce it themselves
+            # For what runs in the loop outside of a layer; layers announce both themselves.
+            self.loop_state.loop, self.loop_state.part = loop, None
+            one_loop = functools.partial(self.one_loop, loop=loop, past_key_values=view, use_cache=use_cache)
             with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
-                state = self.one_loop(inputs, loop, past_key_values=view, use_cache=use_cache)
-            inputs = replace(inputs, state=state)
+                if prefix is not None:
+                    prefix.run(one_loop, loop)
+                    continue
+                inputs = replace(inputs, state=one_loop(inputs))
             if keep_states:
-                states.append(state)
-        return inputs, states
+                states.append(inputs.state)
+        return inputs if prefix is None else prefix.finish(), states
 
     @capture_outputs
     def forward(
@@ -254,6 +295,9 @@ class LoopedBackbone(LoopedPreTrainedModel):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
+            if self.loop_state.factors is not None and inputs_embeds.is_leaf:
+                # PEFT and TRL make the embeddings require a gradient that nothing uses, for reentrant checkpointing.
+                inputs_embeds = inputs_embeds.detach()
         if initial_state is not None and initial_state.shape != inputs_embeds.shape:
             raise ValueError(
                 f"`initial_state` must have the shape [B, S, H] = {list(inputs_embeds.shape)} of this call's tokens; got "
@@ -293,9 +337,13 @@ class LoopedBackbone(LoopedPreTrainedModel):
             position_embeddings=self.rotate(inputs_embeds, position_ids),
             attention_kwargs=kwargs,
         )
+        recorded = any(
+            kwargs.get(name, getattr(self.config, name, False))
+            for name in ("output_hidden_states", "output_attentions")
+        )
         outside = {"past_key_values": past_key_values, "use_cache": use_cache}
         inputs = self.begin(inputs, initial_state, **outside)
-        inputs, states = self.run_loops(inputs, past_key_values, use_cache, keep_states=output_readouts)
+        inputs, states = self.run_loops(inputs, past_key_values, use_cache, output_readouts, not recorded)
         if output_readouts:
             readouts = tuple(self.read_out(replace(inputs, state=state), **outside) for state in states)
         return LoopedModelOutput(

@@ -1,0 +1,447 @@
+"""Step time and memory of TRL with PEFT, of our LoRA, and of Loop Dropout with each of its levers, side by side.
+
+    python benchmarks/speed.py                        # two minutes on a CPU; writes benchmarks/results/speed.md
+    python benchmarks/speed.py --preset ouro-1.4b     # one GPU with 40 GB or more
+    python benchmarks/speed.py --preset ouro-1.4b --profile   # and where the time goes, by kernel
+
+All rows train on copies of one random Ouro, whose frozen weights they share, in one process. First they are checked to give
+the same losses and gradients. Then, in each round, every row takes one optimizer step on the same micro-batch with the same
+gates, in an order that is turned from round to round; lengths and gates change from round to round. A ratio is that of two
+steps of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import peft
+import torch
+import transformers
+import trl
+from datasets import Dataset, disable_progress_bars
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
+from loopdropout_trainer.plan import flops_per_token
+
+
+NO_LEVER = {"skip_frozen_loops": False, "fused_lora": False}
+PADDING_FREE = {"padding_free": True, "max_length": None}
+STOCK, LORA, PLAIN, OURS = "TRL + PEFT, LoRA", "LoRA", "Loop Dropout, no lever", "Loop Dropout"
+ROWS: dict[str, dict[str, Any] | None] = {
+    STOCK: None,
+    LORA: {"rule": "lora"},
+    PLAIN: NO_LEVER,
+    "Loop Dropout, frozen prefix only": {**NO_LEVER, "skip_frozen_loops": True},
+    "Loop Dropout, fused update only": {**NO_LEVER, "fused_lora": True},
+    OURS: {},
+    "LoRA, padding-free": {"rule": "lora", **PADDING_FREE},
+    "Loop Dropout, padding-free": PADDING_FREE,
+}
+"""Fields of each row's config; None: TRL's own trainer."""
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+"""Dense bfloat16 FLOP/s in the makers' data sheets, of what the name of a device contains; PCIe cards reach less."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A shape. Lengths are log-normal, cut at 64 / 511 tokens of the full scale, with a mean of about 250 tokens there.
+
+    That is the mean of the paper's MetaMath-GSM-100k: 25 million tokens in 100,000 examples of less than 512.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    length_scale: float
+    dtype: str
+    rounds: int
+    batch: int = 8
+    num_loops: int = 4
+
+
+PRESETS = {
+    "cpu": Preset(512, 1408, 4, 8, 1024, 0.125, "float32", rounds=6),
+    "ouro-1.4b": Preset(2048, 5632, 24, 16, 49152, 1.0, "bfloat16", rounds=20),
+}
+
+
+class Row:
+    """One trainer, ready to take steps."""
+
+    def __init__(self, name: str, preset: Preset, folder: str, device: torch.device) -> None:
+        self.name = name
+        fields = {
+            "output_dir": folder,
+            "max_steps": 1000,
+            "per_device_train_batch_size": preset.batch,
+            "bf16": preset.dtype == "bfloat16",
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": 101,
+        }
+        torch.manual_seed(0)
+        model = random_ouro(preset)
+        arguments = {
+            "model": model,
+            "train_dataset": Dataset.from_list([{"input_ids": [1, 2], "labels": [1, 2]}] * preset.batch),
+            "processing_class": word_tokenizer(preset.vocab_size),
+            "peft_config": default_peft_config(model),
+        }
+        if ROWS[name] is None:
+            use_cpu = not torch.accelerator.is_available()
+            self.trainer = SFTTrainer(args=SFTConfig(use_cpu=use_cpu, **fields), **arguments)
+        else:
+            self.trainer = LoopDropoutSFTTrainer(args=LoopDropoutConfig(**fields, **ROWS[name]), **arguments)
+        self.model = self.trainer.model.to(device).train()
+        generator = torch.Generator().manual_seed(0)
+        for key, parameter in self.model.named_parameters():
+            if "lora_B" in key:  # else A has no gradient
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
+        self.trainer.create_optimizer()
+        self.trainer.state.max_steps = 1000
+
+    def share_frozen_weights(self, other: Row) -> None:
+        weights = dict(other.model.named_parameters())
+        for key, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                parameter.data = weights[key].data
+
+    def prepare(self, examples: list[dict], device: torch.device) -> tuple[dict, torch.Tensor]:
+        """Return the micro-batch as this trainer's collator makes it, and the number of its targets."""
+        batch = self.trainer.data_collator(examples)
+        batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+        targets = sum(sum(label != -100 for label in example["labels"][1:]) for example in examples)
+        return batch, torch.tensor(targets, device=device)
+
+    def backward(self, batch: dict, num_items: torch.Tensor, step: int) -> float:
+        """Run forward and backward pass of optimizer step `step`, and return the loss."""
+        trainer = self.trainer
+        trainer.state.global_step = step
+        trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
+        return trainer.training_step(trainer.model, dict(batch), num_items)
+
+    def take_step(self, batch: dict, num_items: torch.Tensor, step: int) -> float:
+        """Take one optimizer step, and return its seconds."""
+        trainer = self.trainer
+        handler, events = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
+        synchronize()
+        began = clock()
+        self.backward(batch, num_items, step)
+        handler.on_pre_optimizer_step(*events)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        handler.on_step_end(*events)
+        synchronize()
+        return clock() - began
+
+    def gradients(self) -> torch.Tensor:
+        """Return the gradients of all adapters in one float32 vector on the CPU, and clear them."""
+        grads = [p.grad for p in self.model.parameters() if p.requires_grad]
+        flat = torch.cat([grad.detach().float().flatten().cpu() for grad in grads])
+        self.trainer.optimizer.zero_grad()
+        return flat
+
+
+def random_ouro(preset: Preset) -> OuroForCausalLM:
+    config = OuroConfig(
+        vocab_size=preset.vocab_size,
+        hidden_size=preset.hidden_size,
+        intermediate_size=preset.intermediate_size,
+        num_hidden_layers=preset.num_layers,
+        num_attention_heads=preset.num_heads,
+        num_loops=preset.num_loops,
+        pad_token_id=0,
+        dtype=preset.dtype,
+    )
+    return OuroForCausalLM(config).to(getattr(torch, preset.dtype))
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({str(token): token for token in range(vocab_size)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="0")
+
+
+def draw_examples(preset: Preset, step: int) -> list[dict[str, list[int]]]:
+    """Return a micro-batch of random tokens; the loss is on the second half of each example."""
+    random = np.random.default_rng(step)
+    lengths = np.exp(random.normal(np.log(235), 0.35, preset.batch)).clip(64, 511) * preset.length_scale
+    examples = []
+    for length in lengths.round().astype(int):
+        ids = random.integers(2, preset.vocab_size, length).tolist()
+        examples.append({"input_ids": ids, "labels": [-100] * (length // 2) + ids[length // 2 :]})
+    return examples
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def clock() -> float:
+    return time.perf_counter() if torch.cuda.is_available() else time.process_time()
+
+
+def check_agreement(rows: dict[str, Row], preset: Preset, device: torch.device) -> dict[str, tuple[float, float]]:
+    """Return each row's distance of loss and gradients from the first row of its kind, relative to that one's size.
+
+    Raises:
+        RuntimeError: if a row computes something else.
+    """
+    distances, references = {}, {}
+    tolerance = 1e-4 if preset.dtype == "float32" else 0.3  # in bfloat16, rounding alone moves gradients by some percent
+    for name, row in rows.items():
+        batch, num_items = row.prepare(draw_examples(preset, 0), device)
+        loss, grads = row.backward(batch, num_items, 0).item(), row.gradients()
+        kind = "LoRA" if name.startswith((STOCK, LORA)) else "Loop Dropout"
+        want_loss, want = references.setdefault(kind, (loss, grads))
+        distance = (abs(loss - want_loss) / abs(want_loss), ((grads - want).norm() / want.norm()).item())
+        if max(distance) > tolerance:
+            raise RuntimeError(f"{name!r} is {distance} off in loss and gradients; {tolerance} would be rounding.")
+        distances[name] = distance
+    return distances
+
+
+def step_memory(row: Row, batch: dict, num_items: torch.Tensor, step: int) -> int:
+    """Return bytes: on a GPU of one run alone at its peak, with its weights; on a CPU of what autograd keeps for a step."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        row.take_step(batch, num_items, step)
+        states = [t for s in row.trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+        resident = sum(t.numel() * t.element_size() for t in [*row.model.parameters(), *states])
+        return resident + torch.cuda.max_memory_allocated() - before
+    saved: dict[int, torch.UntypedStorage] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in row.model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage  # held, so that no address is given twice
+        return tensor
+
+    trainer = row.trainer
+    trainer.state.global_step = step
+    trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def measure(preset: Preset, rounds: int, rows: dict[str, Row], device: torch.device) -> dict[str, dict[str, list]]:
+    """Return the seconds of each row's step in each round, and its memory where that is measured."""
+    times = {name: [] for name in rows}
+    memory = {name: [] for name in rows}
+    tokens = []
+    for step in range(-1, rounds):
+        examples = draw_examples(preset, step + 1)
+        names = list(rows)
+        shift = step * 3 % len(names)
+        for name in names[shift:] + names[:shift]:
+            batch, num_items = rows[name].prepare(examples, device)
+            seconds = rows[name].take_step(batch, num_items, step + 1)
+            if step >= 0:  # the first one warms up
+                times[name].append(seconds)
+        if step >= 0:
+            tokens.append(sum(len(example["input_ids"]) for example in examples))
+    for step in range(rounds):
+        for name, row in rows.items():
+            batch, num_items = row.prepare(draw_examples(preset, step + 1), device)
+            memory[name].append(step_memory(row, batch, num_items, step + 1))
+    return {"times": times, "memory": memory, "tokens": tokens}
+
+
+def summarise(preset: Preset, rows: dict[str, Row], measured: dict, distances: dict, peak: float | None) -> list[dict]:
+    """Return one record for each row of the table."""
+    work = flops_per_token(rows[LORA].model)
+    tokens = statistics.median(measured["tokens"])
+    records = []
+    for name in rows:
+        times = measured["times"][name]
+        ratio = lambda other, times=times: _ratio(times, measured["times"][other])
+        low, middle, high = statistics.quantiles(times, n=4)
+        per_second = sum(measured["tokens"]) / sum(times)
+        memory = measured["memory"][name]
+        # A run needs the memory of its worst step; of saved tensors, a CPU's measure, the mean says what is saved.
+        summary = max if torch.cuda.is_available() else statistics.fmean
+        records.append(
+            {
+                "row": name,
+                "step_seconds": middle,
+                "step_seconds_quartiles": [low, high],
+                "to_stock": ratio(STOCK),
+                "to_lora": ratio(LORA),
+                "tokens_per_step": tokens,
+                "tokens_per_second": per_second,
+                "flops_per_token": work,
+                "flops_per_second": work * per_second,
+                "share_of_peak": work * per_second / peak if peak else None,
+                "memory_bytes": summary(memory),
+                "memory_to_stock": summary(memory) / summary(measured["memory"][STOCK]),
+                "loss_distance": distances[name][0],
+                "gradient_distance": distances[name][1],
+            }
+        )
+    return records
+
+
+def _ratio(times: list[float], others: list[float]) -> list[float]:
+    """Return median and quartiles of the ratios of each round."""
+    low, middle, high = statistics.quantiles([mine / theirs for mine, theirs in zip(times, others, strict=True)], n=4)
+    return [middle, low, high]
+
+
+def report(details: list[dict]) -> str:
+    """Return the tables of the presets that have been measured."""
+    presets = {record["preset"] for record in details}
+    lines = ["# Speed and memory", ""]
+    for record in details:
+        lines += table(record)
+    if "ouro-1.4b" not in presets:
+        lines += [
+            "## ouro-1.4b",
+            "",
+            "Not yet measured on a GPU: `python benchmarks/speed.py --preset ouro-1.4b`.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def table(details: dict) -> list[str]:
+    """Return the lines of one preset's section."""
+    shape, records, on_gpu = details["shape"], details["rows"], details["on_gpu"]
+    memory = "Peak memory" if on_gpu else "Saved for backward"
+    work = "Share of peak" if records[0]["share_of_peak"] else "GFLOP/s"
+    lines = [
+        f"## {details['preset']}",
+        "",
+        f"`python benchmarks/speed.py --preset {details['preset']}` on {details['device']}; {details['versions']}.",
+        "",
+        f"Random Ouro of {shape['num_layers']} layers, hidden size {shape['hidden_size']}, {shape['num_loops']} loops, "
+        f"{shape['dtype']}; micro-batches of {shape['batch']} examples with MetaMath-like lengths times "
+        f"{shape['length_scale']:g} (median {records[0]['tokens_per_step']:.0f} tokens a step); LoRA of rank 16 on all "
+        f"projections of the recurrent block; p = 0.5. {records[0]['flops_per_token'] / 1e9:.3g} GFLOP a token by the "
+        "formula 4 (K N + M) + 6 K R, which counts no loop as skipped.",
+        "",
+        f"Median of {details['rounds']} optimizer steps, with quartiles. A ratio is that of two steps on the same "
+        "micro-batch. "
+        + ("" if on_gpu else "Time is the process's own, on one thread. ")
+        + "Tokens are counted without "
+        "padding. Gradients are compared with those of the first row of the same rule, relative to their norm.",
+        "",
+        f"| | Step | to TRL + PEFT | to our LoRA | Tokens/s | {work} | {memory} | Gradients off by |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for r in records:
+        low, high = r["step_seconds_quartiles"]
+        spread = lambda key, r=r: "{:.2f} ({:.2f} to {:.2f})".format(*r[key])
+        rate = f"{r['share_of_peak']:.1%}" if r["share_of_peak"] else f"{r['flops_per_second'] / 1e9:.0f}"
+        lines.append(
+            f"| {r['row']} | {r['step_seconds'] * 1e3:.0f} ms ({low * 1e3:.0f} to {high * 1e3:.0f}) | {spread('to_stock')} "
+            f"| {spread('to_lora')} | {r['tokens_per_second']:.0f} | {rate} | {r['memory_bytes'] / 2**20:.0f} MiB, "
+            f"{r['memory_to_stock']:.2f} | {r['gradient_distance']:.0e} |"
+        )
+    return [*lines, ""]
+
+
+def versions() -> str:
+    modules = (torch, transformers, trl, peft, accelerate)
+    return ", ".join(f"{module.__name__} {module.__version__}" for module in modules)
+
+
+def profile_rows(rows: dict[str, Row], preset: Preset, device: torch.device) -> str:
+    """Return the twenty most expensive operations of a step of each row."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    tables = []
+    for name, row in rows.items():
+        batch, num_items = row.prepare(draw_examples(preset, 1), device)
+        with profile(activities=activities) as profiler:
+            row.take_step(batch, num_items, 1)
+        tables.append(f"## {name}\n\n```\n{profiler.key_averages().table(sort_by=by, row_limit=20)}\n```\n")
+    return "\n".join(tables)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="cpu")
+    parser.add_argument("--rounds", type=int, help="optimizer steps of each row; default: the preset's")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="TRL's and our LoRA always run")
+    parser.add_argument("--profile", action="store_true", help="also write where the time goes")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    disable_progress_bars()
+    preset = PRESETS[options.preset]
+    rounds = options.rounds or preset.rounds
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    began = time.time()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"one core of a CPU ({cpu_name()})"
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = [row for row in ROWS if row in options.rows or row in (STOCK, LORA)]
+        rows = {row: Row(row, preset, folder, device) for row in wanted}
+        for row in rows.values():
+            row.share_frozen_weights(rows[STOCK])
+        distances = check_agreement(rows, preset, device)
+        measured = measure(preset, rounds, rows, device)
+        peak = next((flops for chip, flops in PEAK_FLOPS.items() if chip in name), None)
+        records = summarise(preset, rows, measured, distances, peak)
+        options.out.mkdir(parents=True, exist_ok=True)
+        if options.profile:
+            profiled = profile_rows(rows, preset, device)
+            (options.out / f"speed_{options.preset}_profile.md").write_text(profiled, encoding="utf-8")
+    details = {
+        "preset": options.preset,
+        "device": name,
+        "on_gpu": device.type == "cuda",
+        "versions": versions(),
+        "shape": asdict(preset),
+        "rounds": rounds,
+        "rows": records,
+    }
+    (options.out / f"speed_{options.preset}.json").write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
+    measured_presets = [options.out / f"speed_{preset}.json" for preset in PRESETS]
+    text = report([json.loads(file.read_text(encoding="utf-8")) for file in measured_presets if file.exists()])
+    (options.out / "speed.md").write_text(text, encoding="utf-8")
+    print(f"{text}\n{time.time() - began:.0f} s in all")
+
+
+def cpu_name() -> str:
+    """Return the processor's model name, or what the system says instead."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    return named or platform.processor() or os.name
+
+
+if __name__ == "__main__":
+    main()

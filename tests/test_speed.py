@@ -1,0 +1,289 @@
+"""Every lever of speed gives the losses and gradients of the plain path, and says when it does not apply."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from conftest import TINY, tiny_ouro
+from peft import get_peft_model
+from torch.nn import functional as F
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.adapters import add_gates, sole_trained_factors
+from loopdropout_trainer.adapters.fused import FusedUpdate
+from loopdropout_trainer.gates import Draw, make_rule
+from loopdropout_trainer.layouts import may_skip_loops, whole_parameters
+from loopdropout_trainer.looped import applied_gates, first_active_loops
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import layouts
+
+
+MIXED = torch.tensor([[0.0, 2, 0, 0], [0, 0, 2, 0], [2, 2, 0, 0], [0, 2, 2, 0]])  # first active loops 2, 0, 1, none
+GATES = {
+    "mixed": MIXED,
+    "none active": MIXED * 0,
+    "all active": MIXED * 0 + 2,
+    "one column": torch.tensor([[0.0], [2], [0], [2]]),
+}
+
+
+def adapted(model, checkpointing=False, **config):
+    """A float64 model with an adapter that is not zero, in training."""
+    model = model.train().double()
+    peft_model = get_peft_model(model, default_peft_config(model, r=4, **config)).double()
+    torch.manual_seed(1)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    if checkpointing:
+        peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+        peft_model.enable_input_require_grads()  # as TRL does
+    return peft_model
+
+
+def batch(layout):
+    """Four examples of 9 tokens, or fewer beside padding, or packed in one row; and the tokens' examples if packed."""
+    ids = torch.randint(2, 258, (4, 9), generator=torch.Generator().manual_seed(0))
+    if layout == "packed":
+        positions = torch.cat([torch.arange(length) for length in (9, 12, 5, 10)])[None]
+        inputs = {"input_ids": ids.view(1, -1), "labels": ids.view(1, -1), "position_ids": positions}
+        return inputs, (positions == 0).cumsum(-1) - 1
+    mask = torch.ones_like(ids)
+    kept = slice(4) if layout == "left" else slice(5, None)
+    mask[0, kept] = mask[3, kept] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}, None
+
+
+def loss_and_gradients(peft_model, gates, inputs, segments=None, skip=False, fused=False):
+    state = add_gates(peft_model, in_activation_dtype=True, fused=fused)
+    peft_model.zero_grad()
+    with applied_gates(state, gates, segments):
+        state.factors = sole_trained_factors(peft_model) if skip else None
+        loss = peft_model(**inputs).loss
+        loss.backward()
+    state.unit_gates()
+    grads = {name: p.grad for name, p in peft_model.named_parameters() if p.requires_grad}
+    if skip and gates.dim() == 2:
+        assert all(grad is not None for grad in grads.values())  # else DDP waits for them for ever
+    return loss.detach(), {name: torch.zeros(1) if grad is None else grad.clone() for name, grad in grads.items()}
+
+
+def assert_same(got, want, tolerance=1e-9):
+    torch.testing.assert_close(got[0], want[0], atol=tolerance, rtol=tolerance)
+    scale = max(grad.abs().max().item() for grad in want[1].values())
+    for name, grad in want[1].items():
+        assert (got[1][name] - grad).abs().max() <= tolerance * max(scale, 1), name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("layout", ["left", "right", "packed"])
+def test_levers_give_the_plain_losses_and_gradients(make_tiny, layout, checkpointing):
+    peft_model = adapted(make_tiny(), checkpointing)
+    inputs, segments = batch(layout)
+    for name in GATES if layout == "left" else ["mixed"]:
+        want = loss_and_gradients(peft_model, GATES[name], inputs, segments)
+        assert_same(loss_and_gradients(peft_model, GATES[name], inputs, segments, skip=True, fused=True), want)
+    assert_same(
+        loss_and_gradients(peft_model, MIXED, inputs, segments),
+        loss_and_gradients(peft_model, MIXED, inputs, segments, fused=True),
+    )
+
+
+def test_levers_are_exact_with_a_float_mask():
+    model = adapted(tiny_ouro(attn_implementation="eager"))
+    for layout in ("right", "packed"):
+        inputs, segments = batch(layout)
+        want = loss_and_gradients(model, MIXED, inputs, segments)
+        got = loss_and_gradients(model, MIXED, inputs, segments, skip=True, fused=True)
+        assert_same(got, want, tolerance=1e-5)  # this kernel's softmax is float32
+
+
+def test_levers_are_exact_with_gates_for_each_module_and_with_truncated_backpropagation():
+    model = adapted(tiny_ouro())
+    inputs, _ = batch("left")
+    gates = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
+    assert_same(
+        loss_and_gradients(model, gates, inputs, skip=True, fused=True), loss_and_gradients(model, gates, inputs)
+    )
+    model.get_base_model().config.backprop_depth = 2
+    assert_same(
+        loss_and_gradients(model, MIXED, inputs, skip=True, fused=True), loss_and_gradients(model, MIXED, inputs)
+    )
+
+
+# The fused update
+
+
+@pytest.mark.parametrize(
+    ("shape", "gate"), [((3, 4, 6), (3, 1, 1)), ((1, 5, 6), (1, 5, 1)), ((4, 6), (4, 1)), ((2, 3, 6), ())]
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_fused_update_has_the_gradients_of_its_formula(shape, gate, in_place):
+    torch.manual_seed(0)
+    draw = lambda *size: torch.randn(size, dtype=torch.float64, requires_grad=True)
+    weight, arguments = torch.randn(7, 6, dtype=torch.float64), (draw(*shape), draw(2, 6), draw(7, 2), draw(*gate))
+    update = lambda x, a, b, g: FusedUpdate.apply(F.linear(x, weight), x, a, b, g, in_place)
+    x, a, b, g = arguments
+    torch.testing.assert_close(update(*arguments), F.linear(x, weight) + F.linear(F.linear(x, a) * g, b))
+    assert torch.autograd.gradcheck(update, arguments)
+
+
+def test_unit_gates_stay_peft_bit_for_bit_and_bfloat16_stays_close():
+    inputs, _ = batch("left")
+    model = tiny_ouro().train()
+    peft_model = get_peft_model(model, default_peft_config(model))
+    want = peft_model(**inputs).logits
+    state = add_gates(peft_model, in_activation_dtype=True, fused=True)
+    assert torch.equal(peft_model(**inputs).logits, want)
+    model.to(torch.bfloat16)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    with applied_gates(state, MIXED):
+        add_gates(peft_model, in_activation_dtype=True, fused=True)
+        fused = peft_model(**inputs).logits
+        add_gates(peft_model, in_activation_dtype=True)
+        torch.testing.assert_close(fused, peft_model(**inputs).logits, atol=3e-2, rtol=3e-2)
+
+
+# What it saves
+
+
+def saved_bytes(peft_model, gates, inputs, **levers):
+    """Bytes that autograd keeps for the backward pass, weights left out, each storage counted once."""
+    storages = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in peft_model.parameters()}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss_and_gradients(peft_model, gates, inputs, **levers)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_saved_activations_shrink_by_the_share_of_waiting_loops():
+    model = adapted(tiny_ouro())
+    inputs = {"input_ids": torch.randint(2, 258, (4, 32)), "labels": torch.randint(2, 258, (4, 32))}
+    saved = {name: saved_bytes(model, gates, inputs, skip=True) for name, gates in GATES.items()}
+    every_loop = saved["all active"] - saved["none active"]
+    assert saved_bytes(model, GATES["none active"], inputs) == saved_bytes(model, GATES["all active"], inputs)
+    waiting = sum(first_active_loops(MIXED)) / MIXED.numel()  # 7 of 16 loops
+    share = 1 - (saved["mixed"] - saved["none active"]) / every_loop
+    assert share == pytest.approx(waiting, abs=0.02)
+    assert saved_bytes(model, MIXED, inputs, skip=True, fused=True) <= saved["mixed"]
+
+
+def test_a_quarter_of_the_loops_waits_in_the_paper_s_setting():
+    draw = Draw(seed=0, step=0, places=[(row, 0) for row in range(4000)], num_loops=4)
+    firsts = torch.tensor(first_active_loops(make_rule("loop_dropout", p=0.5).sample(draw))).float()
+    assert firsts.mean() == pytest.approx(0.9375, abs=0.06)  # p + p^2 + p^3 + p^4
+
+
+# Through the trainer
+
+
+FIELDS = {
+    "padded": {},
+    "padded, checkpointing": {"gradient_checkpointing": True},
+    "padding-free": {"padding_free": True, "max_length": None},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_training_run_is_the_same_with_and_without_levers(name, config, dataset, tokenizer):
+    def train(**levers):
+        args = config(
+            optim="sgd",
+            learning_rate=0.05,
+            p=[0.7],
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.0,
+            **FIELDS[name],
+            **levers,
+        )
+        trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
+        trainer.train()
+        assert trainer.loop_state.factors is None  # not after training, where other parameters may be trained
+        return trainer
+
+    on, off = train(), train(skip_frozen_loops=False, fused_lora=False)
+    assert on.factors is not None and off.factors is None
+    for (key, got), want in zip(on.model.named_parameters(), off.model.parameters(), strict=True):
+        if got.requires_grad:
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4, msg=key)
+
+
+def test_two_processes_train_as_one_although_some_have_no_active_example(tmp_path):
+    fields = {"p": [0.9], "ddp_find_unused_parameters": False}
+    off = {"skip_frozen_loops": False, "fused_lora": False}
+    layouts.save_model(tmp_path / "model")
+    record = layouts.train(tmp_path, "plain", per_device_train_batch_size=8, p=[0.9], **off)
+    plain = layouts.Run([record], layouts._adapter(tmp_path / "plain"))
+    ddp = layouts.launch(layouts.LAYOUTS["ddp, accumulation"], tmp_path / "two", ["plain", "checkpointing"], **fields)
+    for run in ddp.values():
+        assert [record["world_size"] for record in run.records] == [2, 2]
+        assert run.gates == plain.gates
+        assert run.distance(plain) < 1e-3
+    examples = list(plain.gates.values())
+    assert sum(not any(gates) for gates in examples) > len(examples) / 3
+
+
+# Where they do not apply
+
+
+def test_levers_are_off_where_processes_share_parameters():
+    args = SimpleNamespace(ddp_static_graph=None, torch_compile=False)
+    for kind in DistributedType:
+        accelerator = SimpleNamespace(distributed_type=kind)
+        plain = kind == DistributedType.NO or kind.name.startswith("MULTI_")
+        assert whole_parameters(accelerator) == may_skip_loops(accelerator, args) == plain
+    args.ddp_static_graph = True
+    assert not may_skip_loops(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU), args)
+
+
+def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(config, dataset, tokenizer, caplog):
+    assert sole_trained_factors(adapted(tiny_ouro(), lora_dropout=0.1)) is None
+    model = adapted(tiny_ouro())
+    assert len(sole_trained_factors(model)) == 28
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    assert sole_trained_factors(model) is None
+    args = config(rule="learned", p=[0.5])
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
+    assert trainer.factors is None
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
+    assert trainer.factors is not None
+    trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
+    trainer.train()
+    assert trainer.factors is None
+    assert not LoopDropoutSFTTrainer(
+        tiny_ouro(), config(skip_frozen_loops=False), train_dataset=dataset, processing_class=tokenizer
+    ).factors
+
+
+def test_gates_and_inputs_that_need_gradients_run_every_loop():
+    for make in (TINY["ouro"], TINY["huginn"]):
+        model = adapted(make())
+        inputs, _ = batch("left")
+        state = add_gates(model, in_activation_dtype=True, fused=True)
+        embeddings = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+        gates = MIXED.double().requires_grad_()
+        for skip in (False, True):
+            with applied_gates(state, gates):
+                state.factors = sole_trained_factors(model) if skip else None
+                model(inputs_embeds=embeddings, **inputs).loss.backward()
+        with applied_gates(state, MIXED):
+            state.factors = sole_trained_factors(model)
+            model(inputs_embeds=embeddings, **inputs).loss.backward()
+            whole = model(inputs_embeds=embeddings, output_hidden_states=True, **inputs).hidden_states
+            assert {len(hidden) for hidden in whole} == {4}
+        assert gates.grad.abs().min(dim=0).values.sum() > 0
+        assert embeddings.grad.abs().sum() > 0
