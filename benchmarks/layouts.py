@@ -72,6 +72,17 @@ RUNS = {
 }
 """Fields of each run of a launch. The last resumes the one before from its checkpoint of step 2."""
 
+RULES = {
+    "module_wise": {"rule": "module_wise"},
+    "adaptive": {"rule": "adaptive", "rule_args": {"decay": 0.5}},
+    "learned": {"rule": "learned", "p": 0.5},
+    "independent": {"rule": "independent", "p": 0.5},
+    "coto": {"rule": "coto", "rule_args": {"keep_start": 0.3}},
+    "weight_noise": {"rule": "weight_noise"},
+    "lora_dropout": {"rule": "lora_dropout", "rule_args": {"num_masks": 2}},
+}
+"""Runs of the rules that do more than draw one gate for each example and loop; not part of the table."""
+
 
 @dataclass
 class Run:
@@ -110,42 +121,47 @@ def launch(
     Raises:
         RuntimeError: with the end of the log, if a process did not finish all runs.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    process = start(layout, folder, runs, **fields)
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        kill(process)
+    files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
+    if not all(file.exists() for file in files):
+        finished = sum(file.exists() for file in files)
+        raise RuntimeError(
+            f"{finished} of {len(files)} processes finished:\n{(folder / 'log.txt').read_text()[-6000:]}"
+        )
+    records = [json.loads(file.read_text()) for file in files]
+    return {name: Run([record[name] for record in records], _adapter(folder / name)) for name in runs}
+
+
+def start(layout: Layout, folder: Path, runs: Sequence[str], **fields) -> subprocess.Popen:
+    """Start the processes of `launch`; with `resume_from_checkpoint` in `fields` they go on with what is in `folder`."""
+    if not fields.get("resume_from_checkpoint"):
+        shutil.rmtree(folder, ignore_errors=True)
+        save_model(folder / "model")
     batch = {"per_device_train_batch_size": layout.batch, "gradient_accumulation_steps": layout.accumulation}
     spec = {"layout": layout.launch_file, "folder": str(folder), "runs": list(runs), "fields": {**batch, **fields}}
     (folder / "spec.json").write_text(json.dumps(spec))
-    save_model(folder / "model")
     command = [sys.executable]
     if layout.launch_file is not None:
-        command += [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(LAUNCH_FILES / f"{layout.launch_file}.yaml"),
-        ]
+        command += ["-m", "accelerate.commands.launch"]
+        command += ["--config_file", str(LAUNCH_FILES / f"{layout.launch_file}.yaml")]
         command += ["--num_processes", str(layout.processes), "--main_process_port", str(_free_port())]
     command += [str(Path(__file__).resolve()), "--work", str(folder / "spec.json")]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            for worker in psutil.Process(process.pid).children(recursive=True):  # in process groups of their own
-                worker.kill()
-            process.kill()
-            process.wait()
-    files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
-    if not all(file.exists() for file in files):
-        finished = sum(file.exists() for file in files)
-        raise RuntimeError(f"{finished} of {len(files)} processes finished:\n{log.read_text()[-6000:]}")
-    records = [json.loads(file.read_text()) for file in files]
-    return {name: Run([record[name] for record in records], _adapter(folder / name)) for name in runs}
+    with (folder / "log.txt").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kill a launch, workers first: they are in process groups of their own."""
+    for worker in psutil.Process(process.pid).children(recursive=True):
+        worker.kill()
+    process.kill()
+    process.wait()
 
 
 def _free_port() -> int:
@@ -180,32 +196,35 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
     """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
     from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 
-    gates = {}
+    steps, gates = [], {}
 
     class RecordingTrainer(LoopDropoutSFTTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
+            steps.append(self.state.global_step)
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             state = self.loop_state
             if self.model.training and state.gates is not None:  # None: all ones, in the whole micro-batch
                 rows = inputs["input_ids"]
                 texts = rows.tolist() if state.segments is None else _texts(rows, state.segments)
-                for text, drawn in zip(texts, state.gates.T.tolist(), strict=True):
+                by_example = state.gates.transpose(0, 1).expand(len(texts), *[-1] * (state.gates.dim() - 1))
+                for text, drawn in zip(texts, by_example.tolist(), strict=True):
                     gates[f"{self.state.global_step}: {''.join(map(chr, (t for t in text if t > 1)))}"] = drawn
             return loss
 
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
-    args = LoopDropoutConfig(**{**_FIELDS, "output_dir": str(run_dir), **RUNS[name], **fields})
+    args = LoopDropoutConfig(**{**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES}[name], **fields})
     args.model_init_kwargs = {"dtype": dtype}
     trainer = RecordingTrainer(str(folder / "model"), args, train_dataset=examples())
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
-    trainer.train(resume_from_checkpoint=str(run_dir / "checkpoint-2") if name == "resuming" else None)
+    resume = str(run_dir / "checkpoint-2") if name == "resuming" else bool(args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / name))
     return {
         "distributed_type": trainer.accelerator.distributed_type.value,
         "world_size": trainer.accelerator.num_processes,
-        "first_step": trainer._initial_global_step,
+        "first_step": steps[0],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "gates": gates,
     }
@@ -286,7 +305,7 @@ def measure(name: str, folder: Path, reference: dict[str, Run] | None) -> tuple[
     layout = LAYOUTS[name]
     began = time.time()
     try:
-        runs = launch(layout, folder)
+        runs = launch(layout, folder, timeout=900)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return {}, [name, "did not finish", *[""] * 7]
@@ -328,17 +347,16 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "layouts.md")
     options = parser.parse_args()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     rows, reference = [], None
     with tempfile.TemporaryDirectory() as folder:
+        control = launch(LAYOUTS[REFERENCE], Path(folder) / "control", ["plain"], gate_seed=1)["plain"]
         for name in dict.fromkeys([REFERENCE, *options.layouts]):
             runs, row = measure(name, Path(folder) / name.replace(" ", "_"), reference)
             reference = reference or runs
             rows.append(row)
             print(" | ".join(row), flush=True)
-        other_seed = launch(LAYOUTS[REFERENCE], Path(folder) / "control", ["plain"], gate_seed=1)["plain"]
-        control = other_seed.distance(reference["plain"])
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(_report(rows, control))
+            options.output.write_text(_report(rows, control.distance(reference["plain"])))
 
 
 def _report(rows: list[list[str]], control: float) -> str:
@@ -360,8 +378,8 @@ def _report(rows: list[list[str]], control: float) -> str:
         "# The same run in every layout\n\nWritten by `python benchmarks/layouts.py`: processes over gloo on a CPU "
         f"({versions}). A random two-layer Ouro of four loops is trained for four steps of eight examples with Loop Dropout, "
         "AdamW and TRL's token-weighted loss. Numbers are the largest difference of an adapter weight from the run that is "
-        "named after the colon, relative to the largest weight; rounding alone gives about 1e-4, since AdamW divides small "
-        f'gradients by their own size, and other gates give {control:.0e}. "Same gates" compares the gates of every '
+        "named after the colon, relative to the largest weight; rounding alone gives about 1e-5, "
+        f'and other gates {control:.0e}. "Same gates" compares the gates of every '
         "example, step and run with the reference's.\n\n"
         f"{table}\n\nFSDP2 runs on a CPU through a patch of accelerate that only this script makes; CUDA was not measured.\n"
     )

@@ -182,7 +182,7 @@ def peak_memory(trainer: LoopDropoutSFTTrainer, batch: dict, num_items: torch.Te
 
 
 def write_table(options, device, trainers, times, memory) -> None:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "one core of a CPU shared with other work"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "one CPU core, in CPU seconds"
     reference = statistics.median(times[REFERENCE])
     lines = [
         "# Cost of every training rule, relative to LoRA",

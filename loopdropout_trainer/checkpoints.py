@@ -70,7 +70,7 @@ def why_broken(folder: str | Path, sealed: bool = True) -> str | None:
             return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
         if _sha256(file) != facts["sha256"]:
             return f"{name} has changed since it was written"
-    return None
+    return _why_not_resumable(folder)
 
 
 def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
@@ -135,6 +135,13 @@ def _why_malformed(folder: Path) -> str | None:
                 _check_safetensors(file)
         except (ValueError, KeyError, TypeError, struct.error, OSError) as error:
             return f"{name} is damaged ({error})"
+    return _why_not_resumable(folder)
+
+
+def _why_not_resumable(folder: Path) -> str | None:
+    states = ("optimizer*", "global_step*")  # the second of DeepSpeed
+    if not any(any(folder.glob(pattern)) for pattern in states):
+        return "it holds no optimizer state, as `save_only_model` asks for, and a run cannot go on without"
     return None
 
 

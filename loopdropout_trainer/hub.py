@@ -117,7 +117,11 @@ def merge_and_save(
     output_dir = Path(output_dir)
     weights = merged_state_dict(model)
     base = model.get_base_model()
-    base.save_pretrained(output_dir, state_dict=weights)
+    use_cache, base.config.use_cache = base.config.use_cache, True  # off for training only
+    try:
+        base.save_pretrained(output_dir, state_dict=weights)
+    finally:
+        base.config.use_cache = use_cache
     if tokenizer is not None:
         tokenizer.save_pretrained(output_dir)
     model_card(facts_of(model, facts), repo_id or output_dir.name).save(output_dir / "README.md")

@@ -51,7 +51,8 @@ def check_processes(accelerator: Accelerator) -> None:
     if launched != accelerator.num_processes:
         raise ValueError(
             f"This is one of {launched} launched processes, but it found {accelerator.num_processes}: they would train "
-            "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe."
+            "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe; for a single "
+            "process unset WORLD_SIZE."
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return
@@ -64,6 +65,13 @@ def check_processes(accelerator: Accelerator) -> None:
         raise ValueError(
             "`fsdp_state_dict_type` SHARDED_STATE_DICT would save no adapter that can be loaded: set FULL_STATE_DICT."
         )
+
+
+def divides_weights(args: TrainingArguments) -> bool:
+    """Return whether each process holds a part of the frozen weights only: under ZeRO-3 and FSDP."""
+    plugin = args.deepspeed_plugin
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return fsdp or (plugin is not None and plugin.zero_stage == 3)
 
 
 def non_reentrant_checkpointing(args: TrainingArguments) -> None:

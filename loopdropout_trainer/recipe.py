@@ -21,6 +21,8 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
+from loopdropout_trainer.gates import RULES
+
 
 TINY_OURO_PATH = Path(__file__).parent / "tiny_ouro"
 """A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
@@ -227,6 +229,8 @@ def parse_recipe(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
+    Another `--rule` than the recipe's keeps of the recipe's `p` and `rule_args` what it has as well.
+
     Args:
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
         argv: arguments after the script's name; default: the process's.
@@ -256,8 +260,20 @@ def parse_recipe(
         if key not in valid:
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
         _check_type(key, value, hints[key], path)
+    if "rule" in command_line:
+        recipe = _without_fields_of_another_rule(recipe, command_line["rule"])
     settings = {**recipe, **command_line}
     return [build(cls, settings) for cls in dataclass_types], settings
+
+
+def _without_fields_of_another_rule(recipe: dict[str, Any], rule: str) -> dict[str, Any]:
+    if rule not in RULES:  # an error that names the valid ones comes later
+        return recipe
+    taken = {f.name for f in dataclasses.fields(RULES[rule])}
+    recipe = {key: value for key, value in recipe.items() if key != "p" or "p" in taken}
+    if isinstance(recipe.get("rule_args"), Mapping):
+        recipe["rule_args"] = {key: value for key, value in recipe["rule_args"].items() if key in taken}
+    return recipe
 
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,11 +71,14 @@ class SafeRunMixin:
             if broken.item():
                 newest = self._newest_whole_checkpoint()
                 raise NonFiniteLossError(
-                    f"The loss of step {self.state.global_step + 1} is not finite ({loss.item()}); the step was not taken. "
+                    f"The loss of step {self.state.global_step + 1} is not finite{self._where(loss)}; the step was not taken. "
                     f"{_what_is_safe(newest)} Lower `learning_rate` or look for a broken example; `stop_on_nan: false` "
                     "trains on regardless."
                 )
         return loss
+
+    def _where(self, loss: torch.Tensor) -> str:
+        return " in another process" if torch.isfinite(loss) else f" ({loss.item()})"
 
     def _newest_whole_checkpoint(self) -> str | None:
         """Return what the main process finds, on all processes."""
@@ -131,9 +134,9 @@ class SafeRunMixin:
             best = self.state.best_model_checkpoint
             rotate_checkpoints(run_dir, limit, keep=[folder] if best is None else [folder, best])
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
         try:
-            super().init_hf_repo(token, private)
+            super().init_hf_repo(token, *args, **kwargs)
         except Exception as error:
             raise push_error(error, self._repo(), "Nothing was trained yet", self.args.hub_token, token) from None
 

@@ -319,11 +319,14 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
     if num_loops is not None:
         check_num_loops(num_loops)
     known = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-    config = AutoConfig.from_pretrained(
-        model,
-        trust_remote_code=args.trust_remote_code,
-        **{key: init_kwargs[key] for key in known if key in init_kwargs},
-    )
+    try:
+        config = AutoConfig.from_pretrained(
+            model,
+            trust_remote_code=args.trust_remote_code,
+            **{key: init_kwargs[key] for key in known if key in init_kwargs},
+        )
+    except OSError as error:
+        raise ValueError(f"The model {model} cannot be loaded: {' '.join(str(error).split())}") from error
     if not hasattr(config, "num_loops"):
         raise NotLoopedError(
             f"{model} is a `{config.model_type}` model, which is not looped: Loop Dropout needs a model that applies one "

@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from loopdropout_trainer.data.arithmetic import pretraining_texts
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
@@ -95,14 +95,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=60, help="wall time of the training (default: %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=32, help="texts in a batch (default: %(default)s)")
-    parser.add_argument("--learning_rate", type=float, default=2e-3, help="peak (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch_size", type=int, default=16, help="texts in a batch (default: %(default)s)")
+    parser.add_argument("--learning_rate", type=float, default=1.5e-3, help="peak (default: %(default)s)")
+    parser.add_argument("--start_from", type=Path, help="folder of an earlier run to train further")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and texts (default: %(default)s)")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    tokenizer = make_tokenizer(pretraining_texts(20_000, args.seed))
-    model = make_model(tokenizer).train()
+    if args.start_from is None:
+        tokenizer = make_tokenizer(pretraining_texts(20_000, args.seed))
+        model = make_model(tokenizer).train()
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.start_from)
+        model = OuroForCausalLM.from_pretrained(args.start_from).train()
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.98), weight_decay=0.05)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {model.config.num_loops} loops")
 

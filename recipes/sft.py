@@ -17,12 +17,14 @@ from itertools import islice
 from pathlib import Path
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
+from loopdropout_trainer.checkpoints import CheckpointError
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
 from loopdropout_trainer.diagnostics.plots import plot_single_loop
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.hub import PushError, RunFacts, push_merged_to_hub
+from loopdropout_trainer.layouts import divides_weights
 from loopdropout_trainer.plan import plan_run
 from loopdropout_trainer.recipe import (
     AdapterArguments,
@@ -34,6 +36,7 @@ from loopdropout_trainer.recipe import (
     settings_yaml,
 )
 from loopdropout_trainer.report import Outcome, print_report, write_results
+from loopdropout_trainer.safe_run import NonFiniteLossError
 from loopdropout_trainer.sampling import check_run
 
 
@@ -54,6 +57,11 @@ class Run:
             raise RecipeError(
                 f"The rule {config.rule!r} trains an update that differs from loop to loop, which cannot be merged into one "
                 "weight: leave `merge` and `push_merged_to_hub` out."
+            )
+        if (self.script.merge or self.script.push_merged_to_hub) and divides_weights(config):
+            raise RecipeError(
+                "ZeRO-3 and FSDP divide the weights among the processes, which cannot be merged there: leave `merge` and "
+                "`push_merged_to_hub` out, then merge the saved adapter with recipes/merge.py."
             )
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
@@ -183,5 +191,5 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
     try:
         main()
-    except (ValueError, PushError) as error:  # what the user can put right, in one sentence
+    except (ValueError, PushError, CheckpointError, NonFiniteLossError) as error:  # one sentence, to be put right
         sys.exit(f"sft.py: {error}")

@@ -427,7 +427,7 @@ def test_refusals(tmp_path, write, tokenizer):
     rows = [GOOD, {"text": "x"}]
     refuse("differ in kind: the first has prompt and completion, .* text", train_files=[write("c.jsonl", rows)])
     refuse(
-        "Too few rows.*1 and 1 are usable",
+        "Too few rows.*1 and 1 are left",
         train_files=[write("d.jsonl", [GOOD, {**GOOD, "prompt": "q"}])],
         num_eval_examples=1,
         num_train_examples=2,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -280,6 +281,14 @@ def test_continuing_an_evaluation_generates_only_what_is_missing(tokenizer, tmp_
         evaluate_benchmark(model, tokenizer, benchmark, log_dir=tmp_path, progress=False)
 
 
+def test_sharded_weights_are_refused(tokenizer):
+    model = tiny_ouro()
+    model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters so
+    benchmark = Benchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 4)
+    with pytest.raises(ValueError, match="sharded over processes"):
+        evaluate_benchmark(model, tokenizer, benchmark, progress=False)
+
+
 @pytest.fixture(scope="module")
 def saved(tokenizer, tmp_path_factory):
     """Folders of a model, of an adapter of it, and of the two merged."""
@@ -324,7 +333,7 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     assert 2 <= before.count("\n") < 8 and not (tmp_path / "evaluation.json").is_file()
 
     two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *script, "3"]
-    done = subprocess.run(two, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(two, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert answers.read_text().startswith(before[: before.rfind("\n") + 1])
     assert all((tmp_path / "answers" / "gsm8k" / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
@@ -338,7 +347,7 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
         assert results[benchmark.name] == evaluate_benchmark(model, tokenizer, benchmark, 16, progress=False)
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert report["num_processes"] == 2 and report["settings"]["benchmark_batch_size"] == 3
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == version("torch")
 
 
 @pytest.fixture
@@ -374,6 +383,8 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
         with pytest.raises(RecipeError, match=message) as caught:
             evaluate_script.main([str(recipe), *arguments])
         assert "\n" not in str(caught.value)
+    with pytest.raises(RecipeError, match="`benchmarks` must name one or more of metamath_gsm8k"):
+        evaluate_script.main([str(RECIPES / "gsm8k.yaml")])
     recipe.write_text(recipe.read_text() + "benchmark: gsm8k\n")
     with pytest.raises(RecipeError, match="did you mean `benchmarks`"):
         evaluate_script.main([str(recipe)])
@@ -396,11 +407,11 @@ def test_an_adapter_gives_the_same_answers_in_bfloat16_as_at_the_end_of_its_trai
     assert generate_greedy(*load_model(base), PROMPTS, 24, progress=False) != want
 
 
-@pytest.mark.parametrize("path", [*sorted((RECIPES / "evaluation").glob("*.yaml")), RECIPES / "gsm8k.yaml"])
+@pytest.mark.parametrize("path", [*sorted((RECIPES / "evaluation").glob("*.yaml")), RECIPES / "quickstart.yaml"])
 def test_every_evaluation_recipe_and_a_training_recipe_are_understood(path, evaluate_script):
     types = (ModelArguments, EvaluationArguments)
     (model, arguments), _ = parse_recipe(types, [str(path)], unread_types=evaluate_script.OF_TRAINING)
-    assert model.model_name_or_path == "ByteDance/Ouro-1.4B" and set(arguments.benchmarks) <= set(BENCHMARKS)
+    assert model.dtype in ("bfloat16", "float32") and set(arguments.benchmarks) <= set(BENCHMARKS)
 
 
 # Statistics

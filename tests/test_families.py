@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import golden_adapted, golden_inputs, golden_model, submodule_name
+from conftest import TINY, golden_adapted, golden_inputs, golden_model, submodule_name
 from peft import get_peft_model
 from safetensors import safe_open
 from torch.nn import functional as F
@@ -38,7 +38,12 @@ def assert_close(got, want, atol):
 
 @pytest.mark.parametrize(
     ("batch", "attention"),
-    [("unpadded", "sdpa"), ("padded", "sdpa"), ("padded", "eager"), ("padded", "flex_attention")],
+    [
+        ("unpadded", "sdpa"),
+        ("padded", "sdpa"),
+        ("padded", "eager"),
+        pytest.param("padded", "flex_attention", marks=pytest.mark.slow),  # compiles
+    ],
 )
 def test_states_readouts_and_losses_agree_with_the_reference(family, batch, attention):
     model, inputs = golden_model(family, attn_implementation=attention), golden_inputs(family, batch)
@@ -66,11 +71,13 @@ def test_a_deeper_run_agrees_with_the_reference(family, batch):
     assert_close(out.loss, family.tensors[f"{batch}/deep/loss"], atol=2e-5)
 
 
-@pytest.mark.parametrize("cache", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("cache", ["none", "dynamic", "static", "offloaded"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_greedy_tokens_agree_with_and_without_a_cache(family, batch, cache):
+    if cache == "offloaded" and not torch.accelerator.is_available():
+        pytest.skip("cache offloading moves tensors between an accelerator and the CPU")
     model = golden_model(family)
-    options = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}[cache]
+    options = {"none": {"use_cache": False}, "dynamic": {}}.get(cache, {"cache_implementation": cache})
     for num_loops, name in ((family.meta["loops"], "generated"), (family.meta["deep_loops"], "deep/generated")):
         model.config.num_loops = num_loops
         inputs = golden_inputs(family, batch)
@@ -356,33 +363,37 @@ def test_the_command_line_trains_resumes_and_merges(make_tiny, tokenizer, tmp_pa
 
 
 FRESH = """
-import sys, torch, loopdropout_trainer
+import sys, pathlib, torch, loopdropout_trainer
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 ids = torch.arange(2, 14).view(2, 6)
-for path, adapter in ((sys.argv[1], None), (sys.argv[2], sys.argv[3])):
-    model = AutoModelForCausalLM.from_pretrained(path)
-    model = PeftModel.from_pretrained(model, adapter) if adapter else model
-    torch.save(model(ids).logits.detach(), sys.argv[4] + ("/adapted.pt" if adapter else "/merged.pt"))
+for folder in map(pathlib.Path, sys.argv[1:]):
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter")
+    torch.save([model(ids).logits.detach() for model in (merged, adapted)], folder / "logits.pt")
 """
 
 
-def test_saved_and_merged_models_reload_in_a_fresh_process(make_tiny, tmp_path):
-    model = make_tiny()
-    model.save_pretrained(tmp_path / "base")
-    peft_model = get_peft_model(model, default_peft_config(model))
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    peft_model.save_pretrained(tmp_path / "adapter")
-    merge_and_save(peft_model, tmp_path / "merged")
-    paths = [str(tmp_path / name) for name in ("merged", "base", "adapter", "")]
-    subprocess.run([sys.executable, "-c", FRESH, *paths], check=True)
-    want = peft_model.eval()(torch.arange(2, 14).view(2, 6)).logits
-    assert torch.equal(torch.load(tmp_path / "adapted.pt"), want)
-    torch.testing.assert_close(torch.load(tmp_path / "merged.pt"), want, atol=1e-5, rtol=1e-5)
-    with peft_model.disable_adapter():
-        assert not torch.allclose(peft_model(torch.arange(2, 14).view(2, 6)).logits, want, atol=1e-2)
+def test_saved_and_merged_models_reload_in_a_fresh_process(tmp_path):
+    ids, wanted = torch.arange(2, 14).view(2, 6), {}
+    for name, make in TINY.items():
+        folder = tmp_path / name
+        model = make()
+        model.save_pretrained(folder / "base")
+        peft_model = get_peft_model(model, default_peft_config(model)).eval()
+        for parameter_name, parameter in peft_model.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        peft_model.save_pretrained(folder / "adapter")
+        merge_and_save(peft_model, folder / "merged")
+        wanted[folder] = peft_model(ids).logits
+        with peft_model.disable_adapter():
+            assert not torch.allclose(peft_model(ids).logits, wanted[folder], atol=1e-2)
+    subprocess.run([sys.executable, "-c", FRESH, *wanted], check=True)
+    for folder, want in wanted.items():
+        merged, adapted = torch.load(folder / "logits.pt")
+        assert torch.equal(adapted, want)
+        torch.testing.assert_close(merged, want, atol=1e-5, rtol=1e-5)
 
 
 def test_the_diagnostics_run(make_tiny):

@@ -30,6 +30,7 @@ from loopdropout_trainer.checkpoints import (
     why_broken,
 )
 from loopdropout_trainer.hub import PushError
+from loopdropout_trainer.recipe import RecipeError, load_recipe, settings_yaml
 from loopdropout_trainer.safe_run import NonFiniteLossError
 from loopdropout_trainer.saved_adapters import load_adapter, training_facts
 
@@ -51,9 +52,20 @@ def saved_weights(folder):
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
+class Trainer(LoopDropoutSFTTrainer):
+    """Remembers the step that it began with."""
+
+    first_step = None
+
+    def training_step(self, *args, **kwargs):
+        if self.first_step is None:
+            self.first_step = self.state.global_step
+        return super().training_step(*args, **kwargs)
+
+
 @pytest.fixture
 def make_trainer(config, dataset, tokenizer):
-    def make(model=None, cls=LoopDropoutSFTTrainer, peft_config=None, train_dataset=dataset, **fields):
+    def make(model=None, cls=Trainer, peft_config=None, train_dataset=dataset, **fields):
         args = config(**{"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, **fields})
         model = tiny_ouro() if model is None else model
         return cls(model, args, train_dataset=train_dataset, processing_class=tokenizer, peft_config=peft_config)
@@ -199,7 +211,7 @@ def test_a_broken_checkpoint_is_passed_over_with_the_reason(finished, make_train
     trainer.train(resume_from_checkpoint=True)
     own_logger.removeHandler(caplog.handler)
     assert f"Passing over {folder / 'checkpoint-6'}" in caplog.text and reason in caplog.text
-    assert trainer._initial_global_step == 4
+    assert trainer.first_step == 4
     assert torch.equal(weights(trainer), straight)
 
 
@@ -215,11 +227,19 @@ def test_a_broken_checkpoint_given_by_name_is_refused_also_without_a_manifest(fi
         make_trainer().train(resume_from_checkpoint=str(folder / "checkpoint-5"))
 
 
+def test_a_checkpoint_without_optimizer_state_is_not_resumed_from(make_trainer):
+    make_trainer(save_only_model=True).train()
+    trainer = make_trainer(max_steps=1, save_strategy="no")
+    assert "no optimizer state" in why_broken(Path(trainer.args.output_dir) / "checkpoint-6")
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.first_step == 0
+
+
 def test_without_a_whole_checkpoint_a_run_starts_at_the_beginning(make_trainer, tmp_path):
     assert newest_whole_checkpoint(tmp_path / "nowhere") is None
     trainer = make_trainer(max_steps=1, save_strategy="no")
     trainer.train(resume_from_checkpoint=True)
-    assert trainer._initial_global_step == 0
+    assert trainer.first_step == 0
 
 
 def test_rotation_deletes_unfinished_checkpoints_first_and_never_the_one_just_written(tmp_path):
@@ -410,3 +430,13 @@ def test_an_adapter_over_a_trained_one_keeps_every_bit(make_trainer, tmp_path):
     trainer = make_trainer(model)
     assert weights(trainer).dtype == torch.float32
     assert torch.equal(weights(trainer), before)
+
+
+def test_a_recipe_from_a_stranger_runs_nothing(tmp_path):
+    proof = tmp_path / "ran"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"output_dir: !!python/object/apply:os.mkdir [{proof}]\n")
+    with pytest.raises(RecipeError, match="recipe.yaml is not valid YAML"):
+        load_recipe(recipe)
+    assert not proof.exists()
+    assert TOKEN not in settings_yaml({"learning_rate": 1e-4, "hub_token": TOKEN})

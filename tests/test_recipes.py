@@ -191,3 +191,15 @@ def test_the_readme_lists_every_recipe_and_no_other():
     paths = {*TRAINING, *(RECIPES / "sweeps").glob("*.yaml")}
     assert {str(path.relative_to(RECIPES)) for path in paths} <= listed
     assert all((RECIPES / name).is_file() for name in listed)
+
+
+def test_another_rule_keeps_what_it_has_as_well(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\nuse_cpu: true\np: 0.3\n")
+    assert parse(path, "--rule", "loop_dropout")[3].p == 0.3
+    assert parse(path, "--rule", "lora")[3].p is None
+    assert parse(path, "--rule", "unscaled")[3].p == 0.3
+    path.write_text(path.read_text() + "rule: parallel_noise\nrule_args: {c: 2.0}\n")
+    assert not parse(path, "--rule", "loop_dropout")[3].rule_args
+    assert parse(path, "--rule", "weight_noise")[3].rule_args == {"c": 2.0}
+    assert parse(path, "--learning_rate", "1e-3")[3].rule_args == {"c": 2.0}

@@ -253,7 +253,7 @@ def test_a_real_sweep(tmp_path, tokenizer):
     command += ["--seeds", "1", "2", "--output_dir", str(tmp_path / "out")]
     process = subprocess.Popen(command, env=ENVIRONMENT)
     first = tmp_path / "out" / "lora" / "lr_0.001" / "seed_1" / "results.json"
-    deadline = time.time() + 120
+    deadline = time.time() + 600
     while not first.exists() and process.poll() is None and time.time() < deadline:
         time.sleep(0.2)
     time.sleep(8)  # well into the second run

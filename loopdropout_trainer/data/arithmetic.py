@@ -153,13 +153,14 @@ def _largest(value: int, operator: str) -> int:
 
 
 def pretraining_texts(num_texts: int, seed: int = 0) -> list[str]:
-    """Generate texts of a neighbouring distribution: the same sentences and sums, but no worked answers.
+    """Generate texts of a neighbouring distribution: the same sentences and sums in shorter problems of another form.
 
-    One third each: bare sums; stories that state the new number after each sentence; questions of 1 or 2 steps that are
-    answered by a sentence at once. None has a line of working or `####`, which is what fine-tuning has to teach.
+    Bare sums; stories that state the new number after each sentence; questions of 1 or 2 steps, answered at once or after
+    working, by a sentence. No text has 3 steps of working or a `####`: that is left to fine-tuning.
     """
     rng = Random(f"arithmetic/pretrain/{seed}")
-    return [rng.choice((_sums, _story, _short_answer))(rng) for _ in range(num_texts)]
+    kinds = (_sums, _story, _short_answer, _worked_answer)
+    return [rng.choices(kinds, weights=(15, 20, 15, 50))[0](rng) for _ in range(num_texts)]
 
 
 def _sums(rng: Random) -> str:
@@ -182,7 +183,19 @@ def _story(rng: Random) -> str:
 
 
 def _short_answer(rng: Random) -> str:
+    question, steps = _training_problem(rng)
+    return f"Question: {question}\nAnswer: The answer is {steps[-1].result}."
+
+
+def _worked_answer(rng: Random) -> str:
+    question, steps = _training_problem(rng)
+    working = "\n".join(map(str, steps))
+    return f"Question: {question}\nAnswer: {working}\nThe answer is {steps[-1].result}."
+
+
+def _training_problem(rng: Random) -> tuple[str, list[Step]]:
+    """Return a short problem that is no test problem."""
     while True:
         question, steps = _problem(rng, rng.randint(*STEPS["pretrain"]))
-        if len(steps) == 1 or zlib.crc32(question.encode()) % 8:  # no test question
-            return f"Question: {question}\nAnswer: The answer is {steps[-1].result}."
+        if len(steps) == 1 or zlib.crc32(question.encode()) % 8:
+            return question, steps

@@ -195,15 +195,16 @@ def _features(example: Mapping[str, Any]) -> Features:
 def _split(
     examples: Dataset, preparation: Preparation, tokenizer: PreTrainedTokenizerBase, report: DataReport
 ) -> tuple[Dataset, Dataset]:
-    ranks = np.asarray(examples.with_format("numpy")["rank"])
+    ranks = examples.data.column("rank").to_numpy()
     examples = examples.remove_columns("rank")
     dropped_before = report.dropped.total()
     train, held_out = preparation.split(examples, ranks, tokenizer, report)
+    report.train, report.held_out = len(train), len(held_out)
     asked = preparation.args.num_train_examples
     if asked is not None and len(train) < asked or len(held_out) < preparation.num_held_out:
         raise DataError(
             f"Too few rows for `num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`: "
-            f"{len(train):,} and {len(held_out):,} are usable; ask for fewer.\n{report}"
+            f"{len(train):,} and {len(held_out):,} are left; ask for fewer.\n{report}"
         )
     report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
     return examples.select(train), examples.select(held_out)

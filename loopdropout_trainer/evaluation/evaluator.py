@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.evaluation.benchmarks import Benchmark
@@ -44,7 +45,9 @@ def evaluate_benchmark(
 
     Raises:
         SettingsChangedError: if `log_dir` holds answers of other settings.
+        ValueError: if the model's weights are sharded over processes.
     """
+    _check_whole(model)
     state = all_processes()
     answers: dict[int, str] = {}
     log = None
@@ -72,6 +75,15 @@ def evaluate_benchmark(
     for part in gather_object([new_answers]):
         answers.update(part)
     return score_completions(benchmark, [answers[index] for index in range(len(benchmark.prompts))])
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Refuse FSDP2's and ZeRO-3's shards: processes that generate texts of different lengths would wait for one another."""
+    if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ValueError(
+            "The model's weights are sharded over processes, but each process answers problems of its own: leave "
+            "`benchmarks` out of the training, and evaluate the saved adapter with recipes/evaluate.py."
+        )
 
 
 def all_processes(**kwargs: Any) -> PartialState:

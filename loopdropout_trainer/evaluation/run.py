@@ -48,7 +48,9 @@ class EvaluationArguments(BenchmarkArguments):
     def __post_init__(self):
         super().__post_init__()
         if not isinstance(self.benchmarks, list) or not self.benchmarks:
-            raise ValueError(f"`benchmarks` must be a list of names; got {self.benchmarks!r}.")
+            raise ValueError(
+                f"`benchmarks` must name one or more of {', '.join(BENCHMARKS)}; got {self.benchmarks!r}."
+            )
         self.benchmark_files = self.benchmark_files or {}
         unused = [name for name in self.benchmark_files if name not in BENCHMARKS]
         if unused:

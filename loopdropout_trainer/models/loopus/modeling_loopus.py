@@ -92,7 +92,8 @@ class LoopusPreTrainedModel(LoopedPreTrainedModel):
     base_model_prefix = "model"
     _no_split_modules = ["LoopusLayer"]
     _can_record_outputs = {"hidden_states": LoopusLayer, "attentions": Qwen3Attention}
-    _keep_in_fp32_modules_strict = ["reasoning.gate", "q_head"]
+    _keep_in_fp32_modules_strict = ["reasoning.gate", "q_head", "model.reasoning.gate", "model.q_head"]
+    _keep_in_fp32_modules = _keep_in_fp32_modules_strict  # what quantisers leave alone, by names from the root
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

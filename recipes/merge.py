@@ -1,0 +1,71 @@
+"""Merge a saved adapter into its base model, and push the result to the Hub if a name is given.
+
+    python recipes/merge.py --model_name_or_path ByteDance/Ouro-1.4B --adapter outputs/gsm8k
+    python recipes/merge.py outputs/gsm8k/recipe.yaml --adapter outputs/gsm8k --hub_model_id user/name
+
+The recipe of the training, where one is given, says which base model. Runs in one process, also for adapters that were
+trained by many.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
+from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.evaluation.run import load_model
+from loopdropout_trainer.hub import PushError, RunFacts
+from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RecipeError, RunArguments, parse_recipe
+from loopdropout_trainer.saved_adapters import training_facts
+
+
+@dataclass
+class MergeArguments:
+    """Which adapter to merge, and where the merged model goes."""
+
+    adapter: str = field(metadata={"help": "Folder of the adapter, or its name on the Hub."})
+    merged_dir: str | None = field(
+        default=None, metadata={"help": "Folder for the merged model. Default: `merged` in the adapter's folder."}
+    )
+    hub_model_id: str | None = field(default=None, metadata={"help": "Push to this name on the Hub, `user/model`."})
+    hub_private_repo: bool | None = field(default=None, metadata={"help": "Whether a new repository is private."})
+
+
+def facts_of_run(adapter: Path, model: ModelArguments) -> RunFacts:
+    """Return what the files beside an adapter tell about its training."""
+    trained = training_facts(adapter)
+    recipe, results = adapter / "recipe.yaml", adapter / "results.json"
+    scores = json.loads(results.read_text(encoding="utf-8"))["benchmarks"] if results.is_file() else {}
+    return RunFacts(
+        base_model=model.base_name,
+        rule=trained.get("rule"),
+        p=trained.get("p"),
+        num_loops=trained.get("num_loops"),
+        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else None,
+        results={name: counts["score"] for name, counts in scores.items()},
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    types, unread = (
+        (MergeArguments, ModelArguments),
+        (RunArguments, AdapterArguments, DataArguments, LoopDropoutConfig),
+    )
+    (merge, model), _ = parse_recipe(types, argv, description=__doc__, unread_types=unread)
+    adapted, tokenizer = load_model(model, merge.adapter)
+    facts = facts_of_run(Path(merge.adapter), model)
+    merged_dir = merge.merged_dir or Path(merge.adapter) / "merged"
+    folder = merge_and_save(adapted, merged_dir, tokenizer, facts, repo_id=merge.hub_model_id)
+    print(f"Merged model in {folder}")
+    if merge.hub_model_id is not None:
+        print(f"Pushed to {push_merged_to_hub(folder, merge.hub_model_id, private=merge.hub_private_repo)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (RecipeError, PushError, ValueError) as error:  # what the user can put right, in one sentence
+        sys.exit(f"merge.py: {error}")
