@@ -5,9 +5,9 @@
 It learns sums and stories (`pretraining_texts`), the neighbours of the quickstart's word problems, with the loss of every
 loop's readout, as Ouro itself was pretrained with a loss over its loops. About an hour on a CPU.
 
-The one in the package took 78 minutes of one busy CPU core in three runs of 2,828, 8,614 and 4,264 steps, each but the first
-with `--start_from` and a seed of its own, the first two on texts without worked answers. Its schedule follows the clock, so that another
-run gives a model like it and not the same one.
+The one in the package took 78 minutes of one busy CPU core in three runs of 2,828, 8,614 and 4,264 steps, each but the
+first with `--start_from` and a seed of its own, the first two on texts without worked answers. The schedule follows the
+clock, so that another run gives a model like it and not the same one.
 """
 
 from __future__ import annotations
