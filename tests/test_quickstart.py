@@ -40,7 +40,7 @@ def quickstart(tmp_path_factory):
 def test_it_trains_measures_and_saves_both_methods(quickstart):
     folder, printed = quickstart
     ours, lora = (json.loads((folder / name / "results.json").read_text()) for name in (".", "lora"))
-    assert (ours["rule"], ours["p"], ours["num_loops"], ours["steps"]) == ("loop_dropout", 0.5, 4, 6)
+    assert (ours["rule"], ours["p"], ours["num_loops"], ours["steps"]) == ("loop_dropout", 0.3, 4, 6)
     assert (lora["rule"], lora["p"]) == ("lora", None)
     assert ours["base_benchmarks"] == lora["base_benchmarks"]
     for results in (ours, lora):
