@@ -16,15 +16,15 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
+from loopdropout_trainer.models.layers import RMSNorm
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
@@ -32,6 +32,7 @@ from loopdropout_trainer.models.looped_modeling import (
     LoopInputs,
     RecurrentLayer,
 )
+from loopdropout_trainer.models.operations import swiglu
 
 
 _PROJECTIONS = ("attn.Wqkv", "attn.proj", "mlp.fc", "mlp.proj")
@@ -97,8 +98,7 @@ class HuginnMLP(nn.Module):
         self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        activated, linear = self.fc(x).chunk(2, dim=-1)
-        return self.proj(F.silu(activated) * linear)
+        return self.proj(swiglu(*self.fc(x).chunk(2, dim=-1)))
 
 
 class HuginnBlock(RecurrentLayer):
@@ -109,10 +109,10 @@ class HuginnBlock(RecurrentLayer):
         self.loop_state = loop_state
         self.attn = HuginnAttention(config, layer_idx)
         self.mlp = HuginnMLP(config)
-        self.norm_1 = LlamaRMSNorm(config.n_embd, eps=config.norm_eps)
-        self.norm_2 = LlamaRMSNorm(config.n_embd, eps=config.norm_eps)
-        self.norm_3 = LlamaRMSNorm(config.n_embd, eps=config.norm_eps)
-        self.norm_4 = LlamaRMSNorm(config.n_embd, eps=config.norm_eps)
+        self.norm_1 = RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.norm_2 = RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.norm_3 = RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.norm_4 = RMSNorm(config.n_embd, eps=config.norm_eps)
 
     def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         attention, _ = self.attn(self.norm_1(hidden_states), **kwargs)
@@ -156,7 +156,7 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         self.adapter = nn.Linear(2 * config.n_embd, config.n_embd, bias=False)
         self.core_block = core_block
         self.coda = coda
-        self.ln_f = LlamaRMSNorm(config.n_embd, eps=config.norm_eps)
+        self.ln_f = RMSNorm(config.n_embd, eps=config.norm_eps)
         self.post_init()
 
     def recurrent_names(self) -> list[str]:

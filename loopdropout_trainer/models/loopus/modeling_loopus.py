@@ -17,14 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Attention,
-    Qwen3DecoderLayer,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
 from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.models.layers import GatedMLP, RMSNorm
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
@@ -41,15 +37,21 @@ _PROJECTIONS = (
 )
 
 
-class LoopusLayer(RecurrentLayer, Qwen3DecoderLayer):
+class LoopusLayer(RecurrentLayer):
     """A Qwen3 layer of any of the three stacks."""
 
     def __init__(self, config: LoopusConfig, layer_idx: int, loop_state: LoopState) -> None:
-        super().__init__(config, layer_idx)
+        super().__init__()
         self.loop_state = loop_state
+        self.self_attn = Qwen3Attention(config, layer_idx)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        return Qwen3DecoderLayer.forward(self, hidden_states, **kwargs)
+        attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attention
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class SelectiveGate(GradientCheckpointingLayer):
@@ -132,7 +134,7 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         self.decoder = LoopusStack(config, slots[encoder : encoder + decoder], self.loop_state)
         self.encoder.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.reasoning.gate = SelectiveGate(config)
-        self.decoder.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.decoder.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.decoder.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.q_head = nn.Sequential(  # kept for the checkpoint; see halting_probabilities
             nn.LayerNorm(config.hidden_size, eps=1e-5, dtype=torch.float32),

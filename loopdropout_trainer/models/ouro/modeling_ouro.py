@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.models.layers import GatedMLP, RMSNorm
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
@@ -37,11 +38,11 @@ class OuroDecoderLayer(RecurrentLayer):
         super().__init__()
         self.loop_state = loop_state
         self.self_attn = LlamaAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.input_layernorm_2 = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm_2 = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
@@ -67,7 +68,7 @@ class OuroModel(OuroPreTrainedModel, LoopedBackbone):
         self.layers = nn.ModuleList(
             OuroDecoderLayer(config, layer_idx, self.loop_state) for layer_idx in range(config.num_hidden_layers)
         )
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)  # kept for the checkpoint; see exit_distribution
         self.post_init()

@@ -1,0 +1,40 @@
+"""Parts of a layer, under transformers' parameter names: its norm and its gated MLP."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from loopdropout_trainer.models.operations import rms_norm, swiglu
+
+
+class RMSNorm(nn.Module):
+    """x [..., size] over its root mean square, times a weight; `variance_epsilon` is added to the mean square."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.variance_epsilon}"
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate x) * up x) without biases; sizes and activation are the config's."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = None if config.hidden_act in ("silu", "swish") else ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up) if self.act_fn is None else self.act_fn(gate) * up)

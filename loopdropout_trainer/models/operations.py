@@ -1,0 +1,107 @@
+"""The pointwise operations of a layer, exact: they keep little for the backward pass and pass over memory few times.
+
+    RMS norm  y = w x r,  r = (mean x^2 + eps)^(-1/2):   dx = w dy r - x r^3 mean(w dy x);   keeps x and r [..., 1]
+    SwiGLU    y = silu(a) b:                             da = dy b silu'(a),  db = dy silu(a);   keeps a and b
+    Rotation  by the angle of each pair of channels:     the rotation by its negative;   keeps cosines and sines
+
+They round where transformers' modules round. Under `torch.compile` they are plain expressions, which it fuses by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x [..., H] over its root mean square in the last dimension, times weight [H]; computed in float32 at least.
+
+    The quotient is rounded to the dtype of x before it is multiplied.
+    """
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(x, weight, eps)
+    return weight * F.rms_norm(x, weight.shape, None, eps).to(x.dtype)  # one kernel each way on a GPU
+
+
+def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return silu(a) * b for a and b of one shape."""
+    if torch.compiler.is_compiling():
+        return F.silu(a) * b
+    return _SwiGLU.apply(a, b)
+
+
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate channels (i, i + d / 2) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d], which get no gradient."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if torch.compiler.is_compiling():
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return _Rotation.apply(x, cos, sin)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        reciprocal = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, reciprocal)
+        quotient = (x * reciprocal).to(x.dtype)
+        return quotient.mul_(weight) if weight.dtype == x.dtype else quotient * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, reciprocal = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if needs_weight:
+            quotient = (x * reciprocal).to(x.dtype)
+            grad_weight = (grad * quotient).sum_to_size(weight.shape).to(weight.dtype)
+        if needs_x:
+            wide, weighted = x.to(reciprocal.dtype), (grad * weight).to(reciprocal.dtype)
+            along = torch.linalg.vecdot(weighted, wide).unsqueeze(-1).mul_(reciprocal.pow(3)).div_(x.shape[-1])
+            grad_x = weighted.mul_(reciprocal).addcmul_(wide, along, value=-1).to(x.dtype)
+        return grad_x, grad_weight, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return F.silu(a).mul_(b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        needs_a, needs_b = ctx.needs_input_grad
+        grad_a = grad_b = None
+        if needs_a:
+            grad_a = grad * b
+            torch.ops.aten.silu_backward.grad_input(grad_a, a, grad_input=grad_a)
+        if needs_b:
+            grad_b = F.silu(a).mul_(grad)
+        return grad_a, grad_b
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        rotated = x * cos
+        rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return rotated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        half = grad.shape[-1] // 2
+        turned = grad * cos
+        turned[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        turned[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        return turned, None, None
