@@ -62,6 +62,14 @@ class GateArguments:
             "adapter's rank. Off by itself under ZeRO and FSDP."
         },
     )
+    recompute_pointwise: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute norms and activations of the recurrent block once more in the backward pass, instead of keeping "
+            "their results: the same gradients in less memory. `gradient_checkpointing` recomputes whole layers: still less "
+            "memory, at the price of another forward pass."
+        },
+    )
     stop_on_nan: bool = field(
         default=True,
         metadata={"help": "Stop, before the step is taken, when the loss is NaN or infinite."},

@@ -28,6 +28,14 @@ def check_arguments(args: TrainingArguments) -> None:
             f"`packing_strategy` {args.packing_strategy!r} cuts examples in two, and one example has one gate vector: "
             "use 'bfd', which keeps examples whole."
         )
+    if args.recompute_pointwise:
+        excluded = {
+            "`gradient_checkpointing` (on by default), which recomputes whole layers": args.gradient_checkpointing,
+            "`torch_compile`, which chooses by itself what to recompute": args.torch_compile,
+            "ZeRO-3 and FSDP, which take weights away that are needed again": divides_weights(args),
+        }
+        for other in (name for name, found in excluded.items() if found):
+            raise ValueError(f"`recompute_pointwise` cannot be combined with {other}: leave one of them out.")
     parallelism = getattr(args, "parallelism_config", None)
     for size in ("tp_size", "cp_size", "sp_size"):
         if (getattr(parallelism, size, 1) or 1) > 1:

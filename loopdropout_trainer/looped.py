@@ -165,6 +165,18 @@ class LoopedModelMixin:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
         raise NotImplementedError
 
+    def recompute_pointwise(self, enabled: bool = True) -> None:
+        """In training, compute norms and activations once more in the backward pass instead of keeping their results.
+
+        Raises:
+            ValueError: if the model cannot.
+        """
+        if enabled:
+            raise ValueError(
+                f"`recompute_pointwise` needs a model class of this package, and {type(self).__name__} is not one: set it to "
+                "false."
+            )
+
 
 DESCRIPTIONS: dict[type, Callable[[nn.Module], None]] = {}
 """What makes a model of a class that is not looped by itself an instance of `LoopedModelMixin`; see `register_looped`."""

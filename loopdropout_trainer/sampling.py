@@ -108,6 +108,7 @@ class GateSamplingMixin:
             seed=self.args.seed,
             fused=self.args.fused_lora and whole_parameters(self.accelerator),
         )
+        find_looped_model(self.model).recompute_pointwise(self.args.recompute_pointwise)
         self.physical_layers = physical_layers(self.model)  # [M]
         self.unit_gates_callback = UnitGatesCallback(self.loop_state)
         self.rule_callback = RuleCallback(self.rule, self.accelerator)

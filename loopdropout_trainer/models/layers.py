@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from loopdropout_trainer.models.operations import rms_norm, swiglu
+from loopdropout_trainer.models.recomputation import recomputable
 
 
 class RMSNorm(nn.Module):
@@ -19,7 +20,7 @@ class RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.variance_epsilon)
+        return recomputable(rms_norm, x, self.weight, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.variance_epsilon}"
@@ -33,8 +34,12 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act_fn = None if config.hidden_act in ("silu", "swish") else ACT2FN[config.hidden_act]
+        self.act_fn = None if config.hidden_act in ("silu", "swish") else ACT2FN[config.hidden_act]  # None: SwiGLU
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(swiglu(gate, up) if self.act_fn is None else self.act_fn(gate) * up)
+        return self.down_proj(recomputable(self.activation, gate, up))
+
+    def activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Return act(gate) * up."""
+        return swiglu(gate, up) if self.act_fn is None else self.act_fn(gate) * up

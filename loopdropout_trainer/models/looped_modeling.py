@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, check_num_loops
 from loopdropout_trainer.models.frozen_prefix import frozen_prefix
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
+from loopdropout_trainer.models.recomputation import recomputation
 
 
 logger = logging.get_logger(__name__)
@@ -166,6 +167,9 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
         return self.base_model(**inputs, use_cache=False, output_readouts=True).readouts
 
+    def recompute_pointwise(self, enabled: bool = True) -> None:
+        self.base_model.recomputes_pointwise = enabled
+
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
         # Reentrant checkpointing runs a backward pass inside the backward pass. A layer that ran K times then reports
         # its gradients K times: DDP raises or lets the ranks diverge, ZeRO-3 reduces wrong sums, silently.
@@ -197,6 +201,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         super().__init__(config)
         self.loop_state = LoopState()
         self.gradient_checkpointing = False
+        self.recomputes_pointwise = False
 
     # What a family supplies.
 
@@ -343,7 +348,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
         )
         outside = {"past_key_values": past_key_values, "use_cache": use_cache}
         inputs = self.begin(inputs, initial_state, **outside)
-        inputs, states = self.run_loops(inputs, past_key_values, use_cache, output_readouts, not recorded)
+        with recomputation(self.recomputes_pointwise and self.training):
+            inputs, states = self.run_loops(inputs, past_key_values, use_cache, output_readouts, not recorded)
         if output_readouts:
             readouts = tuple(self.read_out(replace(inputs, state=state), **outside) for state in states)
         return LoopedModelOutput(

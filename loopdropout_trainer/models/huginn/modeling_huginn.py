@@ -33,6 +33,7 @@ from loopdropout_trainer.models.looped_modeling import (
     RecurrentLayer,
 )
 from loopdropout_trainer.models.operations import swiglu
+from loopdropout_trainer.models.recomputation import recomputable
 
 
 _PROJECTIONS = ("attn.Wqkv", "attn.proj", "mlp.fc", "mlp.proj")
@@ -98,7 +99,7 @@ class HuginnMLP(nn.Module):
         self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.proj(swiglu(*self.fc(x).chunk(2, dim=-1)))
+        return self.proj(recomputable(swiglu, *self.fc(x).chunk(2, dim=-1)))
 
 
 class HuginnBlock(RecurrentLayer):

@@ -1,0 +1,111 @@
+"""Recomputation of pointwise operations: their results are not kept for the backward pass, but computed there once more.
+
+A norm's result, and SwiGLU's, is kept only because the adapter reads it, while the operation keeps its own inputs anyway.
+What goes into the backward pass instead is a recipe: the operation and its inputs, which may be recipes themselves. Results
+of matrix products and of attention are kept, so none of these runs twice, and every recomputed bit is the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+
+class Recipe:
+    """A result that can be computed again, once for all the places of the graph that ask for it.
+
+    Args:
+        operation: a deterministic function of tensors and numbers.
+        inputs: what it was given.
+    """
+
+    def __init__(self, operation: Callable[..., torch.Tensor], inputs: tuple[Any, ...]) -> None:
+        self.operation = operation
+        self.inputs = inputs
+        self.num_places = 0
+        self.num_waiting = 0
+        self.result: torch.Tensor | None = None
+
+    def add_place(self, recipes: Recipes) -> Recipe:
+        """Note that one more place will ask; at the first, trade the inputs for their own recipes."""
+        if self.num_places == 0:
+            self.inputs = tuple(recipes.pack(x.detach()) if torch.is_tensor(x) else x for x in self.inputs)
+        self.num_places += 1
+        return self
+
+    def compute(self) -> torch.Tensor:
+        """Return the result, which is forgotten when all places have asked."""
+        if self.result is None:
+            with torch.no_grad():
+                self.result = self.operation(*map(unpack, self.inputs))
+            self.num_waiting = self.num_places
+        result = self.result
+        self.num_waiting -= 1
+        if self.num_waiting == 0:
+            self.result = None
+        return result
+
+
+class Recipes:
+    """The recipes of results that are alive: those whose memory cannot have been given to another tensor."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, tuple[weakref.ref, int, Recipe]] = {}  # by address: result, its version, its recipe
+
+    def add(self, result: torch.Tensor, recipe: Recipe) -> None:
+        """Remember how `result` was made, until it dies."""
+        address = result.data_ptr()
+        self._alive[address] = (weakref.ref(result, lambda _: self._alive.pop(address, None)), result._version, recipe)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Recipe, torch.Size]:
+        """Return what is kept of a tensor: it, or how to make it."""
+        reference, version, recipe = self._alive.get(tensor.data_ptr(), (lambda: None, 0, None))
+        result = reference()
+        if result is None or result._version != version or not _same_values(result, tensor):
+            return tensor
+        return recipe.add_place(self), tensor.shape
+
+
+def _same_values(result: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether `tensor`, at the same address, holds `result` in another shape at most."""
+    same = result.dtype == tensor.dtype and result.numel() == tensor.numel() and result.device == tensor.device
+    return same and result.is_contiguous() and tensor.is_contiguous()
+
+
+def unpack(kept: Any) -> Any:
+    """Return the tensor that was packed, or what else was kept."""
+    if not isinstance(kept, tuple):
+        return kept
+    recipe, shape = kept
+    return recipe.compute().view(shape)
+
+
+_recipes: ContextVar[Recipes | None] = ContextVar("recipes", default=None)
+
+
+@contextmanager
+def recomputation(enabled: bool = True) -> Iterator[None]:
+    """Let the backward pass of what runs in the block recompute the results of `recomputable` operations."""
+    if not enabled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        yield
+        return
+    recipes = Recipes()
+    token = _recipes.set(recipes)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(recipes.pack, unpack):
+            yield
+    finally:
+        _recipes.reset(token)
+
+
+def recomputable(operation: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+    """Return `operation(*inputs)`; in a block of `recomputation` nothing needs to keep it for the backward pass."""
+    result = operation(*inputs)
+    if not torch.compiler.is_compiling() and result.requires_grad and (recipes := _recipes.get()) is not None:
+        recipes.add(result, Recipe(operation, inputs))
+    return result
