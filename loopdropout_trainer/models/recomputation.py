@@ -72,9 +72,11 @@ class Recipes:
 
 
 def _same_values(result: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether `tensor`, at the same address, holds `result` in another shape at most."""
-    same = result.dtype == tensor.dtype and result.numel() == tensor.numel() and result.device == tensor.device
-    return same and result.is_contiguous() and tensor.is_contiguous()
+    """Return whether `tensor`, at the same address, is `result`, or holds it in another shape."""
+    if result.dtype != tensor.dtype or result.device != tensor.device or result.numel() != tensor.numel():
+        return False
+    same_layout = result.shape == tensor.shape and result.stride() == tensor.stride()
+    return same_layout or (result.is_contiguous() and tensor.is_contiguous())
 
 
 def unpack(kept: Any) -> Any:

@@ -23,6 +23,7 @@ from loopdropout_trainer.models.looped_modeling import (
     RecurrentLayer,
 )
 from loopdropout_trainer.models.ouro.configuration_ouro import OuroConfig
+from loopdropout_trainer.models.recomputation import recomputable
 
 
 _PROJECTIONS = (
@@ -46,7 +47,7 @@ class OuroDecoderLayer(RecurrentLayer):
 
     def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + self.input_layernorm_2(attention)
+        hidden_states = recomputable(torch.add, hidden_states, self.input_layernorm_2(attention))
         feed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states + self.post_attention_layernorm_2(feed_forward)
 
