@@ -64,7 +64,10 @@ class Recipes:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Recipe, torch.Size]:
         """Return what is kept of a tensor: it, or how to make it."""
-        reference, version, recipe = self._alive.get(tensor.data_ptr(), (lambda: None, 0, None))
+        known = self._alive.get(tensor.data_ptr())
+        if known is None:
+            return tensor
+        reference, version, recipe = known
         result = reference()
         if result is None or result._version != version or not _same_values(result, tensor):
             return tensor
