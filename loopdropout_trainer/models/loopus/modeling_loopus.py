@@ -9,6 +9,7 @@ reasoning stack's answer with the state that went in.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -18,13 +19,13 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Attention,
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
 )
 
 from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.models.attention import SelfAttention
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
@@ -46,6 +47,8 @@ class LoopusLayer(RecurrentLayer, Qwen3DecoderLayer):
 
     def __init__(self, config: LoopusConfig, layer_idx: int, loop_state: LoopState) -> None:
         super().__init__(config, layer_idx)
+        norm = functools.partial(Qwen3RMSNorm, eps=config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, layer_idx, norm)
         self.loop_state = loop_state
 
     def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -91,7 +94,7 @@ class LoopusPreTrainedModel(LoopedPreTrainedModel):
     config_class = LoopusConfig
     base_model_prefix = "model"
     _no_split_modules = ["LoopusLayer"]
-    _can_record_outputs = {"hidden_states": LoopusLayer, "attentions": Qwen3Attention}
+    _can_record_outputs = {"hidden_states": LoopusLayer, "attentions": SelfAttention}
     _keep_in_fp32_modules_strict = ["reasoning.gate", "q_head", "model.reasoning.gate", "model.q_head"]
     _keep_in_fp32_modules = _keep_in_fp32_modules_strict  # what quantisers leave alone, by names from the root
 
