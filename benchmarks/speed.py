@@ -44,18 +44,17 @@ from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
 from loopdropout_trainer.plan import flops_per_token
 
 
-NO_LEVER = {"skip_frozen_loops": False, "fused_lora": False}
-PADDING_FREE = {"padding_free": True, "max_length": None}
-STOCK, LORA, PLAIN, OURS = "TRL + PEFT, LoRA", "LoRA", "Loop Dropout, no lever", "Loop Dropout"
+NO_LEVER = {"remove_padding": False, "skip_frozen_loops": False, "fused_lora": False}
+STOCK, LORA, OURS = "TRL + PEFT, LoRA", "LoRA", "Loop Dropout"
 ROWS: dict[str, dict[str, Any] | None] = {
     STOCK: None,
+    "LoRA, no lever": {"rule": "lora", **NO_LEVER},
     LORA: {"rule": "lora"},
-    PLAIN: NO_LEVER,
-    "Loop Dropout, frozen prefix only": {**NO_LEVER, "skip_frozen_loops": True},
-    "Loop Dropout, fused update only": {**NO_LEVER, "fused_lora": True},
+    "Loop Dropout, no lever": NO_LEVER,
+    "Loop Dropout, fused LoRA only": {**NO_LEVER, "fused_lora": True},
+    "Loop Dropout, no padding only": {**NO_LEVER, "remove_padding": True},
+    "Loop Dropout, no padding, frozen prefix": {"fused_lora": False},
     OURS: {},
-    "LoRA, padding-free": {"rule": "lora", **PADDING_FREE},
-    "Loop Dropout, padding-free": PADDING_FREE,
 }
 """Fields of each row's config; None: TRL's own trainer."""
 

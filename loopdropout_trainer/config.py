@@ -48,18 +48,26 @@ class GateArguments:
         metadata={"help": "Seed of the gate draws, which never touch the global random stream. Default: `seed`."},
     )
 
+    remove_padding: bool = field(
+        default=True,
+        metadata={
+            "help": "In training, run the examples of a micro-batch packed in one row, without their padding, each attending "
+            "to itself only: the same result in less time and memory."
+        },
+    )
     skip_frozen_loops: bool = field(
         default=True,
         metadata={
             "help": "Run an example's loops before its first active gate without gradient and adapter: the same result in "
-            "less time and memory. Off by itself under ZeRO and FSDP, and where more than the adapter is trained."
+            "less time and memory. Needs `remove_padding`; off by itself under ZeRO and FSDP, and where more than the adapter "
+            "is trained."
         },
     )
     fused_lora: bool = field(
         default=True,
         metadata={
-            "help": "Compute a gated update and its gradients in one step that keeps nothing but its input and what has the "
-            "adapter's rank. Off by itself under ZeRO and FSDP."
+            "help": "Compute adapted projections of one input, with their gradients, in one function that keeps its input and "
+            "what has the adapter's rank. Off by itself under ZeRO and FSDP."
         },
     )
     recompute_pointwise: bool = field(

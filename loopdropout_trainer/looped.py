@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,21 @@ class Draw(Protocol):
     places: Sequence[tuple[int, int]]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Tokens of a micro-batch, packed in one row [1, n], and their gates in the loop that they run.
+
+    Attributes:
+        examples: [n] index of the example that each token belongs to.
+        gate: [n, 1] or, for M adapted modules, [n, M]; None for unit gates.
+        active: number of tokens, counted from the first, beyond which every gate is zero.
+    """
+
+    examples: torch.Tensor
+    gate: torch.Tensor | None
+    active: int
+
+
 class LoopState:
     """The running loop of one looped model, and the gates of its adapters.
 
@@ -42,13 +58,13 @@ class LoopState:
         segments: [B, S] index of the example that each token belongs to, when several examples share one row
             (packing, padding-free). None: row b is example b.
         seeds: int64 seeds of random factors that an adapter expands itself, in the shape that it asks for, or None.
-        first_loops: of the N examples, 0-based index of the first loop with an active gate, K if they have none; None if
-            that is not known on the CPU, or if an update can have a gradient where its gate is zero.
-        factors: the adapter's trained parameters, if nothing else is trained; loops before an example's first active gate
-            may then run as the frozen model, without gradient. None: all loops run alike.
-        part: while some of a micro-batch's rows run (with `segments`: some of its only row's tokens), their indices; None:
-            all of them run. Announced together with `loop`.
-        frozen: whether the running rows have no active gate up to this loop and need no gradient: adapters are left out.
+        active: [K][N], whether an example has an active gate in a loop; None if that is not known on the CPU, or if an
+            update can have a gradient where its gate is zero.
+        pack: whether the model may run a batch's examples packed in one row, without their padding.
+        factors: the adapter's trained parameters, if nothing else is trained; a packed micro-batch's loops before an
+            example's first active gate may then run as the frozen model, without gradient. None: all loops run alike.
+        part: the tokens that run, if they are packed; None: the whole batch, row by row. Announced together with `loop`.
+        frozen: whether the running tokens have no active gate up to this loop and need no gradient: adapters are left out.
         off: [M], True for modules that no loop and no example uses (gates all zero) while others are in use; they need
             not be computed. Empty unless gates are [K, N, M].
         learned: where the [K] trained gates are that multiply the drawn ones, as a dictionary and a key, or None. Not
@@ -62,9 +78,10 @@ class LoopState:
         self.gates: torch.Tensor | None = None
         self.segments: torch.Tensor | None = None
         self.seeds: torch.Tensor | None = None
-        self.first_loops: list[int] | None = None
+        self.active: list[list[bool]] | None = None
+        self.pack = False
         self.factors: Sequence[nn.Parameter] | None = None
-        self.part: torch.Tensor | None = None
+        self.part: Part | None = None
         self.frozen = False
         self.off: list[bool] = []
         self.learned: tuple[nn.ParameterDict, str] | None = None
@@ -77,18 +94,32 @@ class LoopState:
         plain = gates is not None and not gates.requires_grad and gates.device.type == "cpu"
         if plain and bool((gates == 1).all()):
             gates = None
-        self.first_loops = first_active_loops(gates) if plain and gates is not None and seeds is None else None
+        self.active = None
+        if plain and gates is not None and seeds is None:
+            self.active = (gates != 0).flatten(2).any(dim=2).tolist() if gates.dim() == 3 else (gates != 0).tolist()
         self.off = []
         if plain and gates is not None and gates.dim() == 3:
             off = (gates == 0).all(dim=0).all(dim=0)  # [M]
             self.off = [] if bool(off.all()) else off.tolist()
         self.gates, self.seeds = gates, seeds
-        self.segments = segments if gates is not None or seeds is not None else None
+        self.segments = segments
 
     def unit_gates(self) -> None:
         """Return to ordinary LoRA, outside of any training step: every gate is one."""
         self.set_gates(None)
-        self.draw = self.factors = None
+        self.draw = self.factors = self.part = None
+        self.pack = False
+
+    def announce(self, loop: int, part: Part | None = None) -> None:
+        """Say which loop runs, and on which tokens if the micro-batch is packed."""
+        self.loop, self.part = loop, part
+
+    def part_of(self, loop: int, examples: torch.Tensor, active: int) -> Part:
+        """Return the packed tokens of `examples` [n] with their gates in `loop`; only the first `active` may be gated."""
+        gate = self._gates_of(loop, examples)
+        if gate is not None:
+            gate = gate[examples if len(gate) > 1 else torch.zeros_like(examples)]  # [n] or [n, M]
+        return Part(examples, None if gate is None else gate.reshape(len(examples), -1), active)
 
     def gate_for(self, hidden_states: torch.Tensor, module: int = 0) -> torch.Tensor | None:
         """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
@@ -97,17 +128,14 @@ class LoopState:
             hidden_states: the [B, S, H] input of an adapted linear map; gives batch size and device.
             module: index of that map among the adapted ones.
         """
-        gate = None
-        if self.gates is not None:
-            if self.loop >= len(self.gates):
-                raise ValueError(
-                    f"Gates were set for {len(self.gates)} loops, but the model is running loop {self.loop + 1}: "
-                    "set the gates after the model's depth (`config.num_loops`)."
-                )
-            if self.gates.device != hidden_states.device:
-                self.gates = self.gates.to(hidden_states.device, non_blocking=True)
-            gate = self.gates[self.loop]  # [N] or [N, M]
-            gate = self.per_token(gate[:, module] if gate.dim() == 2 else gate, hidden_states)
+        if self.part is not None:
+            gate = self.part.gate
+            if gate is not None:
+                gate = (gate if gate.shape[1] == 1 else gate[:, module : module + 1]).unsqueeze(0)  # [1, n, 1]
+        else:
+            gate = self._gates_of(self.loop, hidden_states)  # [N] or [N, M]
+            if gate is not None:
+                gate = self.per_token(gate[:, module] if gate.dim() == 2 else gate, hidden_states)
         if self.learned is not None:
             learned = self._learned_gate().to(hidden_states.device)
             gate = learned if gate is None else gate * learned
@@ -119,11 +147,10 @@ class LoopState:
         between = [1] * (hidden_states.dim() - 2)
         if len(values) == 1:
             return values.view(1, *between, -1)
-        if self.segments is not None:
-            segments = self.segments if self.part is None else self.segments[:, self.part]
-            return values[segments.to(values.device)]  # [B, S, E]
         if self.part is not None:
-            values = values[self.part.to(values.device)]
+            return values[self.part.examples.to(values.device)].unsqueeze(0)  # [1, n, E]
+        if self.segments is not None:
+            return values[self.segments.to(values.device)]  # [B, S, E]
         if len(values) != len(hidden_states):
             raise ValueError(
                 f"Gates were set for {len(values)} examples, but the batch has {len(hidden_states)}; "
@@ -132,8 +159,22 @@ class LoopState:
         return values.view(len(values), *between, -1)
 
     def is_off(self, module: int) -> bool:
-        """Return whether no loop and no example of the batch, or none of the running rows, uses the module's update."""
-        return self.frozen or (bool(self.off) and self.off[module])
+        """Return whether no loop and no example of the batch, or none of the running tokens, uses the module's update."""
+        silent = self.part is not None and self.part.active == 0
+        return self.frozen or silent or (bool(self.off) and self.off[module])
+
+    def _gates_of(self, loop: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the gates [N] or [N, M] of a loop on the device of `like`, None for unit gates."""
+        if self.gates is None:
+            return None
+        if loop >= len(self.gates):
+            raise ValueError(
+                f"Gates were set for {len(self.gates)} loops, but the model is running loop {loop + 1}: "
+                "set the gates after the model's depth (`config.num_loops`)."
+            )
+        if self.gates.device != like.device:
+            self.gates = self.gates.to(like.device, non_blocking=True)
+        return self.gates[loop]
 
     def _learned_gate(self) -> torch.Tensor:
         parameters, key = self.learned
@@ -180,6 +221,17 @@ class LoopedModelMixin:
 
 DESCRIPTIONS: dict[type, Callable[[nn.Module], None]] = {}
 """What makes a model of a class that is not looped by itself an instance of `LoopedModelMixin`; see `register_looped`."""
+
+
+def project(x: torch.Tensor, *linears: nn.Module) -> Sequence[torch.Tensor]:
+    """Return the linear maps of one input [..., in], each [..., out].
+
+    What adapts them may compute them together: a callable `project_together(x, linears)` on the first, which returns their
+    outputs, or None to leave them alone.
+    """
+    together = getattr(linears[0], "project_together", None)
+    outputs = None if together is None else together(x, linears)
+    return [linear(x) for linear in linears] if outputs is None else outputs
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:

@@ -224,11 +224,13 @@ class GateSamplingMixin:
         self.loop_state.set_gates(self._drawn, segments, self.rule.seeds(draw))
         self.loop_state.draw = draw
         self.loop_state.factors = self.factors
+        self.loop_state.pack = self.args.remove_padding and not self.args.torch_compile
         self._log_gates(self._drawn.detach())
 
     def _skippable_factors(self) -> list[nn.Parameter] | None:
         """Return what `LoopState.factors` is to be in training, and say so."""
-        if not self.args.skip_frozen_loops or not find_looped_model(self.model).can_skip_loops:
+        wanted = self.args.skip_frozen_loops and self.args.remove_padding
+        if not wanted or not find_looped_model(self.model).can_skip_loops:
             return None
         factors = sole_trained_factors(self.model) if may_skip_loops(self.accelerator, self.args) else None
         if factors is None:

@@ -56,13 +56,17 @@ def batch(layout):
     mask = torch.ones_like(ids)
     kept = slice(4) if layout == "left" else slice(5, None)
     mask[0, kept] = mask[3, kept] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}, None
+    labels = ids.masked_fill(mask == 0, -100)
+    if layout == "left":
+        labels[[0, 3], 4] = -100  # nothing predicts a row's first token but padding
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}, None
 
 
-def loss_and_gradients(peft_model, gates, inputs, segments=None, skip=False, fused=False):
+def loss_and_gradients(peft_model, gates, inputs, segments=None, pack=False, skip=False, fused=False):
     state = add_gates(peft_model, in_activation_dtype=True, fused=fused)
     peft_model.zero_grad()
     with applied_gates(state, gates, segments):
+        state.pack = pack or skip
         state.factors = sole_trained_factors(peft_model) if skip else None
         loss = peft_model(**inputs).loss
         loss.backward()

@@ -19,7 +19,7 @@ from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.adapters.fused import FusedUpdate
+from loopdropout_trainer.adapters.fused import FusedProjection
 from loopdropout_trainer.adapters.refusals import check_adapter
 from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix, find_looped_model
 
@@ -36,7 +36,6 @@ class GatedLora(LoraVariant):
         rule: whose public fields the kind reads; None outside training.
         in_activation_dtype: compute the update in the dtype of the layer's output, with the float32 factors cast to it,
             as the paper does. False: in the factors' dtype, as PEFT does. Under autocast the two agree.
-        fused: compute a gated update by `FusedUpdate`. At unit gates it is always PEFT's own expression.
     """
 
     def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
@@ -49,13 +48,16 @@ class GatedLora(LoraVariant):
         module: int,
         rule: Any = None,
         in_activation_dtype: bool = False,
-        fused: bool = False,
     ) -> None:
         self.loop_state = loop_state
         self.module = module
         self.in_activation_dtype = in_activation_dtype
-        plain_factors = type(self).down is GatedLora.down and type(self).up is GatedLora.up
-        self.fused = fused and plain_factors
+
+    @classmethod
+    def is_plain(cls) -> bool:
+        """Return whether the kind computes nothing but a gated product of shared factors."""
+        own = ("forward", "down", "up")
+        return all(getattr(cls, name) is getattr(GatedLora, name) for name in own)
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:
@@ -70,10 +72,6 @@ class GatedLora(LoraVariant):
         scaling = module.scaling[active_adapter]
         x = self._cast(module.lora_dropout[active_adapter](x), result)
         gate = self.loop_state.gate_for(x, self.module)
-        if gate is not None and self.fused and _can_be_fused(module, active_adapter, x, result):
-            factors = (module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight)
-            return FusedUpdate.apply(result, x, *factors, gate * scaling, _is_fresh(module, result))
-
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if gate is None:
             return result + self.up(module, active_adapter, low_rank) * scaling
@@ -143,20 +141,6 @@ def _linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, linear.weight.to(x.dtype))
 
 
-def _can_be_fused(module: LoraLayer, adapter: str, x: torch.Tensor, result: torch.Tensor) -> bool:
-    """Return whether the factors' own calls would do nothing but multiply."""
-    factors = (module.lora_A[adapter], module.lora_B[adapter])
-    hooked = any(factor._forward_hooks or factor._forward_pre_hooks for factor in factors)
-    return x.dtype == result.dtype and not hooked and not torch.compiler.is_compiling()
-
-
-def _is_fresh(module: LoraLayer, result: torch.Tensor) -> bool:
-    """Return whether `result` has just been made by a linear layer, which does not keep it, and was shown to no hook."""
-    base = module.get_base_layer()
-    alone = len(module.active_adapters) == 1 and not base._forward_hooks
-    return alone and type(base) is nn.Linear and result.is_contiguous()
-
-
 def adapted_layers(model: nn.Module) -> list[LoraLayer]:
     """Return the M LoRA layers of a PEFT model, in the order of its modules."""
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -210,7 +194,8 @@ def add_gates(
 
     Args:
         model: PEFT model over a looped model.
-        in_activation_dtype, fused: see `GatedLora`.
+        in_activation_dtype: see `GatedLora`.
+        fused: in training, compute adapted maps that share their input together, by `FusedUpdate`.
         rule: training rule, whose `adapter` names the kind of layer; default: the kind that the model has already.
         seed: of the initial weights that a kind adds.
 
@@ -233,9 +218,11 @@ def add_gates(
         )
     kind = ADAPTER_KINDS[name]
     kind.prepare(model, adapter, looped.config.num_loops, seed)
+    together = FusedProjection(looped.loop_state, adapter) if fused and kind.is_plain() else None
     for module, layer in enumerate(adapted_layers(model)):
-        layer.lora_variant[adapter] = kind(looped.loop_state, module, rule, in_activation_dtype, fused)
+        layer.lora_variant[adapter] = kind(looped.loop_state, module, rule, in_activation_dtype)
         layer.cast_input_dtype_enabled = not in_activation_dtype
+        layer.project_together = together
     return looped.loop_state
 
 
@@ -252,6 +239,7 @@ def remove_gates(model: PeftModel) -> None:
             if isinstance(variant, GatedLora):
                 del layer.lora_variant[adapter]
                 layer.cast_input_dtype_enabled = True
+                layer.project_together = None
 
 
 def has_gates(model: nn.Module) -> bool:

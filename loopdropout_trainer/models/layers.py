@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from loopdropout_trainer.looped import project
 from loopdropout_trainer.models.operations import rms_norm, swiglu
 from loopdropout_trainer.models.recomputation import recomputable
 
@@ -37,8 +38,8 @@ class GatedMLP(nn.Module):
         self.act_fn = None if config.hidden_act in ("silu", "swish") else ACT2FN[config.hidden_act]  # None: SwiGLU
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(recomputable(self.activation, gate, up))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return project(recomputable(self.activation, gate, up), self.down_proj)[0]
 
     def activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Return act(gate) * up."""

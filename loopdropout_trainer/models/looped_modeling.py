@@ -8,6 +8,7 @@ A family supplies `begin`, `one_loop` and `read_out`; the driver is `LoopedBackb
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +22,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.output_capturing import capture_outputs
 
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, check_num_loops
-from loopdropout_trainer.models.frozen_prefix import frozen_prefix
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, Part, check_num_loops
+from loopdropout_trainer.models.attention import Lengths
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
+from loopdropout_trainer.models.packed_loops import PackedLoops
+from loopdropout_trainer.models.packing import Packing, find_packing
 from loopdropout_trainer.models.recomputation import recomputation
 
 
@@ -54,13 +57,15 @@ class LoopInputs:
     """All that a loop reads besides weights and cache. Nothing about the rows of a batch is passed in any other way.
 
     Attributes:
-        state: [B, S, H], carried from loop to loop.
-        attention_mask: in the attention kernel's own form: None, [B, 1, S, cached + S], or a block mask.
+        state: [B, S, H], carried from loop to loop; [1, T, H] if the examples are packed.
+        attention_mask: in the attention kernel's own form: None, [B, 1, S, cached + S], a block mask, or `Lengths`.
         position_ids: [B or 1, S].
         position_embeddings: cosines and sines, each [B or 1, S, ...].
         injected: [B, S, H] that every loop mixes in again, or None.
-        attention_kwargs: further arguments of the attention kernel, such as the lengths of packed examples.
-        part: indices of the micro-batch's rows (of a packed row: of its tokens) that these are, or None for all of them.
+        attention_kwargs: further arguments of the attention kernel.
+        packing: where packed examples come from, or None.
+        part: the packed tokens that these are, with their gates in the running loop; None before the loops and if they are
+            not packed.
     """
 
     state: torch.Tensor
@@ -69,28 +74,33 @@ class LoopInputs:
     position_embeddings: tuple[torch.Tensor, torch.Tensor]
     injected: torch.Tensor | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    part: torch.Tensor | None = None
+    packing: Packing | None = None
+    part: Part | None = None
 
-    def take(self, chosen: slice | torch.Tensor, dim: int) -> LoopInputs:
-        """Return the inputs of chosen rows (`dim` 0), or of chosen tokens of packed examples in a single row (`dim` 1)."""
+    def split(self, lengths: Sequence[int]) -> list[LoopInputs]:
+        """Return the inputs of each packed example."""
+        pieces = zip(*(x.split(lengths, dim=1) for x in self._tensors()), strict=True)
+        return [self._with(*piece) for piece in pieces]
 
-        def cut(x: torch.Tensor | None, dim: int = dim) -> torch.Tensor | None:
-            if x is None or x.shape[dim] == 1:  # shared by all
-                return x
-            return x[(slice(None),) * (dim % x.dim()) + (chosen,)]
+    @staticmethod
+    def join(examples: Sequence[LoopInputs]) -> LoopInputs:
+        """Return the inputs of examples in one row; the attention mask is still to be set."""
+        tensors = zip(*(example._tensors() for example in examples), strict=True)
+        return examples[0]._with(*(torch.cat(pieces, dim=1) for pieces in tensors))
 
-        mask, kwargs = self.attention_mask, self.attention_kwargs
-        if dim == 1:  # examples see themselves only: the mask says so, and lengths would have to be counted again
-            mask, kwargs = cut(cut(mask, -2), -1).contiguous(), {}
-        return replace(
-            self,
-            state=cut(self.state),
-            attention_mask=cut(mask) if dim == 0 else mask,
-            position_ids=cut(self.position_ids),
-            position_embeddings=tuple(map(cut, self.position_embeddings)),
-            injected=cut(self.injected),
-            attention_kwargs=kwargs,
-        )
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors = [self.state, self.position_ids, *self.position_embeddings]
+        return tensors if self.injected is None else [*tensors, self.injected]
+
+    def _with(
+        self,
+        state: torch.Tensor,
+        position_ids: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        injected: torch.Tensor | None = None,
+    ) -> LoopInputs:
+        return replace(self, state=state, position_ids=position_ids, position_embeddings=(cos, sin), injected=injected)
 
     def of_layer(self) -> dict[str, Any]:
         """Return the keyword arguments that every layer takes."""
@@ -130,18 +140,18 @@ class LoopedConfigMixin:
 class RecurrentLayer(GradientCheckpointingLayer):
     """A transformer layer that may be part of the loop. A subclass defines `layer_forward`.
 
-    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loop), the part of the
-    micro-batch that they are (None: all of it), and what `layer_forward` takes.
+    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loop), the packed tokens that they
+    are (None: rows), and what `layer_forward` takes.
     """
 
     loop_state: LoopState
 
     def forward(
-        self, hidden_states: torch.Tensor, loop: int | None = None, part: torch.Tensor | None = None, **kwargs
+        self, hidden_states: torch.Tensor, loop: int | None = None, part: Part | None = None, **kwargs
     ) -> torch.Tensor:
         # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
         if loop is not None:
-            self.loop_state.loop, self.loop_state.part = loop, part
+            self.loop_state.announce(loop, part)
         return self.layer_forward(hidden_states, **kwargs)
 
     def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -232,18 +242,17 @@ class LoopedBackbone(LoopedPreTrainedModel):
     # What all of them do.
 
     def run_loops(
-        self, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool, may_split: bool = True
+        self, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
     ) -> tuple[LoopInputs, list[torch.Tensor]]:
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
-        The loops before the last `config.backprop_depth` run without gradient; so do those before an example's first
-        active gate, where `LoopState.factors` allows it.
+        The loops before the last `config.backprop_depth` run without gradient; so do those of packed examples before their
+        first active gate, where `LoopState.factors` allows it.
 
         Args:
             inputs: of the first loop.
             cache: with one slot for every (loop, layer), or None; `use_cache`: whether layers write to it.
-            keep_states: whether the state of every loop is wanted.
-            may_split: False if the layers' own outputs are recorded, and must be those of the whole batch.
+            keep_states: whether the state of every loop is wanted; not of packed examples.
 
         Returns:
             The inputs with the final state; and the K states [B, S, H] in order if `keep_states`, else nothing.
@@ -251,22 +260,58 @@ class LoopedBackbone(LoopedPreTrainedModel):
         num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
         first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
         _, num_inside = self.layer_counts()
-        may_split = may_split and self.training and torch.is_grad_enabled() and cache is None and not keep_states
-        prefix = frozen_prefix(inputs, self.loop_state) if may_split else None
+        packed = self._packed_loops(inputs) if inputs.packing is not None else None
         states = []
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * num_inside)
-            # For what runs in the loop outside of a layer; layers announce both themselves.
-            self.loop_state.loop, self.loop_state.part = loop, None
             one_loop = functools.partial(self.one_loop, loop=loop, past_key_values=view, use_cache=use_cache)
             with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
-                if prefix is not None:
-                    prefix.run(one_loop, loop)
+                if packed is not None:
+                    packed.run(one_loop, loop)
                     continue
+                self.loop_state.announce(loop)  # for what runs outside of a layer; layers announce it themselves
                 inputs = replace(inputs, state=one_loop(inputs))
             if keep_states:
                 states.append(inputs.state)
-        return inputs if prefix is None else prefix.finish(), states
+        return inputs if packed is None else packed.finish(), states
+
+    def _packed_loops(self, inputs: LoopInputs) -> PackedLoops:
+        frozen_inputs = [x for x in (inputs.state, inputs.injected) if x is not None and not x.requires_grad]
+        may_wait = (
+            torch.is_grad_enabled()
+            and self.loop_state.factors is not None
+            and len(frozen_inputs) == 1 + (inputs.injected is not None)
+        )
+        return PackedLoops(inputs, self.loop_state, functools.partial(self._packed_mask, inputs.state), may_wait)
+
+    def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> tuple[Any, dict[str, Any]]:
+        """Return mask and further arguments with which the configuration's attention keeps packed examples apart."""
+        kernel = self.config._attn_implementation
+        lengths = Lengths(lengths, like.device)
+        if kernel == "sdpa":
+            return lengths, {}
+        if "flash" in kernel:
+            longest = max(lengths.lengths)
+            ends = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), lengths.offsets)
+            return None, {**ends, "max_length_q": longest, "max_length_k": longest}
+        positions = torch.cat([torch.arange(length, device=like.device) for length in lengths.lengths])
+        row = like.new_empty(1, len(positions), 1)
+        mask = create_causal_mask(self.config, row, None, past_key_values=None, position_ids=positions.unsqueeze(0))
+        return mask, {}
+
+    def _pack(self, inputs: LoopInputs, token_mask: torch.Tensor | None) -> LoopInputs:
+        """Return the inputs with their examples in one row, without padding."""
+        packing = find_packing(inputs.state.shape[:2], token_mask, inputs.position_ids, self.loop_state.segments)
+        mask, kwargs = self._packed_mask(inputs.state, packing.lengths)
+        return replace(
+            inputs,
+            state=packing.pack(inputs.state),
+            attention_mask=mask,
+            position_ids=packing.pack(inputs.position_ids),
+            position_embeddings=tuple(map(packing.pack, inputs.position_embeddings)),
+            attention_kwargs={**inputs.attention_kwargs, **kwargs},
+            packing=packing,
+        )
 
     @capture_outputs
     def forward(
@@ -325,7 +370,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = _positions(inputs_embeds, token_mask, seen)
-        if isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
+        recorded = any(
+            kwargs.get(name, getattr(self.config, name, False))
+            for name in ("output_hidden_states", "output_attentions")
+        )
+        maskable = attention_mask is None or (token_mask is not None and token_mask.shape == inputs_embeds.shape[:2])
+        packs = self.loop_state.pack and maskable and past_key_values is None and not (output_readouts or recorded)
+        if packs:
+            causal_mask = None
+        elif isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
             causal_mask = attention_mask["full_attention"]
         else:
             causal_mask = create_causal_mask(
@@ -342,18 +395,19 @@ class LoopedBackbone(LoopedPreTrainedModel):
             position_embeddings=self.rotate(inputs_embeds, position_ids),
             attention_kwargs=kwargs,
         )
-        recorded = any(
-            kwargs.get(name, getattr(self.config, name, False))
-            for name in ("output_hidden_states", "output_attentions")
-        )
+        self.loop_state.announce(0)
+        if packs:
+            inputs = self._pack(inputs, token_mask)
+            self.loop_state.announce(0, inputs.packing.part(self.loop_state, 0))
         outside = {"past_key_values": past_key_values, "use_cache": use_cache}
         inputs = self.begin(inputs, initial_state, **outside)
         with recomputation(self.recomputes_pointwise and self.training):
-            inputs, states = self.run_loops(inputs, past_key_values, use_cache, output_readouts, not recorded)
+            inputs, states = self.run_loops(inputs, past_key_values, use_cache, output_readouts)
         if output_readouts:
             readouts = tuple(self.read_out(replace(inputs, state=state), **outside) for state in states)
+        last_hidden_state = readouts[-1] if output_readouts else self.read_out(inputs, **outside)
         return LoopedModelOutput(
-            last_hidden_state=readouts[-1] if output_readouts else self.read_out(inputs, **outside),
+            last_hidden_state=last_hidden_state if not packs else inputs.packing.unpack(last_hidden_state),
             past_key_values=past_key_values,
             readouts=readouts if output_readouts else None,
             loop_states=tuple(states) if output_readouts else None,

@@ -18,10 +18,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.looped import LoopState, project
+from loopdropout_trainer.models.attention import attend
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
 from loopdropout_trainer.models.layers import RMSNorm
@@ -77,7 +76,7 @@ class HuginnAttention(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the attention's output [B, S, E], and its weights if the kernel gives them."""
-        qkv = self.Wqkv(hidden_states).unflatten(-1, (3, -1, self.head_dim))  # [B, S, 3, heads, d]
+        qkv = project(hidden_states, self.Wqkv)[0].unflatten(-1, (3, -1, self.head_dim))  # [B, S, 3, heads, d]
         query, key, value = qkv.unbind(2)
         if self.config.qk_bias:
             query, key = query + self.qk_bias[0], key + self.qk_bias[1]
@@ -85,9 +84,8 @@ class HuginnAttention(nn.Module):
         query, key = rotate_pairs(query, *position_embeddings), rotate_pairs(key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
-        return self.proj(output.flatten(-2)), weights
+        output, weights = attend(self, query, key, value, attention_mask, **kwargs)
+        return project(output.flatten(-2), self.proj)[0], weights
 
 
 class HuginnMLP(nn.Module):
@@ -99,7 +97,8 @@ class HuginnMLP(nn.Module):
         self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.proj(recomputable(swiglu, *self.fc(x).chunk(2, dim=-1)))
+        activated, linear = project(x, self.fc)[0].chunk(2, dim=-1)
+        return project(recomputable(swiglu, activated, linear), self.proj)[0]
 
 
 class HuginnBlock(RecurrentLayer):
@@ -179,7 +178,7 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         return replace(inputs, injected=injected, state=state.to(injected))
 
     def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
-        hidden_states = self.adapter(torch.cat([inputs.state, inputs.injected], dim=-1))
+        hidden_states = project(torch.cat([inputs.state, inputs.injected], dim=-1), self.adapter)[0]
         for block in self.core_block:
             hidden_states = block(hidden_states, loop=loop, **inputs.of_layer(), **layer_kwargs)
         return hidden_states
@@ -210,7 +209,9 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
                 for row, segment in draw.places
             ]
         keys = torch.tensor([key - 2**64 if key >= 2**63 else key for key in keys], device=state.device)  # as int64
-        if len(keys) in (1, len(state)):
+        if len(keys) > 1 and self.loop_state.part is not None:
+            keys = keys[self.loop_state.part.examples].unsqueeze(0)  # [1, T]
+        elif len(keys) in (1, len(state)):
             keys = keys.unsqueeze(-1)  # [B or 1, 1]
         else:  # several examples in a row: positions start again at 0 with each of them
             segments = (positions == 0).flatten().cumsum(0) - 1

@@ -9,6 +9,7 @@ reasoning stack's answer with the state that went in.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -17,9 +18,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.models.attention import SelfAttention
 from loopdropout_trainer.models.layers import GatedMLP, RMSNorm
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
@@ -43,7 +45,7 @@ class LoopusLayer(RecurrentLayer):
     def __init__(self, config: LoopusConfig, layer_idx: int, loop_state: LoopState) -> None:
         super().__init__()
         self.loop_state = loop_state
-        self.self_attn = Qwen3Attention(config, layer_idx)
+        self.self_attn = SelfAttention(config, layer_idx, functools.partial(RMSNorm, eps=config.rms_norm_eps))
         self.mlp = GatedMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -93,7 +95,7 @@ class LoopusPreTrainedModel(LoopedPreTrainedModel):
     config_class = LoopusConfig
     base_model_prefix = "model"
     _no_split_modules = ["LoopusLayer"]
-    _can_record_outputs = {"hidden_states": LoopusLayer, "attentions": Qwen3Attention}
+    _can_record_outputs = {"hidden_states": LoopusLayer, "attentions": SelfAttention}
     _keep_in_fp32_modules_strict = ["reasoning.gate", "q_head", "model.reasoning.gate", "model.q_head"]
     _keep_in_fp32_modules = _keep_in_fp32_modules_strict  # what quantisers leave alone, by names from the root
 

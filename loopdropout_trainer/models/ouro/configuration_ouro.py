@@ -28,9 +28,7 @@ class OuroConfig(LoopedConfigMixin, PreTrainedConfig):
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
     }
-    # Ouro has no biases; transformers' attention and MLP modules read these two from the config.
-    attention_bias = False
-    mlp_bias = False
+    attention_bias = False  # Ouro has none
     default_theta = 1_000_000.0
 
     vocab_size: int = 49152

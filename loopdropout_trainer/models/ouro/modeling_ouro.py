@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.models.attention import SelfAttention
 from loopdropout_trainer.models.layers import GatedMLP, RMSNorm
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
@@ -38,7 +39,7 @@ class OuroDecoderLayer(RecurrentLayer):
     def __init__(self, config: OuroConfig, layer_idx: int, loop_state: LoopState) -> None:
         super().__init__()
         self.loop_state = loop_state
-        self.self_attn = LlamaAttention(config, layer_idx)
+        self.self_attn = SelfAttention(config, layer_idx)
         self.mlp = GatedMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.input_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -57,7 +58,7 @@ class OuroPreTrainedModel(LoopedPreTrainedModel):
     config_class = OuroConfig
     base_model_prefix = "model"
     _no_split_modules = ["OuroDecoderLayer"]
-    _can_record_outputs = {"hidden_states": OuroDecoderLayer, "attentions": LlamaAttention}
+    _can_record_outputs = {"hidden_states": OuroDecoderLayer, "attentions": SelfAttention}
 
 
 class OuroModel(OuroPreTrainedModel, LoopedBackbone):

@@ -1,0 +1,135 @@
+"""Causal self-attention: of the rows of a batch by transformers' kernels, or of examples packed in one row.
+
+A packed row has no padding and no mask: its examples attend to themselves, one after the other, or all at once where torch
+has a kernel for variable lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+
+from loopdropout_trainer.looped import project
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # builds of torch without it
+    varlen_attn = None
+
+
+class Lengths:
+    """Lengths of the examples that are packed in a row: what packed attention is given in the place of a mask."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.lengths = lengths
+        self.device = device
+
+    @functools.cached_property
+    def offsets(self) -> torch.Tensor:
+        """Where each example begins and where the last one ends, int32 [N + 1] on the device."""
+        ends = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
+        return ends.to(self.device, non_blocking=True)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | Lengths | Any | None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend by the kernel that the configuration names.
+
+    Args:
+        module: attention module, with `config`, `scaling` and what else transformers' kernels read from it.
+        query, key, value: [B, heads, S, d]; keys and values may have fewer heads.
+        mask: in the kernel's own form, or the `Lengths` of a packed row.
+
+    Returns:
+        [B, S, heads, d], and the attention weights if the kernel gives them.
+    """
+    if isinstance(mask, Lengths):
+        return packed_attention(query, key, value, mask, module.scaling, dropout), None
+    kernel = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
+    return kernel(module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs)
+
+
+@torch.compiler.disable(recursive=True)  # it would compile anew for all lengths
+def packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float, dropout: float = 0.0
+) -> torch.Tensor:
+    """Attend within each of the examples that lie in one row [1, heads, T, d]; return [1, T, heads, d]."""
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and varlen_attn is not None and not dropout:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+        ends, longest = lengths.offsets, max(lengths.lengths)
+        output = varlen_attn(
+            query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0)
+        )
+        return output.unsqueeze(0)
+    options = {"is_causal": True, "scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    outputs = [
+        F.scaled_dot_product_attention(*example, **options).transpose(1, 2)
+        for example in zip(*(x.split(lengths.lengths, dim=2) for x in (query, key, value)), strict=True)
+    ]
+    return torch.cat(outputs, dim=1)
+
+
+class SelfAttention(nn.Module):
+    """Attention with rotary positions and separate projections, as in Llama; with `norm`, also of each head as in Qwen3.
+
+    Args:
+        config: with the fields of transformers' Llama.
+        layer_idx: slot of its keys in the cache.
+        norm: makes the normalisation of queries' and keys' heads from their size; None: there is none.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, norm: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        width, kv_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        if norm is not None:
+            self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | Lengths | Any | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the attention's output [B, S, H], and its weights if the kernel gives them."""
+        projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, heads, d]
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, heads, S, d]
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output, weights = attend(self, query, key, value, attention_mask, dropout, **kwargs)
+        return project(output.flatten(-2), self.o_proj)[0], weights
