@@ -103,6 +103,14 @@ def test_they_are_the_same_under_compilation_and_checkpointing(name):
         torch.testing.assert_close(other, results[0], atol=1e-5, rtol=1e-5)
 
 
+def test_a_bfloat16_rotation_by_float32_angles_is_that_of_transformers():
+    x, (cos, sin) = draw(2, 3, 5, 8, dtype=torch.bfloat16).requires_grad_(), draw(2, 2, 5, 8, dtype=torch.float32)
+    got, want = rotate_halves(x, cos, sin), apply_rotary_pos_emb(x, x, cos, sin)[0]
+    torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(result.square().sum(), x)[0] for result in (got, want)]
+    torch.testing.assert_close(*grads, atol=3e-2, rtol=3e-2)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_the_modules_are_those_of_transformers(activation, autocast):

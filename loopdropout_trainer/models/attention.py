@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from loopdropout_trainer.looped import project
+from loopdropout_trainer.models.operations import rotate_halves
+from loopdropout_trainer.models.recomputation import recomputable
 
 
 try:
@@ -124,12 +126,19 @@ class SelfAttention(nn.Module):
         """Return the attention's output [B, S, H], and its weights if the kernel gives them."""
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, heads, d]
-        if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, heads, S, d]
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if hasattr(self, "q_norm"):  # it keeps its input, so that nothing else need be kept
+            query = recomputable(_normed_and_rotated, query, self.q_norm, *position_embeddings)
+            key = recomputable(_normed_and_rotated, key, self.k_norm, *position_embeddings)
+        else:
+            query, key = (rotate_halves(x.transpose(1, 2), *position_embeddings) for x in (query, key))
+        value = value.transpose(1, 2)  # [B, heads, S, d], as the others
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         dropout = self.config.attention_dropout if self.training else 0.0
         output, weights = attend(self, query, key, value, attention_mask, dropout, **kwargs)
         return project(output.flatten(-2), self.o_proj)[0], weights
+
+
+def _normed_and_rotated(x: torch.Tensor, norm: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return the heads [B, heads, S, d] of x [B, S, heads, d]."""
+    return rotate_halves(norm(x).transpose(1, 2), cos, sin)

@@ -20,7 +20,7 @@ class Recipe:
     """A result that can be computed again, once for all the places of the graph that ask for it.
 
     Args:
-        operation: a deterministic function of tensors and numbers.
+        operation: a deterministic function that makes a new tensor.
         inputs: what it was given.
     """
 
@@ -55,39 +55,31 @@ class Recipes:
     """The recipes of results that are alive: those whose memory cannot have been given to another tensor."""
 
     def __init__(self) -> None:
-        self._alive: dict[int, tuple[weakref.ref, int, Recipe]] = {}  # by address: result, its version, its recipe
+        self._alive: dict[int, tuple[weakref.ref, int, Recipe]] = {}  # by storage: result, its version, its recipe
 
     def add(self, result: torch.Tensor, recipe: Recipe) -> None:
         """Remember how `result` was made, until it dies."""
-        address = result.data_ptr()
+        address = result.untyped_storage().data_ptr()
         self._alive[address] = (weakref.ref(result, lambda _: self._alive.pop(address, None)), result._version, recipe)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Recipe, torch.Size]:
-        """Return what is kept of a tensor: it, or how to make it."""
-        known = self._alive.get(tensor.data_ptr())
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple:
+        """Return what is kept of a tensor: it, or how to make what it is a view of, and the view."""
+        known = self._alive.get(tensor.untyped_storage().data_ptr()) if type(tensor) is torch.Tensor else None
         if known is None:
             return tensor
         reference, version, recipe = known
         result = reference()
-        if result is None or result._version != version or not _same_values(result, tensor):
+        if result is None or result._version != version or result.dtype != tensor.dtype:
             return tensor
-        return recipe.add_place(self), tensor.shape
-
-
-def _same_values(result: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether `tensor`, at the same address, is `result`, or holds it in another shape."""
-    if result.dtype != tensor.dtype or result.device != tensor.device or result.numel() != tensor.numel():
-        return False
-    same_layout = result.shape == tensor.shape and result.stride() == tensor.stride()
-    return same_layout or (result.is_contiguous() and tensor.is_contiguous())
+        return recipe.add_place(self), tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def unpack(kept: Any) -> Any:
     """Return the tensor that was packed, or what else was kept."""
     if not isinstance(kept, tuple):
         return kept
-    recipe, shape = kept
-    return recipe.compute().view(shape)
+    recipe, *view = kept
+    return recipe.compute().as_strided(*view)
 
 
 _recipes: ContextVar[Recipes | None] = ContextVar("recipes", default=None)
@@ -109,7 +101,10 @@ def recomputation(enabled: bool = True) -> Iterator[None]:
 
 
 def recomputable(operation: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-    """Return `operation(*inputs)`; in a block of `recomputation` nothing needs to keep it for the backward pass."""
+    """Return `operation(*inputs)`, a new tensor; in a block of `recomputation` the backward pass makes it once more.
+
+    That is of use where the inputs are kept anyway.
+    """
     result = operation(*inputs)
     if not torch.compiler.is_compiling() and result.requires_grad and (recipes := _recipes.get()) is not None:
         recipes.add(result, Recipe(operation, inputs))

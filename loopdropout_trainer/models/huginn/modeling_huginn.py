@@ -51,6 +51,11 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).type_as(x)
 
 
+def shift_and_rotate(x: torch.Tensor, bias: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return x [B, heads, S, d] plus its bias [heads, 1, d], rotated."""
+    return rotate_pairs(x if bias is None else x + bias, cos, sin)
+
+
 class HuginnAttention(nn.Module):
     """Multi-head attention with one projection for queries, keys and values, and a bias on queries and keys."""
 
@@ -77,11 +82,11 @@ class HuginnAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the attention's output [B, S, E], and its weights if the kernel gives them."""
         qkv = project(hidden_states, self.Wqkv)[0].unflatten(-1, (3, -1, self.head_dim))  # [B, S, 3, heads, d]
-        query, key, value = qkv.unbind(2)
-        if self.config.qk_bias:
-            query, key = query + self.qk_bias[0], key + self.qk_bias[1]
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, heads, S, d]
-        query, key = rotate_pairs(query, *position_embeddings), rotate_pairs(key, *position_embeddings)
+        query, key, value = (x.transpose(1, 2) for x in qkv.unbind(2))  # [B, heads, S, d]
+        q_bias, k_bias = self.qk_bias.transpose(1, 2) if self.config.qk_bias else (None, None)  # [heads, 1, d]
+        # The values are kept, and with them the memory of all three.
+        query = recomputable(shift_and_rotate, query, q_bias, *position_embeddings)
+        key = recomputable(shift_and_rotate, key, k_bias, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output, weights = attend(self, query, key, value, attention_mask, **kwargs)
