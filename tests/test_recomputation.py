@@ -15,11 +15,12 @@ from loopdropout_trainer.models.recomputation import recomputable, recomputation
 
 
 class Ledger(TorchDispatchMode):
-    """Counts operations, and knows the bytes that were made in the block and are still held."""
+    """Counts operations, and knows the bytes that were made in the block and are still held, weights left out."""
 
-    def __init__(self):
+    def __init__(self, model):
         super().__init__()
-        self.calls, self.storages = Counter(), {}
+        self.calls = Counter()
+        self.storages = {StorageWeakRef(weight.untyped_storage()): 0 for weight in model.parameters()}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
@@ -47,17 +48,17 @@ def test_no_bit_of_loss_and_gradients_changes(make_tiny, layout, levers):
         assert torch.equal(grads[name], grad), name
 
 
-@pytest.mark.parametrize(("family", "share"), [("ouro", 0.8), ("huginn", 0.85), ("loopus", 0.88)])
+@pytest.mark.parametrize(("family", "share"), [("ouro", 0.75), ("huginn", 0.75), ("loopus", 0.8)])
 def test_less_is_held_and_no_matrix_product_or_attention_runs_twice(family, share):
     model = adapted(TINY[family]())
     inputs = {"input_ids": torch.randint(2, 258, (4, 32)), "labels": torch.randint(2, 258, (4, 32))}
     held, calls = [], []
     for recompute in (False, True):
         model.get_base_model().recompute_pointwise(recompute)
-        with Ledger() as forward:
+        with Ledger(model) as forward:
             loss = model(**inputs).loss
         held.append(forward.held())
-        with Ledger() as backward:
+        with Ledger(model) as backward:
             loss.backward()
         calls.append(backward.calls)
     assert held[1] < share * held[0]
