@@ -211,6 +211,10 @@ class LoopedModelMixin:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
         raise NotImplementedError
 
+    def compile_layers(self) -> bool:
+        """Compile the repeated layer, for training: one program for all its runs. Return whether the model can do that."""
+        return False
+
 
 DESCRIPTIONS: dict[type, Callable[[nn.Module], None]] = {}
 """What makes a model of a class that is not looped by itself an instance of `LoopedModelMixin`; see `register_looped`."""

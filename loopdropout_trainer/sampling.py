@@ -114,6 +114,7 @@ class GateSamplingMixin:
         self.add_callback(self.unit_gates_callback)
         self.add_callback(self.rule_callback)
         self.factors = self._skippable_factors()  # or None
+        self._speed_up()
         self._pass_index = 0
         self._logged = (0, 0.0)  # tokens and seconds at the last log
 
@@ -240,6 +241,19 @@ class GateSamplingMixin:
         else:
             logger.info("Loops before an example's first active gate run without gradient (`skip_frozen_loops`).")
         return factors
+
+    def _speed_up(self) -> None:
+        """Compile what is to be compiled, and say which ways to save time and memory are in use."""
+        if self.args.compile_layers and not (
+            whole_parameters(self.accelerator)
+            and self.args.remove_padding
+            and not self.args.torch_compile
+            and find_looped_model(self.model).compile_layers()
+        ):
+            logger.warning(
+                "`compile_layers` is off: it needs `remove_padding`, a single process or DDP, a model of this package, and no "
+                "`torch_compile`."
+            )
 
     def _next_row(self) -> int:
         """Return the place of this micro-batch's first row in the optimizer step's global batch."""
