@@ -232,6 +232,53 @@ def test_a_training_run_is_the_same_with_and_without_levers(name, config, datase
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4, msg=key)
 
 
+class Compiled(LoopDropoutSFTTrainer):
+    """Notes how many programs there are after each step."""
+
+    programs = ()
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.programs += (torch._dynamo.utils.counters["stats"]["unique_graphs"],)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing", "backend"),
+    [
+        ("ouro", False, "eager"),
+        ("huginn", True, "eager"),
+        pytest.param("loopus", False, "eager", marks=pytest.mark.slow),
+        pytest.param("ouro", True, "inductor", marks=pytest.mark.slow),  # half a minute in a C++ compiler
+    ],
+)
+def test_the_repeated_layer_is_compiled_once(
+    family, checkpointing, backend, config, dataset, tokenizer, monkeypatch
+):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(*args, backend=backend, **options))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def train(**levers):
+        args = config(
+            max_steps=9, p=[0.6], per_device_train_batch_size=3, adam_epsilon=1e-3, eval_strategy="no", **levers
+        )
+        model = TINY[family](num_loops=3)
+        if checkpointing:
+            args.gradient_checkpointing = True
+        trainer = Compiled(model, args, train_dataset=dataset, processing_class=tokenizer)
+        trainer.train()
+        return trainer
+
+    on = train(compile_layers=True)
+    assert 0 < on.programs[4] == on.programs[-1] < 30  # whatever lengths and gates
+    off = train()
+    for (key, got), want in zip(on.model.named_parameters(), off.model.parameters(), strict=True):
+        if got.requires_grad:
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3, msg=key)
+
+
 def test_two_processes_train_as_one_although_some_have_no_active_example(tmp_path):
     fields = {"p": [0.9], "ddp_find_unused_parameters": False}
     off = {"remove_padding": False, "fused_lora": False}
