@@ -78,6 +78,13 @@ class GateArguments:
             "memory, at the price of another forward pass."
         },
     )
+    compile_layers: bool = field(
+        default=False,
+        metadata={
+            "help": "In training, compile the repeated layer with `torch.compile`: once for all its layers, loops and lengths. "
+            "The first step takes longer. For GPUs; needs `remove_padding` and a single process or DDP."
+        },
+    )
     stop_on_nan: bool = field(
         default=True,
         metadata={"help": "Stop, before the step is taken, when the loss is NaN or infinite."},

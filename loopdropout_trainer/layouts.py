@@ -32,6 +32,7 @@ def check_arguments(args: TrainingArguments) -> None:
         excluded = {
             "`gradient_checkpointing` (on by default), which recomputes whole layers": args.gradient_checkpointing,
             "`torch_compile`, which chooses by itself what to recompute": args.torch_compile,
+            "`compile_layers`, which chooses by itself what to recompute": args.compile_layers,
             "ZeRO-3 and FSDP, which take weights away that are needed again": divides_weights(args),
         }
         for other in (name for name, found in excluded.items() if found):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -37,11 +37,16 @@ class Part:
         examples: [n] index of the example that each token belongs to.
         gate: [n, 1] or, for M adapted modules, [n, M]; None for unit gates.
         active: number of tokens, counted from the first, beyond which every gate is zero.
+        silent: whether there are no active ones. (A flag, since compiled code would be made anew for each `active`.)
     """
 
     examples: torch.Tensor
     gate: torch.Tensor | None
     active: int
+    silent: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "silent", self.active == 0)
 
 
 class LoopState:
@@ -160,7 +165,7 @@ class LoopState:
 
     def is_off(self, module: int) -> bool:
         """Return whether no loop and no example of the batch, or none of the running tokens, uses the module's update."""
-        silent = self.part is not None and self.part.active == 0
+        silent = self.part is not None and self.part.silent
         return self.frozen or silent or (bool(self.off) and self.off[module])
 
     def _gates_of(self, loop: int, like: torch.Tensor) -> torch.Tensor | None:
@@ -217,6 +222,10 @@ class LoopedModelMixin:
                 f"`recompute_pointwise` needs a model class of this package, and {type(self).__name__} is not one: set it to "
                 "false."
             )
+
+    def compile_layers(self) -> bool:
+        """Compile the repeated layer, for training: one program for all its runs. Return whether the model can do that."""
+        return False
 
 
 DESCRIPTIONS: dict[type, Callable[[nn.Module], None]] = {}

@@ -115,6 +115,7 @@ class GateSamplingMixin:
         self.add_callback(self.unit_gates_callback)
         self.add_callback(self.rule_callback)
         self.factors = self._skippable_factors()  # or None
+        self._speed_up()
         self._pass_index = 0
         self._logged = (0, 0.0)  # tokens and seconds at the last log
 
@@ -241,6 +242,25 @@ class GateSamplingMixin:
         else:
             logger.info("Loops before an example's first active gate run without gradient (`skip_frozen_loops`).")
         return factors
+
+    def _speed_up(self) -> None:
+        """Compile what is to be compiled, and say which levers of speed are in use."""
+        args, whole = self.args, whole_parameters(self.accelerator)
+        native = find_looped_model(self.model).can_skip_loops
+        packs = args.remove_padding and not args.torch_compile and native
+        compiles = args.compile_layers and packs and whole and find_looped_model(self.model).compile_layers()
+        if args.compile_layers and not compiles:
+            logger.warning(
+                "`compile_layers` is off: it needs `remove_padding`, a single process or DDP, a model of this package, and no "
+                "`torch_compile`."
+            )
+        levers = {
+            "remove_padding": packs,
+            "skip_frozen_loops": self.factors is not None,
+            "fused_lora": args.fused_lora and whole and native,
+            "compile_layers": compiles,
+        }
+        logger.info(f"Levers of speed in use: {', '.join(name for name, used in levers.items() if used) or 'none'}.")
 
     def _next_row(self) -> int:
         """Return the place of this micro-batch's first row in the optimizer step's global batch."""

@@ -112,7 +112,7 @@ def states_of_training(config, dataset, tokenizer, **fields):
     model = tiny_huginn(**fields.pop("model", {}))
     seen = []
     model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.append(args[0][:, 0, :32].detach()))
-    args = config(max_steps=1, skip_frozen_loops=False, **fields)  # which would run the rows in parts
+    args = config(max_steps=1, remove_padding=False, **fields)  # which would run the rows as one
     trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     trainer.train()
     return torch.cat(seen[:: model.config.num_loops])

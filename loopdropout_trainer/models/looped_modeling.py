@@ -8,7 +8,7 @@ A family supplies `begin`, `one_loop` and `read_out`; the driver is `LoopedBackb
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -145,6 +145,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
     """
 
     loop_state: LoopState
+    compiled_forward: Callable[..., torch.Tensor] | None = None  # `layer_forward`, compiled, for training
 
     def forward(
         self, hidden_states: torch.Tensor, loop: int | None = None, part: Part | None = None, **kwargs
@@ -152,6 +153,8 @@ class RecurrentLayer(GradientCheckpointingLayer):
         # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
         if loop is not None:
             self.loop_state.announce(loop, part)
+        if self.compiled_forward is not None and self.training:
+            return self.compiled_forward(self, hidden_states, **kwargs)
         return self.layer_forward(hidden_states, **kwargs)
 
     def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -173,6 +176,13 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     def recurrent_linears(self) -> list[str]:
         prefix = "" if self is self.base_model else f"{self.base_model_prefix}."
         return [f"{prefix}{name}" for name in self.base_model.recurrent_names()]
+
+    def compile_layers(self) -> bool:
+        layers = [module for module in self.modules() if isinstance(module, RecurrentLayer)]
+        compiled = {cls: torch.compile(cls.layer_forward, dynamic=True) for cls in set(map(type, layers))}
+        for layer in layers:
+            layer.__dict__["compiled_forward"] = compiled[type(layer)]
+        return True
 
     def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
         return self.base_model(**inputs, use_cache=False, output_readouts=True).readouts
