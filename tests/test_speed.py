@@ -132,7 +132,7 @@ def test_the_fused_update_has_the_gradients_of_its_formula(active, scalings):
     first, second = (draw(7, 6, grad=False), draw(7, grad=False)), (draw(4, 6, grad=False), None)
     tensors = (*first, draw(2, 6), draw(7, 2), *second, draw(3, 6), draw(4, 3))
     wanted = []
-    for scaling, weight, bias, a, b in zip(scalings, tensors[::4], tensors[1::4], tensors[2::4], tensors[3::4]):
+    for scaling, weight, bias, a, b in zip(scalings, *(tensors[start::4] for start in range(4)), strict=True):
         gates = torch.ones(5, 1) if gate is None else F.pad(gate, (0, 0, 0, 5 - active))
         wanted.append(F.linear(x, weight, bias) + F.linear(F.linear(x, a) * gates, b) * scaling)
     torch.testing.assert_close(FusedUpdate.apply(x, gate, scalings, *tensors), tuple(wanted))
@@ -252,9 +252,7 @@ class Compiled(LoopDropoutSFTTrainer):
         pytest.param("ouro", True, "inductor", marks=pytest.mark.slow),  # half a minute in a C++ compiler
     ],
 )
-def test_the_repeated_layer_is_compiled_once(
-    family, checkpointing, backend, config, dataset, tokenizer, monkeypatch
-):
+def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, config, dataset, tokenizer, monkeypatch):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(*args, backend=backend, **options))
     torch.compiler.reset()

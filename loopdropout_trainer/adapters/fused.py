@@ -113,7 +113,11 @@ class FusedProjection:
         tensors = []
         for layer in layers:
             base = layer.get_base_layer()
-            tensors += [base.weight, base.bias, *(factor[self.adapter].weight for factor in (layer.lora_A, layer.lora_B))]
+            tensors += [
+                base.weight,
+                base.bias,
+                *(factor[self.adapter].weight for factor in (layer.lora_A, layer.lora_B)),
+            ]
         scalings = tuple(layer.scaling[self.adapter] for layer in layers)
         outputs = FusedUpdate.apply(rows, gate, scalings, *tensors)
         return [y.view(*x.shape[:-1], -1) for y in outputs]

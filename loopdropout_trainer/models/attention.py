@@ -78,9 +78,7 @@ def packed_attention(
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
         ends, longest = lengths.offsets, max(lengths.lengths)
-        output = varlen_attn(
-            query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0)
-        )
+        output = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))
         return output.unsqueeze(0)
     options = {"is_causal": True, "scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     outputs = [

@@ -28,7 +28,9 @@ class Packing:
     examples: list[int]
     device: torch.device
 
-    def part(self, loop_state: LoopState, loop: int, order: Sequence[int] | None = None, active: int | None = None) -> Part:
+    def part(
+        self, loop_state: LoopState, loop: int, order: Sequence[int] | None = None, active: int | None = None
+    ) -> Part:
         """Return the tokens of examples in this order, of which only the first `active` may have a gate; default: all."""
         order = range(len(self.lengths)) if order is None else order
         lengths = [self.lengths[index] for index in order]
@@ -68,7 +70,9 @@ def find_packing(
         mask = token_mask.bool().cpu()
         lengths = mask.sum(dim=1).tolist()
         firsts = [row * columns for row in range(rows)]
-        kept = None if bool(mask.all()) else mask.flatten().nonzero().squeeze(1).to(token_mask.device, non_blocking=True)
+        kept = (
+            None if bool(mask.all()) else mask.flatten().nonzero().squeeze(1).to(token_mask.device, non_blocking=True)
+        )
     else:
         kept = None
         starts = torch.ones(shape, dtype=torch.bool)
@@ -76,10 +80,8 @@ def find_packing(
         first_tokens = starts.flatten().nonzero().squeeze(1)
         lengths = first_tokens.diff(append=torch.tensor([rows * columns])).tolist()
         firsts = first_tokens.tolist()
-    if segments is None:
-        examples = [first // columns for first in firsts]
-    else:
-        examples = segments.flatten().cpu()[firsts].tolist()
+    owners = torch.arange(rows).repeat_interleave(columns) if segments is None else segments.flatten().cpu()
+    examples = owners[firsts].tolist()
     present = [index for index, length in enumerate(lengths) if length]
     lengths, examples = ([values[index] for index in present] for values in (lengths, examples))
     return Packing(shape, kept, lengths, examples, position_ids.device)
