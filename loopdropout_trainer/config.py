@@ -81,8 +81,8 @@ class GateArguments:
     compile_layers: bool = field(
         default=False,
         metadata={
-            "help": "In training, compile the repeated layer with `torch.compile`: once for all layers, loops and lengths. The "
-            "first step takes longer. For GPUs; needs `remove_padding` and a single process or DDP."
+            "help": "In training, compile the repeated layer with `torch.compile`: once for all layers, loops and lengths. "
+            "The first step takes longer. For GPUs; needs `remove_padding` and a single process or DDP."
         },
     )
     stop_on_nan: bool = field(
