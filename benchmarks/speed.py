@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from loopdropout_trainer.plan import flops_per_token
 
 
 NO_LEVER = {"remove_padding": False, "skip_frozen_loops": False, "fused_lora": False}
+CHECKPOINTING = {"gradient_checkpointing": True}
 STOCK, LORA, OURS = "TRL + PEFT, LoRA", "LoRA", "Loop Dropout"
 ROWS: dict[str, dict[str, Any] | None] = {
     STOCK: None,
@@ -55,6 +57,9 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "Loop Dropout, no padding only": {**NO_LEVER, "remove_padding": True},
     "Loop Dropout, no padding, frozen prefix": {"fused_lora": False},
     OURS: {},
+    "Loop Dropout, recomputing pointwise": {"recompute_pointwise": True},
+    f"{LORA}, checkpointing": {"rule": "lora", **CHECKPOINTING},
+    f"{OURS}, checkpointing": CHECKPOINTING,
 }
 """Fields of each row's config; None: TRL's own trainer."""
 
@@ -85,7 +90,7 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset(512, 1408, 4, 8, 1024, 0.125, "float32", rounds=6),
+    "cpu": Preset(512, 1408, 3, 8, 1024, 0.25, "float32", rounds=5),
     "ouro-1.4b": Preset(2048, 5632, 24, 16, 49152, 1.0, "bfloat16", rounds=20),
 }
 
@@ -100,7 +105,6 @@ class Row:
             "max_steps": 1000,
             "per_device_train_batch_size": preset.batch,
             "bf16": preset.dtype == "bfloat16",
-            "gradient_checkpointing": False,
             "report_to": "none",
             "disable_tqdm": True,
             "seed": SEED,
@@ -115,10 +119,14 @@ class Row:
         }
         if ROWS[name] is None:
             use_cpu = not torch.accelerator.is_available()
-            self.trainer = SFTTrainer(args=SFTConfig(use_cpu=use_cpu, **fields), **arguments)
+            args = SFTConfig(use_cpu=use_cpu, gradient_checkpointing=False, **fields)
+            self.trainer = SFTTrainer(args=args, **arguments)
         else:
-            self.trainer = LoopDropoutSFTTrainer(args=LoopDropoutConfig(**fields, **ROWS[name]), **arguments)
+            args = LoopDropoutConfig(**{"gradient_checkpointing": False, **fields, **ROWS[name]})
+            self.trainer = LoopDropoutSFTTrainer(args=args, **arguments)
         self.model = self.trainer.model.to(device).train()
+        if self.trainer.args.gradient_checkpointing:  # else `train` would switch it on
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         generator = torch.Generator().manual_seed(0)
         for key, parameter in self.model.named_parameters():
             if "lora_B" in key:  # else A has no gradient
@@ -239,30 +247,20 @@ def check_agreement(rows: dict[str, Row], preset: Preset, device: torch.device) 
 
 
 def step_memory(row: Row, batch: dict, num_items: torch.Tensor, step: int) -> int:
-    """Return bytes: on a GPU of one run alone at its peak, with its weights; on a CPU of what autograd keeps for a step."""
+    """Return the bytes that a run of this row alone holds at the peak of a step, with its weights and optimizer states."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         row.take_step(batch, num_items, step)
-        states = [t for s in row.trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-        resident = sum(t.numel() * t.element_size() for t in [*row.model.parameters(), *states])
-        return resident + torch.cuda.max_memory_allocated() - before
-    saved: dict[int, torch.UntypedStorage] = {}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in row.model.parameters()}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage  # held, so that no address is given twice
-        return tensor
-
-    trainer = row.trainer
-    trainer.state.global_step = step
-    trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items)
-    return sum(storage.nbytes() for storage in saved.values())
+        added = torch.cuda.max_memory_allocated() - before
+    else:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            row.take_step(batch, num_items, step)
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        added = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    states = [t for s in row.trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    return added + sum(t.numel() * t.element_size() for t in [*row.model.parameters(), *states])
 
 
 def measure(preset: Preset, rounds: int, rows: dict[str, Row], device: torch.device) -> dict[str, dict[str, list]]:
@@ -281,7 +279,7 @@ def measure(preset: Preset, rounds: int, rows: dict[str, Row], device: torch.dev
                 times[name].append(seconds)
         if step >= 0:
             tokens.append(sum(len(example["input_ids"]) for example in examples))
-    for step in range(rounds):
+    for step in range(rounds if device.type == "cuda" else 3):
         for name, row in rows.items():
             batch, num_items = row.prepare(draw_examples(preset, step + 1), device)
             memory[name].append(step_memory(row, batch, num_items, step + 1))
@@ -299,8 +297,6 @@ def summarise(preset: Preset, rows: dict[str, Row], measured: dict, distances: d
         low, middle, high = statistics.quantiles(times, n=4)
         per_second = sum(measured["tokens"]) / sum(times)
         memory = measured["memory"][name]
-        # A run needs the memory of its worst step; of saved tensors, a CPU's measure, the mean says what is saved.
-        summary = max if torch.cuda.is_available() else statistics.fmean
         records.append(
             {
                 "row": name,
@@ -313,8 +309,8 @@ def summarise(preset: Preset, rows: dict[str, Row], measured: dict, distances: d
                 "flops_per_token": work,
                 "flops_per_second": work * per_second,
                 "share_of_peak": work * per_second / peak if peak else None,
-                "memory_bytes": summary(memory),
-                "memory_to_stock": summary(memory) / summary(measured["memory"][STOCK]),
+                "memory_bytes": max(memory),  # a run needs that of its worst step
+                "memory_to_stock": max(memory) / max(measured["memory"][STOCK]),
                 "loss_distance": distances[name][0],
                 "gradient_distance": distances[name][1],
             }
@@ -347,7 +343,6 @@ def report(details: list[dict]) -> str:
 def table(details: dict) -> list[str]:
     """Return the lines of one preset's section."""
     shape, records, on_gpu = details["shape"], details["rows"], details["on_gpu"]
-    memory = "Peak memory" if on_gpu else "Saved for backward"
     work = "Share of peak" if records[0]["share_of_peak"] else "GFLOP/s"
     lines = [
         f"## {details['preset']}",
@@ -367,7 +362,7 @@ def table(details: dict) -> list[str]:
         f"padding. {_waiting(details)}Gradients are compared with those of the first row of the same rule, relative to their "
         "norm.",
         "",
-        f"| | Step | to TRL + PEFT | to our LoRA | Tokens/s | {work} | {memory} | Gradients off by |",
+        f"| | Step | to TRL + PEFT | to our LoRA | Tokens/s | {work} | Peak memory | Gradients off by |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in records:
