@@ -1,0 +1,280 @@
+"""Greedy decoding of many prompts in a fixed number of places: a row that ends leaves, and a waiting prompt takes its place.
+
+Every row counts its own columns: the keys and values of its token at position p lie in column p of its place, whatever the
+other rows hold. So rows need no padding among one another, come and go without moving, and attend to the columns up to
+their own position. What a former row left behind lies after that, and is written over before it is ever read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+COLUMNS = {False: 64, True: 256}
+"""The cache's length is a multiple of it: eager; compiled, where each new length may be compiled anew."""
+
+PREFILL_TOKENS = 16384
+"""Most tokens of prompts, with their padding, that are read at once."""
+
+
+class PlaceCache(Cache):
+    """Keys and values of every slot, [places, heads, columns, d]; a model with loops has a slot for each (loop, layer).
+
+    Attributes:
+        num_places, num_columns: of all slots.
+        rows: places of the rows that the next call computes, [B].
+        positions: of their tokens, [B, S].
+        is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+
+    def __init__(self, num_places: int) -> None:
+        super().__init__(layer_class_to_replicate=partial(PlaceLayer, self))
+        self.num_places = num_places
+        self.num_columns = 0
+        self.is_prefill = False
+
+    def resize(self, num_places: int, num_columns: int) -> None:
+        """Keep the first places, and have this number of columns."""
+        if (num_places, num_columns) != (self.num_places, self.num_columns):
+            self.num_places, self.num_columns = num_places, num_columns
+            for layer in self.layers:
+                layer.resize()
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy rows to other places."""
+        for layer in self.layers:
+            for states in (layer.keys, layer.values):
+                states[targets] = states[sources]
+
+
+class PlaceLayer(StaticLayer):
+    """One slot. `keys` and `values` are the part in use of what is allocated, which grows but never shrinks."""
+
+    def __init__(self, places: PlaceCache) -> None:
+        super().__init__(max_cache_len=0)
+        self.places = places
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        shape = (self.places.num_places, key_states.shape[1], 0)
+        self.allocated = tuple(states.new_empty(*shape, states.shape[-1]) for states in (key_states, value_states))
+        self.resize()
+        self.is_initialized = True
+
+    def resize(self) -> None:
+        num_places, num_columns = self.places.num_places, self.places.num_columns
+        if num_columns > self.allocated[0].shape[2]:
+            self.allocated = tuple(_widened(states[:num_places], num_columns) for states in self.allocated)
+        self.keys, self.values = (states[:num_places, :, :num_columns] for states in self.allocated)
+        for states in (self.keys, self.values):  # CUDA graphs then read and write them in place
+            torch._dynamo.mark_static_address(states, guard=False)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states [B, heads, S, d] of the current rows; return all that these may attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows = self.places.rows.to(key_states.device).unsqueeze(1)  # [B, 1]
+        positions = self.places.positions.to(key_states.device)  # [B, S]
+        self.keys[rows, :, positions] = key_states.transpose(1, 2)
+        self.values[rows, :, positions] = value_states.transpose(1, 2)
+        return (key_states, value_states) if self.places.is_prefill else (self.keys, self.values)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (query_length if self.places.is_prefill else self.places.num_columns), 0
+
+    def get_seq_length(self) -> int:
+        """Return 0: rows differ in length, so that masks and positions are given with every call."""
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.places.num_columns
+
+
+def _widened(states: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return a copy with zeros behind it: what a mask leaves out is multiplied by zero, and must be finite."""
+    wider = states.new_zeros(*states.shape[:2], num_columns, states.shape[3])
+    wider[:, :, : states.shape[2]] = states
+    return wider
+
+
+@dataclass
+class _Row:
+    index: int
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+class GreedyDecoder:
+    """Continues every prompt with its most probable tokens.
+
+    Args:
+        model: causal language model in evaluation mode that `why_not` has nothing against.
+        prompts: token ids, none of them empty; started in this order.
+        max_new_tokens: most tokens of an answer.
+        num_places: most rows at a time.
+        have_ended: tells of some answers, as token ids, which ones are complete.
+        compiled: run the steps compiled, with as many rows to the end.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        num_places: int,
+        have_ended: Callable[[list[list[int]]], list[bool]],
+        compiled: bool = False,
+    ) -> None:
+        self.model = model
+        self.max_new_tokens = max_new_tokens
+        self.have_ended = have_ended
+        self.compiled = compiled
+        self.waiting = deque(_Row(index, prompt) for index, prompt in enumerate(prompts))
+        self.places: list[_Row | None] = [None] * min(num_places, len(prompts))
+        self.cache = PlaceCache(len(self.places))
+
+    @torch.no_grad()
+    def advance(self) -> list[tuple[int, list[int]]]:
+        """Decode until one or more answers are complete, and return them with their prompts' indices; [] at the end."""
+        ended: list[_Row] = []
+        while not ended and (self.waiting or any(self.places)):
+            self._seat()
+            self._step()
+            ended = self._leave()
+        return [(row.index, row.answer) for row in ended]
+
+    def _seat(self) -> None:
+        """Give free places to waiting prompts; once none waits, close up."""
+        free = [place for place, row in enumerate(self.places) if row is None]
+        if self.waiting and len(free) > len(self.places) // 8:  # not for each one alone: it takes a call of its own
+            while free and self.waiting:
+                size = max(1, PREFILL_TOKENS // len(self.waiting[0]))
+                taken, free = free[:size], free[size:]
+                self._prefill(taken[: len(self.waiting)])
+        elif free and not self.waiting and not self.compiled:
+            size = len(self.places) - len(free)
+            targets = [place for place in free if place < size]
+            sources = [place for place in range(size, len(self.places)) if self.places[place] is not None]
+            self.cache.move(sources, targets)
+            for source, target in zip(sources, targets, strict=True):
+                self.places[target] = self.places[source]
+            del self.places[size:]
+            self._fit()
+
+    def _fit(self) -> None:
+        """Make the cache as large as the rows."""
+        block = COLUMNS[self.compiled]
+        num_columns = max(len(row) for row in self.places if row is not None) + block - 1
+        num_columns -= num_columns % block
+        if self.compiled:
+            num_columns = max(num_columns, self.cache.num_columns)
+        self.cache.resize(len(self.places), num_columns)
+
+    def _prefill(self, places: list[int]) -> None:
+        """Read the next waiting prompts into the cache, at these places."""
+        rows = [self.waiting.popleft() for _ in places]
+        for place, row in zip(places, rows, strict=True):
+            self.places[place] = row
+        self._fit()
+        length = max(map(len, rows))
+        ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.model.device)
+        # Padding comes after the prompt, which does not see it; its columns are those of the answer.
+        self._set(places, torch.arange(length).expand(len(rows), -1), is_prefill=True)
+        self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache, length))
+
+    def _set(self, rows: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
+        self.cache.rows = torch.tensor(rows, device=self.model.device)
+        self.cache.positions = positions.to(self.model.device)
+        self.cache.is_prefill = is_prefill
+
+    def _step(self) -> None:
+        """Add a token to every row. The first step computes a prompt's last token once more."""
+        self._fit()
+        rows = self.places
+        tokens = [0 if row is None else (row.prompt + row.answer[-1:])[-1] for row in rows]
+        positions = [[0 if row is None else len(row) - 1] for row in rows]
+        self._set(list(range(len(rows))), torch.tensor(positions), is_prefill=False)
+        ids = torch.tensor(tokens, device=self.model.device).unsqueeze(1)  # [B, 1]
+        for row, token in zip(rows, self._next_tokens(ids), strict=True):
+            if row is not None:
+                row.answer.append(token)
+
+    def _next_tokens(self, ids: torch.Tensor) -> list[int]:
+        if self.compiled:
+            try:
+                return _compiled_step()(self.model, self.cache, ids).tolist()
+            except Exception as error:  # a compiler may fail in many ways; the eager step then says what is really wrong
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                logger.warning(f"The decoding step cannot be compiled and runs without: {reason}")
+                self.compiled = False
+        return _step(self.model, self.cache, ids).tolist()
+
+    def _leave(self) -> list[_Row]:
+        """Free the places of rows whose answers are complete, and return these rows."""
+        running = [row for row in self.places if row is not None]
+        ends = self.have_ended([row.answer for row in running])
+        ended = [
+            row for row, end in zip(running, ends, strict=True) if end or len(row.answer) == self.max_new_tokens
+        ]
+        gone = {row.index for row in ended}
+        self.places = [None if row is None or row.index in gone else row for row in self.places]
+        return ended
+
+
+def _step(model: PreTrainedModel, cache: PlaceCache, ids: torch.Tensor) -> torch.Tensor:
+    """Return the most probable tokens [B] after the tokens [B, 1] of the cache's rows."""
+    logits = model(input_ids=ids, **_call_arguments(model, cache, cache.num_columns)).logits
+    return logits[:, -1].float().argmax(dim=-1)
+
+
+@cache
+def _compiled_step() -> Callable:
+    # Kernels round where the separate operations do, so that bfloat16 gives the same tokens.
+    return torch.compile(_step, options={"triton.cudagraphs": True, "emulate_precision_casts": True})
+
+
+def _call_arguments(model: PreTrainedModel, cache: PlaceCache, num_columns: int) -> dict:
+    """Return what the model takes beside tokens; a token attends to the columns up to its own position."""
+    columns = torch.arange(num_columns, device=cache.positions.device)
+    mask = columns <= cache.positions[:, None, :, None]  # [B, 1, S, columns]
+    if model.config._attn_implementation == "eager":
+        lowest = torch.finfo(model.dtype).min
+        mask = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, lowest)
+    return {
+        "attention_mask": mask,
+        "position_ids": cache.positions,
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Return what keeps `GreedyDecoder` from a model, or None.
+
+    It needs what transformers' static caches need too, attention with a given mask [B, 1, S, columns], in all layers.
+    """
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        return f"attention by {attention!r} takes no mask of its own"
+    if not model._can_compile_fullgraph:
+        return f"{type(model).__name__} does not support static caches"
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
+        return "some layers do not attend to all tokens"
+    return None
