@@ -31,7 +31,8 @@ class PlaceCache(Cache):
     """Keys and values of every slot, [places, heads, columns, d]; a model with loops has a slot for each (loop, layer).
 
     Attributes:
-        num_places, num_columns: of all slots.
+        num_places: of all slots.
+        columns: their indices, [columns].
         rows: places of the rows that the next call computes, [B].
         positions: of their tokens, [B, S].
         is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
@@ -40,16 +41,18 @@ class PlaceCache(Cache):
     rows: torch.Tensor
     positions: torch.Tensor
 
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_places: int, device: torch.device) -> None:
         super().__init__(layer_class_to_replicate=partial(PlaceLayer, self))
         self.num_places = num_places
-        self.num_columns = 0
+        self.columns = torch.arange(0, device=device)
         self.is_prefill = False
 
     def resize(self, num_places: int, num_columns: int) -> None:
         """Keep the first places, and have this number of columns."""
-        if (num_places, num_columns) != (self.num_places, self.num_columns):
-            self.num_places, self.num_columns = num_places, num_columns
+        if (num_places, num_columns) != (self.num_places, len(self.columns)):
+            self.num_places = num_places
+            self.columns = torch.arange(num_columns, device=self.columns.device)
+            torch._dynamo.maybe_mark_dynamic(self.columns, 0)  # one compiled step for caches of any length
             for layer in self.layers:
                 layer.resize()
 
@@ -74,12 +77,13 @@ class PlaceLayer(StaticLayer):
         self.is_initialized = True
 
     def resize(self) -> None:
-        num_places, num_columns = self.places.num_places, self.places.num_columns
+        num_places, num_columns = self.places.num_places, len(self.places.columns)
         if num_columns > self.allocated[0].shape[2]:
             self.allocated = tuple(_widened(states[:num_places], num_columns) for states in self.allocated)
         self.keys, self.values = (states[:num_places, :, :num_columns] for states in self.allocated)
         for states in (self.keys, self.values):  # CUDA graphs then read and write them in place
             torch._dynamo.mark_static_address(states, guard=False)
+            torch._dynamo.maybe_mark_dynamic(states, 2)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -94,14 +98,14 @@ class PlaceLayer(StaticLayer):
         return (key_states, value_states) if self.places.is_prefill else (self.keys, self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (query_length if self.places.is_prefill else self.places.num_columns), 0
+        return (query_length if self.places.is_prefill else len(self.places.columns)), 0
 
     def get_seq_length(self) -> int:
         """Return 0: rows differ in length, so that masks and positions are given with every call."""
         return 0
 
     def get_max_length(self) -> int:
-        return self.places.num_columns
+        return len(self.places.columns)
 
 
 def _widened(states: torch.Tensor, num_columns: int) -> torch.Tensor:
@@ -148,7 +152,7 @@ class GreedyDecoder:
         self.compiled = compiled
         self.waiting = deque(_Row(index, prompt) for index, prompt in enumerate(prompts))
         self.places: list[_Row | None] = [None] * min(num_places, len(prompts))
-        self.cache = PlaceCache(len(self.places))
+        self.cache = PlaceCache(len(self.places), model.device)
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, list[int]]]:
@@ -184,7 +188,7 @@ class GreedyDecoder:
         num_columns = max(len(row) for row in self.places if row is not None) + block - 1
         num_columns -= num_columns % block
         if self.compiled:
-            num_columns = max(num_columns, self.cache.num_columns)
+            num_columns = max(num_columns, len(self.cache.columns))
         self.cache.resize(len(self.places), num_columns)
 
     def _prefill(self, places: list[int]) -> None:
@@ -197,7 +201,7 @@ class GreedyDecoder:
         ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.model.device)
         # Padding comes after the prompt, which does not see it; its columns are those of the answer.
         self._set(places, torch.arange(length).expand(len(rows), -1), is_prefill=True)
-        self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache, length))
+        self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache))
 
     def _set(self, rows: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
         self.cache.rows = torch.tensor(rows, device=self.model.device)
@@ -219,8 +223,10 @@ class GreedyDecoder:
     def _next_tokens(self, ids: torch.Tensor) -> list[int]:
         if self.compiled:
             try:
-                return _compiled_step()(self.model, self.cache, ids).tolist()
-            except Exception as error:  # a compiler may fail in many ways; the eager step then says what is really wrong
+                return _compiled_step(ids.device.type)(self.model, self.cache, ids).tolist()
+            except (
+                Exception
+            ) as error:  # a compiler may fail in many ways; the eager step then says what is really wrong
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 logger.warning(f"The decoding step cannot be compiled and runs without: {reason}")
                 self.compiled = False
@@ -230,9 +236,7 @@ class GreedyDecoder:
         """Free the places of rows whose answers are complete, and return these rows."""
         running = [row for row in self.places if row is not None]
         ends = self.have_ended([row.answer for row in running])
-        ended = [
-            row for row, end in zip(running, ends, strict=True) if end or len(row.answer) == self.max_new_tokens
-        ]
+        ended = [row for row, end in zip(running, ends, strict=True) if end or len(row.answer) == self.max_new_tokens]
         gone = {row.index for row in ended}
         self.places = [None if row is None or row.index in gone else row for row in self.places]
         return ended
@@ -240,19 +244,19 @@ class GreedyDecoder:
 
 def _step(model: PreTrainedModel, cache: PlaceCache, ids: torch.Tensor) -> torch.Tensor:
     """Return the most probable tokens [B] after the tokens [B, 1] of the cache's rows."""
-    logits = model(input_ids=ids, **_call_arguments(model, cache, cache.num_columns)).logits
+    logits = model(input_ids=ids, **_call_arguments(model, cache)).logits
     return logits[:, -1].float().argmax(dim=-1)
 
 
 @cache
-def _compiled_step() -> Callable:
-    # Kernels round where the separate operations do, so that bfloat16 gives the same tokens.
-    return torch.compile(_step, options={"triton.cudagraphs": True, "emulate_precision_casts": True})
+def _compiled_step(device_type: str) -> Callable:
+    # Triton's kernels then round where the separate operations do, so that bfloat16 gives the same tokens.
+    return torch.compile(_step, options={"triton.cudagraphs": device_type == "cuda", "emulate_precision_casts": True})
 
 
-def _call_arguments(model: PreTrainedModel, cache: PlaceCache, num_columns: int) -> dict:
+def _call_arguments(model: PreTrainedModel, cache: PlaceCache) -> dict:
     """Return what the model takes beside tokens; a token attends to the columns up to its own position."""
-    columns = torch.arange(num_columns, device=cache.positions.device)
+    columns = cache.columns[: cache.positions.shape[1]] if cache.is_prefill else cache.columns
     mask = columns <= cache.positions[:, None, :, None]  # [B, 1, S, columns]
     if model.config._attn_implementation == "eager":
         lowest = torch.finfo(model.dtype).min

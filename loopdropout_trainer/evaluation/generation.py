@@ -28,6 +28,9 @@ logger = logging.get_logger(__name__)
 
 DECODINGS = ("compiled", "eager", "generate")
 
+MANY_STEPS = 5000
+"""Fewest decoding steps that pay for compilation. A guess: a model of a hundred layer calls may compile for minutes."""
+
 
 def generate_greedy(
     model: torch.nn.Module,
@@ -50,8 +53,8 @@ def generate_greedy(
         stop_strings: a completion ends before the earliest of them, and at an end token of the tokenizer or the model.
         progress: show a bar.
         decoding: `eager` (see `GreedyDecoder`), `compiled` (the same with compiled steps), or `generate` (transformers'
-            own, which takes any model); default: `compiled` on CUDA, else `eager`. What a model does not support gives
-            way to `generate`, and says so.
+            own, which takes any model); default: `compiled` on CUDA if many steps may be needed, else `eager`. A model that
+            does not support these gets `generate`, and a line in the log says why.
 
     Returns:
         The completions without prompts and special tokens, in the order of `prompts`.
@@ -60,9 +63,7 @@ def generate_greedy(
         ValueError: if a prompt has no tokens, or for another `decoding`.
     """
     completions = [""] * len(prompts)
-    batches = generate_batches(
-        model, tokenizer, prompts, max_new_tokens, batch_size, stop_strings, progress, decoding
-    )
+    batches = generate_batches(model, tokenizer, prompts, max_new_tokens, batch_size, stop_strings, progress, decoding)
     for batch in batches:
         for index, completion in batch:
             completions[index] = completion
@@ -89,7 +90,7 @@ def generate_batches(
     looped = find_looped_model(model)
     ends = _Ends(looped, tokenizer, tuple(stop_strings))
     arguments = looped, [token_ids[index] for index in order], max_new_tokens, batch_size, ends
-    decoding = _choose(decoding, looped)
+    decoding = _choose(decoding, looped, len(prompts) * max_new_tokens // batch_size)
     if decoding == "generate":
         batches = _Generate(*arguments)
     else:
@@ -115,9 +116,10 @@ def cut_before(text: str, stop_strings: Iterable[str]) -> str:
     return text[: min((text.find(stop) for stop in stop_strings if stop in text), default=len(text))]
 
 
-def _choose(decoding: str | None, looped: PreTrainedModel) -> str:
+def _choose(decoding: str | None, looped: PreTrainedModel, most_steps: int) -> str:
     """Return the form of decoding that is used, and log it."""
-    chosen = decoding or ("compiled" if looped.device.type == "cuda" else "eager")
+    pays = looped.device.type == "cuda" and most_steps >= MANY_STEPS
+    chosen = decoding or ("compiled" if pays else "eager")
     reason = None if chosen == "generate" else why_not(looped)
     if reason is not None:
         chosen = "generate"
