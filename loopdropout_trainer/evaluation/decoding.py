@@ -236,7 +236,7 @@ class GreedyDecoder:
         """Free the places of rows whose answers are complete, and return these rows."""
         running = [row for row in self.places if row is not None]
         ends = self.have_ended([row.answer for row in running])
-        ended = [row for row, end in zip(running, ends, strict=True) if end or len(row.answer) == self.max_new_tokens]
+        ended = [row for row, end in zip(running, ends, strict=True) if end or len(row.answer) >= self.max_new_tokens]
         gone = {row.index for row in ended}
         self.places = [None if row is None or row.index in gone else row for row in self.places]
         return ended

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from tqdm.auto import tqdm
@@ -25,8 +26,6 @@ from loopdropout_trainer.looped import applied_gates, find_looped_model
 
 
 logger = logging.get_logger(__name__)
-
-DECODINGS = ("compiled", "eager", "generate")
 
 MANY_STEPS = 5000
 """Fewest decoding steps that pay for compilation. A guess: a model of a hundred layer calls may compile for minutes."""
@@ -81,7 +80,8 @@ def generate_batches(
     decoding: str | None = None,
 ) -> Iterator[list[tuple[int, str]]]:
     """Do the same as `generate_greedy`; yield (index of the prompt, completion) pairs as they come, longest prompts first."""
-    check_decoding(decoding)
+    if decoding is not None and decoding not in DECODINGS:
+        raise ValueError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
     token_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     for index, ids in enumerate(token_ids):
         if not ids:
@@ -89,26 +89,16 @@ def generate_batches(
     order = sorted(range(len(prompts)), key=lambda index: -len(token_ids[index]))  # what fills memory comes first
     looped = find_looped_model(model)
     ends = _Ends(looped, tokenizer, tuple(stop_strings))
-    arguments = looped, [token_ids[index] for index in order], max_new_tokens, batch_size, ends
-    decoding = _choose(decoding, looped, len(prompts) * max_new_tokens // batch_size)
-    if decoding == "generate":
-        batches = _Generate(*arguments)
-    else:
-        batches = GreedyDecoder(*arguments, compiled=decoding == "compiled")
+    form = _choose(decoding, looped, len(prompts) * max_new_tokens // batch_size)
+    decoder = DECODINGS[form](looped, [token_ids[index] for index in order], max_new_tokens, batch_size, ends)
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
         while True:
             with _inference(model, looped):  # not while the caller has the answers
-                answers = batches.advance()
+                answers = decoder.advance()
             if not answers:
                 return
             yield [(order[place], ends.text(answer)) for place, answer in answers]
             bar.update(len(answers))
-
-
-def check_decoding(decoding: str | None) -> None:
-    """Raise a ValueError for a form of decoding that does not exist."""
-    if decoding not in (None, *DECODINGS):
-        raise ValueError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
 
 
 def cut_before(text: str, stop_strings: Iterable[str]) -> str:
@@ -216,6 +206,13 @@ class _Stop(StoppingCriteria):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
         return torch.tensor(self.ends(input_ids[:, self.prompt_length :].tolist()), device=input_ids.device)
+
+
+DECODINGS = {
+    "eager": GreedyDecoder,
+    "compiled": partial(GreedyDecoder, compiled=True),
+    "generate": _Generate,
+}
 
 
 @contextmanager
