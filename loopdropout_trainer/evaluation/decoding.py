@@ -31,8 +31,9 @@ class PlaceCache(Cache):
     """Keys and values of every slot, [places, heads, columns, d]; a model with loops has a slot for each (loop, layer).
 
     Attributes:
-        num_places: of all slots.
-        columns: their indices, [columns].
+        most_places: that are allocated.
+        num_places: first ones of them, which are in use.
+        columns: indices of the columns in use, [columns].
         rows: places of the rows that the next call computes, [B].
         positions: of their tokens, [B, S].
         is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
@@ -41,14 +42,15 @@ class PlaceCache(Cache):
     rows: torch.Tensor
     positions: torch.Tensor
 
-    def __init__(self, num_places: int, device: torch.device) -> None:
+    def __init__(self, most_places: int, device: torch.device) -> None:
         super().__init__(layer_class_to_replicate=partial(PlaceLayer, self))
-        self.num_places = num_places
+        self.most_places = most_places
+        self.num_places = 0
         self.columns = torch.arange(0, device=device)
         self.is_prefill = False
 
     def resize(self, num_places: int, num_columns: int) -> None:
-        """Keep the first places, and have this number of columns."""
+        """Use the first places and columns."""
         if (num_places, num_columns) != (self.num_places, len(self.columns)):
             self.num_places = num_places
             self.columns = torch.arange(num_columns, device=self.columns.device)
@@ -71,7 +73,7 @@ class PlaceLayer(StaticLayer):
         self.places = places
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        shape = (self.places.num_places, key_states.shape[1], 0)
+        shape = (self.places.most_places, key_states.shape[1], 0)
         self.allocated = tuple(states.new_empty(*shape, states.shape[-1]) for states in (key_states, value_states))
         self.resize()
         self.is_initialized = True
@@ -79,7 +81,7 @@ class PlaceLayer(StaticLayer):
     def resize(self) -> None:
         num_places, num_columns = self.places.num_places, len(self.places.columns)
         if num_columns > self.allocated[0].shape[2]:
-            self.allocated = tuple(_widened(states[:num_places], num_columns) for states in self.allocated)
+            self.allocated = tuple(_widened(states, num_columns) for states in self.allocated)
         self.keys, self.values = (states[:num_places, :, :num_columns] for states in self.allocated)
         for states in (self.keys, self.values):  # CUDA graphs then read and write them in place
             torch._dynamo.mark_static_address(states, guard=False)
@@ -134,7 +136,7 @@ class GreedyDecoder:
         max_new_tokens: most tokens of an answer.
         num_places: most rows at a time.
         have_ended: tells of some answers, as token ids, which ones are complete.
-        compiled: run the steps compiled, with as many rows to the end.
+        compiled: run the steps compiled, with all places computed to the end.
     """
 
     def __init__(
@@ -151,8 +153,9 @@ class GreedyDecoder:
         self.have_ended = have_ended
         self.compiled = compiled
         self.waiting = deque(_Row(index, prompt) for index, prompt in enumerate(prompts))
-        self.places: list[_Row | None] = [None] * min(num_places, len(prompts))
-        self.cache = PlaceCache(len(self.places), model.device)
+        self.most_places = min(num_places, len(prompts))
+        self.places: list[_Row | None] = [None] * self.most_places
+        self.cache = PlaceCache(self.most_places, model.device)
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, list[int]]]:
@@ -165,22 +168,27 @@ class GreedyDecoder:
         return [(row.index, row.answer) for row in ended]
 
     def _seat(self) -> None:
-        """Give free places to waiting prompts; once none waits, close up."""
+        """Give free places to waiting prompts."""
+        self.places += [None] * (self.most_places - len(self.places))
         free = [place for place, row in enumerate(self.places) if row is None]
-        if self.waiting and len(free) > len(self.places) // 8:  # not for each one alone: it takes a call of its own
+        if 4 * len(free) >= self.most_places:  # not to each one alone, since reading a prompt takes a call of its own
             while free and self.waiting:
                 size = max(1, PREFILL_TOKENS // len(self.waiting[0]))
                 taken, free = free[:size], free[size:]
                 self._prefill(taken[: len(self.waiting)])
-        elif free and not self.waiting and not self.compiled:
-            size = len(self.places) - len(free)
-            targets = [place for place in free if place < size]
-            sources = [place for place in range(size, len(self.places)) if self.places[place] is not None]
+        if not self.compiled:
+            self._close_up()
+
+    def _close_up(self) -> None:
+        """Move the last rows to the free places before them, and leave out what is behind."""
+        size = sum(row is not None for row in self.places)
+        targets = [place for place in range(size) if self.places[place] is None]
+        sources = [place for place in range(size, len(self.places)) if self.places[place] is not None]
+        if targets:
             self.cache.move(sources, targets)
             for source, target in zip(sources, targets, strict=True):
                 self.places[target] = self.places[source]
-            del self.places[size:]
-            self._fit()
+        del self.places[size:]
 
     def _fit(self) -> None:
         """Make the cache as large as the rows."""
@@ -224,9 +232,7 @@ class GreedyDecoder:
         if self.compiled:
             try:
                 return _compiled_step(ids.device.type)(self.model, self.cache, ids).tolist()
-            except (
-                Exception
-            ) as error:  # a compiler may fail in many ways; the eager step then says what is really wrong
+            except Exception as error:  # of many kinds; if it was none of the compiler, the eager step raises it again
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 logger.warning(f"The decoding step cannot be compiled and runs without: {reason}")
                 self.compiled = False
