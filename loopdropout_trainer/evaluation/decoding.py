@@ -1,8 +1,8 @@
 """Greedy decoding of many prompts in a fixed number of places: a row that ends leaves, and a waiting prompt takes its place.
 
 Every row counts its own columns: the keys and values of its token at position p lie in column p of its place, whatever the
-other rows hold. So rows need no padding among one another, come and go without moving, and attend to the columns up to
-their own position. What a former row left behind lies after that, and is written over before it is ever read.
+other rows hold. So a row attends to the columns up to its own position, and no row depends on when the others came or go.
+What a former row left in its place lies after that, and is written over before it is ever read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 COLUMNS = {False: 64, True: 256}
-"""The cache's length is a multiple of it: eager; compiled, where each new length may be compiled anew."""
+"""The cache's length is a multiple of it: eager; compiled, where CUDA graphs are recorded anew for each length."""
 
 PREFILL_TOKENS = 16384
 """Most tokens of prompts, with their padding, that are read at once."""
@@ -60,9 +60,11 @@ class PlaceCache(Cache):
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows to other places."""
+        device = self.columns.device
+        from_rows, to_rows = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for layer in self.layers:
             for states in (layer.keys, layer.values):
-                states[targets] = states[sources]
+                states[to_rows.to(states.device)] = states[from_rows.to(states.device)]
 
 
 class PlaceLayer(StaticLayer):
