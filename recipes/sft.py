@@ -137,8 +137,13 @@ class Run:
 
     def evaluate(self, trainer: LoopDropoutSFTTrainer) -> list[BenchmarkResult]:
         """Answer every benchmark by greedy generation at unit gates."""
-        batch_size = self.script.benchmark_batch_size
-        return [evaluate_benchmark(trainer.model, self.tokenizer, each, batch_size) for each in self.benchmarks]
+        script = self.script
+        return [
+            evaluate_benchmark(
+                trainer.model, self.tokenizer, each, script.benchmark_batch_size, decoding=script.decoding
+            )
+            for each in self.benchmarks
+        ]
 
     def merge(self, trainer: LoopDropoutSFTTrainer, outcome: Outcome) -> None:
         """Save the merged model with its card."""

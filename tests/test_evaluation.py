@@ -1,6 +1,5 @@
-"""The scorers against the references' verdicts, generation against a plain loop, and evaluations that are interrupted."""
+"""The scorers against the references' verdicts, and evaluations that are interrupted."""
 
-import copy
 import dataclasses
 import gzip
 import json
@@ -14,11 +13,11 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import GOLDEN, tiny_ouro
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
+from test_generation import PROMPTS, adapted, varied
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
 from loopdropout_trainer.evaluation import (
     BENCHMARKS,
     Benchmark,
@@ -39,7 +38,6 @@ from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
 from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
 from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
 from loopdropout_trainer.evaluation.run import EvaluationArguments, load_model
-from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import ModelArguments, RecipeError, parse_recipe
 
 
@@ -157,105 +155,6 @@ def test_bad_benchmarks_are_refused_with_file_and_line(tmp_path):
         load_benchmark("gsm9k")
 
 
-# Generation
-
-PROMPTS = [
-    "3+4=",
-    "What is twenty-one minus nine?",
-    "a",
-    "Ann has 30 shells and loses 12.\nShe finds 5.",
-    "Wörter: ähm",
-]
-
-
-def varied(model, std=0.3):
-    """Weights that make a random model's greedy text wander."""
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=std)
-    return model.eval()
-
-
-def adapted(model):
-    """The same with an adapter that changes what it says."""
-    model = get_peft_model(model, default_peft_config(model, r=4))
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
-
-
-@torch.no_grad()
-def plain_greedy(model, tokenizer, prompt, max_new_tokens):
-    """Token ids of one completion: no padding, no cache."""
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-    length = ids.shape[1]
-    for _ in range(max_new_tokens):
-        token = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
-        if token.item() == tokenizer.eos_token_id:
-            break
-        ids = torch.cat([ids, token], dim=1)
-    return ids[0, length:].tolist()
-
-
-@pytest.mark.parametrize("num_loops", [1, 6])
-def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tokenizer, num_loops):
-    model = adapted(varied(make_tiny()))
-    find_looped_model(model).config.num_loops = num_loops
-    want = [
-        tokenizer.decode(plain_greedy(model, tokenizer, prompt, 10), skip_special_tokens=True) for prompt in PROMPTS
-    ]
-    for batch_size in (1, 2, 16):
-        assert generate_greedy(model, tokenizer, PROMPTS, 10, batch_size, progress=False) == want
-    assert len(set(want)) == len(want)
-
-
-def test_generation_uses_unit_gates_and_leaves_model_and_tokenizer_as_they_were(tokenizer):
-    model, tokenizer = adapted(varied(tiny_ouro())), copy.deepcopy(tokenizer)
-    want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
-    tokenizer.pad_token, tokenizer.padding_side = None, "right"
-    model.generation_config.repetition_penalty = 1.9
-    model.base_model.model.generation_config.repetition_penalty = 1.9
-    before = copy.deepcopy(model.base_model.model.generation_config.to_dict())
-    model.train()
-    with use_gates(model, torch.zeros(4)) as loop_state:
-        assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) == want
-        assert loop_state.gates.tolist() == [[0]] * 4
-    assert model.training and all(layer.training for layer in model.modules())
-    assert (tokenizer.pad_token, tokenizer.padding_side) == (None, "right")
-    assert model.base_model.model.generation_config.to_dict() == before
-    with model.disable_adapter():
-        assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) != want
-
-
-def test_completions_end_before_the_earliest_stop_string_and_generation_ends_there(tokenizer):
-    model = varied(tiny_ouro())
-    free = generate_greedy(model, tokenizer, PROMPTS, 24, progress=False)
-    stops = [text[3:5] for text in free[:3]]
-    want = [text[: min(text.find(stop) for stop in stops if stop in text)] for text in free[:3]]
-    calls = []
-    model.model.register_forward_hook(lambda *_: calls.append(1))
-    assert generate_greedy(model, tokenizer, PROMPTS[:3], 24, 3, stops, progress=False) == want
-    assert len(calls) < 24
-
-
-def test_a_stop_string_that_is_a_special_token_ends_a_completion(tokenizer):
-    model, tokenizer = varied(tiny_ouro()), copy.deepcopy(tokenizer)
-    ids = plain_greedy(model, tokenizer, PROMPTS[0], 6)
-    end = next(place for place in range(1, 6) if ids[place] not in ids[:place])
-    special = tokenizer.convert_ids_to_tokens(ids[end])
-    tokenizer.add_special_tokens({"additional_special_tokens": [special]})  # from now on left out of decoded text
-    found = generate_greedy(model, tokenizer, PROMPTS[:1], 24, stop_strings=[special], progress=False)
-    assert found == [tokenizer.decode(ids[:end])]
-
-
-def test_a_prompt_without_tokens_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="Prompt 1 has no tokens"):
-        generate_greedy(varied(tiny_ouro()), tokenizer, ["a", ""], 4, progress=False)
-
-
 # Evaluation
 
 
@@ -272,7 +171,7 @@ def test_continuing_an_evaluation_generates_only_what_is_missing(tokenizer, tmp_
     calls = []
     model.model.register_forward_hook(lambda *_: calls.append(1))
     assert evaluate_benchmark(model, tokenizer, benchmark, batch_size=1, log_dir=tmp_path, progress=False) == want
-    assert 0 < len(calls) <= 20 and log.read_text().splitlines(keepends=True) == lines
+    assert 0 < len(calls) <= 22 and log.read_text().splitlines(keepends=True) == lines
     with pytest.raises(SettingsChangedError, match="`max_new_tokens` was 10 and is 11"):
         longer = dataclasses.replace(benchmark, max_new_tokens=11)
         evaluate_benchmark(model, tokenizer, longer, log_dir=tmp_path, progress=False)
@@ -289,12 +188,17 @@ def test_sharded_weights_are_refused(tokenizer):
         evaluate_benchmark(model, tokenizer, benchmark, progress=False)
 
 
+def steady():
+    """A random model without near ties, which the batch size may decide in float32."""
+    return varied(tiny_ouro(), std=0.1)
+
+
 @pytest.fixture(scope="module")
 def saved(tokenizer, tmp_path_factory):
     """Folders of a model, of an adapter of it, and of the two merged."""
     folder = tmp_path_factory.mktemp("saved")
-    model = adapted(varied(tiny_ouro()))
-    varied(tiny_ouro()).save_pretrained(folder / "base")
+    model = adapted(steady())
+    steady().save_pretrained(folder / "base")
     model.save_pretrained(folder / "adapter")
     merge_and_save(model, folder / "merged", tokenizer)
     tokenizer.save_pretrained(folder / "base")
@@ -338,7 +242,7 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     assert answers.read_text().startswith(before[: before.rfind("\n") + 1])
     assert all((tmp_path / "answers" / "gsm8k" / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
 
-    model = PeftModel.from_pretrained(varied(tiny_ouro()), saved / "adapter")
+    model = PeftModel.from_pretrained(steady(), saved / "adapter")
     results = load_results(tmp_path / "evaluation.json")
     for benchmark in (
         load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl"),

@@ -151,6 +151,9 @@ def test_train_evaluate_diagnose_save_and_merge(config, dataset, tokenizer, tmp_
 
     short, _ = generate_greedy(trainer.model, tokenizer, ["1+1", "1+10"], max_new_tokens=4)
     assert [short] == generate_greedy(trainer.model, tokenizer, ["1+1"], max_new_tokens=4)
+    asked = trainer.model, tokenizer, ["1+1", "1+10", "2", "17+4", "3+3"], 12, 2
+    plain = generate_greedy(*asked, progress=False, decoding="generate")
+    assert generate_greedy(*asked, progress=False, decoding="eager") == plain
 
     trainer.save_model(str(tmp_path / "adapter"))
     merge_and_save(trainer.model, tmp_path / "merged", tokenizer)

@@ -28,6 +28,7 @@ def evaluate_benchmark(
     log_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     progress: bool = True,
+    decoding: str | None = None,
 ) -> BenchmarkResult:
     """Answer every problem greedily at unit gates and score the answers.
 
@@ -42,6 +43,7 @@ def evaluate_benchmark(
         settings: what the answers depend on beside the benchmark and the depth, such as the model's name; compared with
             those of the answers in `log_dir`.
         progress: show a bar in the first process.
+        decoding: see `generate_greedy`.
 
     Raises:
         SettingsChangedError: if `log_dir` holds answers of other settings.
@@ -67,6 +69,7 @@ def evaluate_benchmark(
         batch_size,
         benchmark.stop_strings,
         progress=progress and state.is_main_process and bool(share),
+        decoding=decoding,
     ):
         batch = [(share[place], answer) for place, answer in batch]
         if log is not None:

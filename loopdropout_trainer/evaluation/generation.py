@@ -1,13 +1,14 @@
-"""Greedy generation in left-padded batches, at unit gates, with a cache over all loops.
+"""Greedy generation at unit gates, with a cache over all loops: the texts that transformers' `generate` gives, sooner.
 
-A completion does not depend on its batch: rows are padded on the left, masked, and cut at their own end. (In bfloat16 two
-nearly equal logits may change places with the batch's shape.)
+A completion does not depend on the rows beside it. (In bfloat16 two nearly equal logits may change places with the batch's
+shape and with the form of decoding.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from tqdm.auto import tqdm
@@ -18,8 +19,16 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.utils import logging
 
+from loopdropout_trainer.evaluation.decoding import GreedyDecoder, why_not
 from loopdropout_trainer.looped import applied_gates, find_looped_model
+
+
+logger = logging.get_logger(__name__)
+
+MANY_STEPS = 5000
+"""Fewest decoding steps that pay for compilation. A guess: a model of a hundred layer calls may compile for minutes."""
 
 
 def generate_greedy(
@@ -30,6 +39,7 @@ def generate_greedy(
     batch_size: int = 16,
     stop_strings: Sequence[str] = (),
     progress: bool = True,
+    decoding: str | None = None,
 ) -> list[str]:
     """Complete each prompt with the most probable tokens, at unit gates and at the depth `model.config.num_loops`.
 
@@ -38,18 +48,21 @@ def generate_greedy(
         tokenizer: of the model; it is not changed, whatever its padding side, with or without a padding token.
         prompts: tokenized as the tokenizer does by default, as in training.
         max_new_tokens: most tokens of a completion.
-        batch_size: rows that are generated together; prompts of similar length are.
+        batch_size: rows that are generated together.
         stop_strings: a completion ends before the earliest of them, and at an end token of the tokenizer or the model.
         progress: show a bar.
+        decoding: `eager` (see `GreedyDecoder`), `compiled` (the same with compiled steps), or `generate` (transformers'
+            own, which takes any model); default: `compiled` on CUDA if many steps may be needed, else `eager`. A model that
+            does not support these gets `generate`, and a line in the log says why.
 
     Returns:
         The completions without prompts and special tokens, in the order of `prompts`.
 
     Raises:
-        ValueError: if a prompt has no tokens.
+        ValueError: if a prompt has no tokens, or for another `decoding`.
     """
     completions = [""] * len(prompts)
-    batches = generate_batches(model, tokenizer, prompts, max_new_tokens, batch_size, stop_strings, progress)
+    batches = generate_batches(model, tokenizer, prompts, max_new_tokens, batch_size, stop_strings, progress, decoding)
     for batch in batches:
         for index, completion in batch:
             completions[index] = completion
@@ -64,20 +77,28 @@ def generate_batches(
     batch_size: int = 16,
     stop_strings: Sequence[str] = (),
     progress: bool = True,
+    decoding: str | None = None,
 ) -> Iterator[list[tuple[int, str]]]:
-    """Do the same as `generate_greedy`, batch by batch: yield (index of the prompt, completion) pairs, longest first."""
+    """Do the same as `generate_greedy`; yield (index of the prompt, completion) pairs as they come, longest prompts first."""
+    if decoding is not None and decoding not in DECODINGS:
+        raise ValueError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
     token_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     for index, ids in enumerate(token_ids):
         if not ids:
             raise ValueError(f"Prompt {index} has no tokens; there is nothing to continue.")
-    order = sorted(range(len(prompts)), key=lambda index: -len(token_ids[index]))  # a batch that fills memory is first
+    order = sorted(range(len(prompts)), key=lambda index: -len(token_ids[index]))  # what fills memory comes first
+    looped = find_looped_model(model)
+    ends = _Ends(looped, tokenizer, tuple(stop_strings))
+    form = _choose(decoding, looped, len(prompts) * max_new_tokens // batch_size)
+    decoder = DECODINGS[form](looped, [token_ids[index] for index in order], max_new_tokens, batch_size, ends)
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
-            batch = [token_ids[index] for index in indices]
-            completions = _complete(model, tokenizer, batch, max_new_tokens, tuple(stop_strings))
-            yield list(zip(indices, completions, strict=True))
-            bar.update(len(indices))
+        while True:
+            with _inference(model, looped):  # not while the caller has the answers
+                answers = decoder.advance()
+            if not answers:
+                return
+            yield [(order[place], ends.text(answer)) for place, answer in answers]
+            bar.update(len(answers))
 
 
 def cut_before(text: str, stop_strings: Iterable[str]) -> str:
@@ -85,57 +106,46 @@ def cut_before(text: str, stop_strings: Iterable[str]) -> str:
     return text[: min((text.find(stop) for stop in stop_strings if stop in text), default=len(text))]
 
 
-class _StopStringsSeen(StoppingCriteria):
-    """Ends a row when a stop string has appeared in its new text. Each token holds a byte or more of it."""
+def _choose(decoding: str | None, looped: PreTrainedModel, most_steps: int) -> str:
+    """Return the form of decoding that is used, and log it."""
+    pays = looped.device.type == "cuda" and most_steps >= MANY_STEPS
+    chosen = decoding or ("compiled" if pays else "eager")
+    reason = None if chosen == "generate" else why_not(looped)
+    if reason is not None:
+        chosen = "generate"
+    logger.info(f"Decoding: {chosen}{f', because {reason}' if reason else ''} (`decoding`).")
+    return chosen
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: tuple[str, ...], prompt_length: int) -> None:
+
+class _Ends:
+    """Where completions end: at an end token, or before a stop string."""
+
+    def __init__(
+        self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_strings: tuple[str, ...]
+    ) -> None:
         self.tokenizer = tokenizer
         self.stop_strings = stop_strings
-        self.prompt_length = prompt_length
-        self.window = max(len(stop.encode()) for stop in stop_strings) + 4
+        self.end_ids = _end_ids(looped, tokenizer, stop_strings)
+        # Each token holds a byte or more of the text.
+        self.window = max((len(stop.encode()) for stop in stop_strings), default=0) + 4
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
-        start = max(self.prompt_length, input_ids.shape[1] - self.window)
-        tails = _decode(self.tokenizer, input_ids[:, start:].tolist())
-        seen = [any(stop in tail for stop in self.stop_strings) for tail in tails]
-        return torch.tensor(seen, device=input_ids.device)
+    def __call__(self, answers: list[list[int]]) -> list[bool]:
+        """Tell which of these answers, not empty and not ended before their last token, have ended."""
+        ended = [answer[-1] in self.end_ids for answer in answers]
+        if self.stop_strings:
+            tails = self._decode([answer[-self.window :] for answer in answers])
+            ended = [
+                end or any(stop in tail for stop in self.stop_strings) for end, tail in zip(ended, tails, strict=True)
+            ]
+        return ended
 
+    def text(self, answer: list[int]) -> str:
+        """Return the completion's text."""
+        length = next((place for place, token in enumerate(answer) if token in self.end_ids), len(answer))
+        return cut_before(self._decode([answer[:length]])[0], self.stop_strings)
 
-@torch.no_grad()
-def _complete(
-    model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    batch: list[list[int]],
-    max_new_tokens: int,
-    stop_strings: tuple[str, ...],
-) -> list[str]:
-    """Complete one batch of token lists."""
-    looped = find_looped_model(model)
-    end_ids = _end_ids(looped, tokenizer, stop_strings)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(end_ids), 0)
-    length = max(map(len, batch))
-    input_ids = torch.tensor([[pad_id] * (length - len(ids)) + ids for ids in batch], device=looped.device)  # [B, S]
-    mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in batch], device=looped.device)
-    criteria = [_StopStringsSeen(tokenizer, stop_strings, length)] if stop_strings else []
-    with _inference(model, looped):
-        rows = looped.generate(
-            input_ids=input_ids,
-            attention_mask=mask,
-            generation_config=GenerationConfig(
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=pad_id,
-                eos_token_id=end_ids or None,
-            ),
-            stopping_criteria=StoppingCriteriaList(criteria),
-        )[:, length:].tolist()
-    rows = [row[: next((place for place, token in enumerate(row) if token in end_ids), len(row))] for row in rows]
-    return [cut_before(text, stop_strings) for text in _decode(tokenizer, rows)]
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
-    return tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode(self, rows: list[list[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_strings: tuple[str, ...]) -> list[int]:
@@ -145,6 +155,64 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_st
     ids = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
     ids += [added[stop] for stop in stop_strings if stop in added]
     return sorted({token for token in ids if token is not None})
+
+
+class _Generate:
+    """transformers' own greedy generation, in left-padded batches: the arguments and the results of `GreedyDecoder`."""
+
+    def __init__(
+        self, looped: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, batch_size: int, ends: _Ends
+    ) -> None:
+        self.looped = looped
+        self.batches = iter(
+            [(start, prompts[start : start + batch_size]) for start in range(0, len(prompts), batch_size)]
+        )
+        self.max_new_tokens = max_new_tokens
+        self.ends = ends
+
+    @torch.no_grad()
+    def advance(self) -> list[tuple[int, list[int]]]:
+        start, batch = next(self.batches, (0, []))
+        if not batch:
+            return []
+        pad_id = self.ends.tokenizer.pad_token_id
+        if pad_id is None:
+            pad_id = next(iter(self.ends.end_ids), 0)
+        length = max(map(len, batch))
+        device = self.looped.device
+        ids = torch.tensor([[pad_id] * (length - len(row)) + row for row in batch], device=device)  # [B, S]
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in batch], device=device)
+        rows = self.looped.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=GenerationConfig(
+                max_new_tokens=self.max_new_tokens,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=pad_id,
+                eos_token_id=self.ends.end_ids or None,
+            ),
+            stopping_criteria=StoppingCriteriaList([_Stop(self.ends, length)] if self.ends.stop_strings else []),
+        )
+        return list(enumerate(rows[:, length:].tolist(), start))
+
+
+class _Stop(StoppingCriteria):
+    """Ends a row of `generate` where `ends` does."""
+
+    def __init__(self, ends: _Ends, prompt_length: int) -> None:
+        self.ends = ends
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
+        return torch.tensor(self.ends(input_ids[:, self.prompt_length :].tolist()), device=input_ids.device)
+
+
+DECODINGS = {
+    "eager": GreedyDecoder,
+    "compiled": partial(GreedyDecoder, compiled=True),
+    "generate": _Generate,
+}
 
 
 @contextmanager

@@ -86,7 +86,13 @@ def run_evaluation(model_arguments: ModelArguments, arguments: EvaluationArgumen
         began = time.perf_counter()
         answers = output_dir / ANSWERS_FOLDER / benchmark.name
         result = evaluate_benchmark(
-            model, tokenizer, benchmark, arguments.benchmark_batch_size, log_dir=answers, settings=identity
+            model,
+            tokenizer,
+            benchmark,
+            arguments.benchmark_batch_size,
+            log_dir=answers,
+            settings=identity,
+            decoding=arguments.decoding,
         )
         results.append(result)
         if state.is_main_process:

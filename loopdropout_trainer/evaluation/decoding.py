@@ -1,0 +1,292 @@
+"""Greedy decoding of many prompts in a fixed number of places: a row that ends leaves, and a waiting prompt takes its place.
+
+Every row counts its own columns: the keys and values of its token at position p lie in column p of its place, whatever the
+other rows hold. So a row attends to the columns up to its own position, and no row depends on when the others came or go.
+What a former row left in its place lies after that, and is written over before it is ever read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+COLUMNS = {False: 64, True: 256}
+"""The cache's length is a multiple of it: eager; compiled, where CUDA graphs are recorded anew for each length."""
+
+PREFILL_TOKENS = 16384
+"""Most tokens of prompts, with their padding, that are read at once."""
+
+
+class PlaceCache(Cache):
+    """Keys and values of every slot, [places, heads, columns, d]; a model with loops has a slot for each (loop, layer).
+
+    Attributes:
+        most_places: that are allocated.
+        num_places: first ones of them, which are in use.
+        columns: indices of the columns in use, [columns].
+        rows: places of the rows that the next call computes, [B].
+        positions: of their tokens, [B, S].
+        is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+
+    def __init__(self, most_places: int, device: torch.device) -> None:
+        super().__init__(layer_class_to_replicate=partial(PlaceLayer, self))
+        self.most_places = most_places
+        self.num_places = 0
+        self.columns = torch.arange(0, device=device)
+        self.is_prefill = False
+
+    def resize(self, num_places: int, num_columns: int) -> None:
+        """Use the first places and columns."""
+        if (num_places, num_columns) != (self.num_places, len(self.columns)):
+            self.num_places = num_places
+            self.columns = torch.arange(num_columns, device=self.columns.device)
+            torch._dynamo.maybe_mark_dynamic(self.columns, 0)  # one compiled step for caches of any length
+            for layer in self.layers:
+                layer.resize()
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy rows to other places."""
+        device = self.columns.device
+        from_rows, to_rows = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        for layer in self.layers:
+            for states in (layer.keys, layer.values):
+                states[to_rows.to(states.device)] = states[from_rows.to(states.device)]
+
+
+class PlaceLayer(StaticLayer):
+    """One slot. `keys` and `values` are the part in use of what is allocated, which grows but never shrinks."""
+
+    def __init__(self, places: PlaceCache) -> None:
+        super().__init__(max_cache_len=0)
+        self.places = places
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        shape = (self.places.most_places, key_states.shape[1], 0)
+        self.allocated = tuple(states.new_empty(*shape, states.shape[-1]) for states in (key_states, value_states))
+        self.resize()
+        self.is_initialized = True
+
+    def resize(self) -> None:
+        num_places, num_columns = self.places.num_places, len(self.places.columns)
+        if num_columns > self.allocated[0].shape[2]:
+            self.allocated = tuple(_widened(states, num_columns) for states in self.allocated)
+        self.keys, self.values = (states[:num_places, :, :num_columns] for states in self.allocated)
+        for states in (self.keys, self.values):  # CUDA graphs then read and write them in place
+            torch._dynamo.mark_static_address(states, guard=False)
+            torch._dynamo.maybe_mark_dynamic(states, 2)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states [B, heads, S, d] of the current rows; return all that these may attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows = self.places.rows.to(key_states.device).unsqueeze(1)  # [B, 1]
+        positions = self.places.positions.to(key_states.device)  # [B, S]
+        self.keys[rows, :, positions] = key_states.transpose(1, 2)
+        self.values[rows, :, positions] = value_states.transpose(1, 2)
+        return (key_states, value_states) if self.places.is_prefill else (self.keys, self.values)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (query_length if self.places.is_prefill else len(self.places.columns)), 0
+
+    def get_seq_length(self) -> int:
+        """Return 0: rows differ in length, so that masks and positions are given with every call."""
+        return 0
+
+    def get_max_length(self) -> int:
+        return len(self.places.columns)
+
+
+def _widened(states: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return a copy with zeros behind it: what a mask leaves out is multiplied by zero, and must be finite."""
+    wider = states.new_zeros(*states.shape[:2], num_columns, states.shape[3])
+    wider[:, :, : states.shape[2]] = states
+    return wider
+
+
+@dataclass
+class _Row:
+    index: int
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+class GreedyDecoder:
+    """Continues every prompt with its most probable tokens.
+
+    Args:
+        model: causal language model in evaluation mode that `why_not` has nothing against.
+        prompts: token ids, none of them empty; started in this order.
+        max_new_tokens: most tokens of an answer.
+        num_places: most rows at a time.
+        have_ended: tells of some answers, as token ids, which ones are complete.
+        compiled: run the steps compiled, with all places computed to the end.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        num_places: int,
+        have_ended: Callable[[list[list[int]]], list[bool]],
+        compiled: bool = False,
+    ) -> None:
+        self.model = model
+        self.max_new_tokens = max_new_tokens
+        self.have_ended = have_ended
+        self.compiled = compiled
+        self.waiting = deque(_Row(index, prompt) for index, prompt in enumerate(prompts))
+        self.most_places = min(num_places, len(prompts))
+        self.places: list[_Row | None] = [None] * self.most_places
+        self.cache = PlaceCache(self.most_places, model.device)
+
+    @torch.no_grad()
+    def advance(self) -> list[tuple[int, list[int]]]:
+        """Decode until one or more answers are complete, and return them with their prompts' indices; [] at the end."""
+        ended: list[_Row] = []
+        while not ended and (self.waiting or any(self.places)):
+            self._seat()
+            self._step()
+            ended = self._leave()
+        return [(row.index, row.answer) for row in ended]
+
+    def _seat(self) -> None:
+        """Give free places to waiting prompts."""
+        self.places += [None] * (self.most_places - len(self.places))
+        free = [place for place, row in enumerate(self.places) if row is None]
+        if 4 * len(free) >= self.most_places:  # not to each one alone, since reading a prompt takes a call of its own
+            while free and self.waiting:
+                size = max(1, PREFILL_TOKENS // len(self.waiting[0]))
+                taken, free = free[:size], free[size:]
+                self._prefill(taken[: len(self.waiting)])
+        if not self.compiled:
+            self._close_up()
+
+    def _close_up(self) -> None:
+        """Move the last rows to the free places before them, and leave out what is behind."""
+        size = sum(row is not None for row in self.places)
+        targets = [place for place in range(size) if self.places[place] is None]
+        sources = [place for place in range(size, len(self.places)) if self.places[place] is not None]
+        if targets:
+            self.cache.move(sources, targets)
+            for source, target in zip(sources, targets, strict=True):
+                self.places[target] = self.places[source]
+        del self.places[size:]
+
+    def _fit(self) -> None:
+        """Make the cache as large as the rows."""
+        block = COLUMNS[self.compiled]
+        num_columns = max(len(row) for row in self.places if row is not None) + block - 1
+        num_columns -= num_columns % block
+        if self.compiled:
+            num_columns = max(num_columns, len(self.cache.columns))
+        self.cache.resize(len(self.places), num_columns)
+
+    def _prefill(self, places: list[int]) -> None:
+        """Read the next waiting prompts into the cache, at these places."""
+        rows = [self.waiting.popleft() for _ in places]
+        for place, row in zip(places, rows, strict=True):
+            self.places[place] = row
+        self._fit()
+        length = max(map(len, rows))
+        ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.model.device)
+        # Padding comes after the prompt, which does not see it; its columns are those of the answer.
+        self._set(places, torch.arange(length).expand(len(rows), -1), is_prefill=True)
+        self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache))
+
+    def _set(self, rows: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
+        self.cache.rows = torch.tensor(rows, device=self.model.device)
+        self.cache.positions = positions.to(self.model.device)
+        self.cache.is_prefill = is_prefill
+
+    def _step(self) -> None:
+        """Add a token to every row. The first step computes a prompt's last token once more."""
+        self._fit()
+        rows = self.places
+        tokens = [0 if row is None else (row.prompt + row.answer[-1:])[-1] for row in rows]
+        positions = [[0 if row is None else len(row) - 1] for row in rows]
+        self._set(list(range(len(rows))), torch.tensor(positions), is_prefill=False)
+        ids = torch.tensor(tokens, device=self.model.device).unsqueeze(1)  # [B, 1]
+        for row, token in zip(rows, self._next_tokens(ids), strict=True):
+            if row is not None:
+                row.answer.append(token)
+
+    def _next_tokens(self, ids: torch.Tensor) -> list[int]:
+        if self.compiled:
+            try:
+                return _compiled_step(ids.device.type)(self.model, self.cache, ids).tolist()
+            except Exception as error:  # of many kinds; if it was none of the compiler, the eager step raises it again
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                logger.warning(f"The decoding step cannot be compiled and runs without: {reason}")
+                self.compiled = False
+        return _step(self.model, self.cache, ids).tolist()
+
+    def _leave(self) -> list[_Row]:
+        """Free the places of rows whose answers are complete, and return these rows."""
+        running = [row for row in self.places if row is not None]
+        ends = self.have_ended([row.answer for row in running])
+        ended = [row for row, end in zip(running, ends, strict=True) if end or len(row.answer) >= self.max_new_tokens]
+        gone = {row.index for row in ended}
+        self.places = [None if row is None or row.index in gone else row for row in self.places]
+        return ended
+
+
+def _step(model: PreTrainedModel, cache: PlaceCache, ids: torch.Tensor) -> torch.Tensor:
+    """Return the most probable tokens [B] after the tokens [B, 1] of the cache's rows."""
+    logits = model(input_ids=ids, **_call_arguments(model, cache)).logits
+    return logits[:, -1].float().argmax(dim=-1)
+
+
+@cache
+def _compiled_step(device_type: str) -> Callable:
+    # Triton's kernels then round where the separate operations do, so that bfloat16 gives the same tokens.
+    return torch.compile(_step, options={"triton.cudagraphs": device_type == "cuda", "emulate_precision_casts": True})
+
+
+def _call_arguments(model: PreTrainedModel, cache: PlaceCache) -> dict:
+    """Return what the model takes beside tokens; a token attends to the columns up to its own position."""
+    columns = cache.columns[: cache.positions.shape[1]] if cache.is_prefill else cache.columns
+    mask = columns <= cache.positions[:, None, :, None]  # [B, 1, S, columns]
+    if model.config._attn_implementation == "eager":
+        lowest = torch.finfo(model.dtype).min
+        mask = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, lowest)
+    return {
+        "attention_mask": mask,
+        "position_ids": cache.positions,
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Return what keeps `GreedyDecoder` from a model, or None.
+
+    It needs what transformers' static caches need too, attention with a given mask [B, 1, S, columns], in all layers.
+    """
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        return f"attention by {attention!r} takes no mask of its own"
+    if not model._can_compile_fullgraph:
+        return f"{type(model).__name__} does not support static caches"
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
+        return "some layers do not attend to all tokens"
+    return None

@@ -1,0 +1,229 @@
+"""Generation against a plain loop and against transformers' own, in places that rows take and leave."""
+
+import copy
+
+import pytest
+import torch
+from conftest import tiny_ouro
+from peft import get_peft_model
+
+from loopdropout_trainer import default_peft_config, use_gates
+from loopdropout_trainer.evaluation import decoding, generate_greedy
+from loopdropout_trainer.evaluation.generation import generate_batches
+from loopdropout_trainer.looped import find_looped_model
+
+
+PROMPTS = [
+    "3+4=",
+    "What is twenty-one minus nine?",
+    "a",
+    "Ann has 30 shells and loses 12.\nShe finds 5.",
+    "Wörter: ähm",
+]
+
+
+def varied(model, std=0.3):
+    """Weights that make a random model's greedy text wander."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    return model.eval()
+
+
+def adapted(model):
+    """The same with an adapter that changes what it says."""
+    model = get_peft_model(model, default_peft_config(model, r=4))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@torch.no_grad()
+def plain_greedy(model, tokenizer, prompt, max_new_tokens):
+    """Token ids of one completion: no padding, no cache."""
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    length = ids.shape[1]
+    for _ in range(max_new_tokens):
+        token = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        if token.item() == tokenizer.eos_token_id:
+            break
+        ids = torch.cat([ids, token], dim=1)
+    return ids[0, length:].tolist()
+
+
+@pytest.mark.parametrize("num_loops", [1, 6])
+def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tokenizer, num_loops):
+    model = adapted(varied(make_tiny())).double()
+    find_looped_model(model).config.num_loops = num_loops
+    want = [
+        tokenizer.decode(plain_greedy(model, tokenizer, prompt, 10), skip_special_tokens=True) for prompt in PROMPTS
+    ]
+    for batch_size in (1, 2, 16):
+        assert generate_greedy(model, tokenizer, PROMPTS, 10, batch_size, progress=False) == want
+    assert len(set(want)) == len(want)
+
+
+def test_generation_uses_unit_gates_and_leaves_model_and_tokenizer_as_they_were(tokenizer):
+    model, tokenizer = adapted(varied(tiny_ouro())), copy.deepcopy(tokenizer)
+    want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
+    tokenizer.pad_token, tokenizer.padding_side = None, "right"
+    model.generation_config.repetition_penalty = 1.9
+    model.base_model.model.generation_config.repetition_penalty = 1.9
+    before = copy.deepcopy(model.base_model.model.generation_config.to_dict())
+    model.train()
+    with use_gates(model, torch.zeros(4)) as loop_state:
+        assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) == want
+        assert loop_state.gates.tolist() == [[0]] * 4
+    assert model.training and all(layer.training for layer in model.modules())
+    assert (tokenizer.pad_token, tokenizer.padding_side) == (None, "right")
+    assert model.base_model.model.generation_config.to_dict() == before
+    with model.disable_adapter():
+        assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) != want
+
+
+def test_completions_end_before_the_earliest_stop_string_and_generation_ends_there(tokenizer):
+    model = varied(tiny_ouro())
+    free = generate_greedy(model, tokenizer, PROMPTS, 24, progress=False)
+    stops = [text[3:5] for text in free[:3]]
+    want = [text[: min(text.find(stop) for stop in stops if stop in text)] for text in free[:3]]
+    calls = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    assert generate_greedy(model, tokenizer, PROMPTS[:3], 24, 3, stops, progress=False) == want
+    assert len(calls) < 24
+
+
+def test_a_stop_string_that_is_a_special_token_ends_a_completion(tokenizer):
+    model, tokenizer = varied(tiny_ouro()), copy.deepcopy(tokenizer)
+    ids = plain_greedy(model, tokenizer, PROMPTS[0], 6)
+    end = next(place for place in range(1, 6) if ids[place] not in ids[:place])
+    special = tokenizer.convert_ids_to_tokens(ids[end])
+    tokenizer.add_special_tokens({"additional_special_tokens": [special]})  # from now on left out of decoded text
+    found = generate_greedy(model, tokenizer, PROMPTS[:1], 24, stop_strings=[special], progress=False)
+    assert found == [tokenizer.decode(ids[:end])]
+
+
+def test_a_prompt_without_tokens_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="Prompt 1 has no tokens"):
+        generate_greedy(varied(tiny_ouro()), tokenizer, ["a", ""], 4, progress=False)
+
+
+# Places
+
+MANY = [text[: 3 + 11 * i % 40] for i, text in enumerate(PROMPTS * 4)]
+STOPS = ["e", "7", "Z", "&"]  # among random bytes: completions of many lengths
+
+
+def test_rows_that_come_and_go_say_what_they_say_in_plain_batches(make_tiny, tokenizer, monkeypatch):
+    model = adapted(varied(make_tiny())).double()  # in float32 rounding decides near ties
+    want = generate_greedy(model, tokenizer, MANY, 70, 10, STOPS, progress=False, decoding="generate")
+    assert len(set(map(len, want))) > 8 and max(map(len, want)) > 64  # past a block of columns
+    assert generate_greedy(model, tokenizer, MANY, 70, 5, STOPS, progress=False) == want
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 90)  # two prompts at a time
+    find_looped_model(model).set_attn_implementation("eager")
+    assert generate_greedy(model, tokenizer, MANY, 70, 12, STOPS, progress=False) == want
+
+
+def decoder_of(model, tokenizer, places):
+    """A decoder of answers of known lengths, 1 to 60 tokens; and these lengths."""
+    prompts = sorted((tokenizer(prompt)["input_ids"] for prompt in MANY), key=len, reverse=True)
+    lengths = [1 + 59 * (7 * i % 20) // 19 for i in range(len(prompts))]
+    places_of = {}
+
+    def have_ended(answers):  # told apart by identity: an answer's list is kept while it grows
+        for answer in answers:
+            places_of.setdefault(id(answer), len(places_of))
+        return [len(answer) == lengths[places_of[id(answer)]] for answer in answers]
+
+    return decoding.GreedyDecoder(model, prompts, 60, places, have_ended), prompts, lengths
+
+
+def test_no_row_is_computed_long_after_its_end_and_the_cache_is_no_longer_than_the_rows(tokenizer):
+    model = varied(tiny_ouro())
+    decoder, prompts, lengths = decoder_of(model, tokenizer, 8)
+    computed, columns = [], []
+    model.model.register_forward_hook(
+        lambda module, args, kwargs, output: computed.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    answers = {}
+    while finished := decoder.advance():
+        answers.update(finished)
+        columns.append(decoder.cache.layers[0].keys.shape[2])
+    assert [len(answers[index]) for index in range(len(prompts))] == lengths
+    steps = sum(rows for rows, tokens in computed if tokens == 1)
+    assert sum(lengths) <= steps <= 1.1 * sum(lengths)
+    in_batches = sum(len(lengths[start : start + 8]) * max(lengths[start : start + 8]) for start in range(0, 20, 8))
+    assert steps < 0.75 * in_batches
+    assert max(columns) <= -(-(max(map(len, prompts)) + 60) // 64) * 64 and len(decoder.places) < 8
+
+
+def test_answers_come_as_they_are_complete_and_the_model_is_itself_in_between(tokenizer):
+    model = adapted(varied(tiny_ouro())).train()
+    with use_gates(model, torch.zeros(4)) as loop_state:
+        batches = generate_batches(model, tokenizer, MANY, 40, 8, STOPS, progress=False)
+        pairs = next(batches)
+        assert 0 < len(pairs) < len(MANY) and model.training and loop_state.gates.tolist() == [[0]] * 4
+        for batch in batches:
+            pairs += batch
+    assert sorted(index for index, _ in pairs) == list(range(len(MANY)))
+    assert model.training
+    assert list(generate_batches(model, tokenizer, [], 4, progress=False)) == []
+
+
+def test_compiled_steps_give_the_same_text_and_one_compilation_serves_all_lengths(tokenizer, caplog):
+    model = adapted(varied(tiny_ouro(num_hidden_layers=1, num_loops=2))).double()
+    arguments = model, tokenizer, MANY, 290, 6, STOPS[:1]
+    want = generate_greedy(*arguments, progress=False, decoding="generate")
+    assert max(map(len, want)) > 256  # the cache grows past its first 256 columns
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with caplog.at_level("WARNING", "loopdropout_trainer"):
+        assert generate_greedy(*arguments, progress=False, decoding="compiled") == want
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert not [record for record in caplog.records if record.name.startswith("loopdropout_trainer")]
+
+
+# What is not supported
+
+
+@pytest.fixture
+def log(caplog, monkeypatch):
+    """What this package logs."""
+    monkeypatch.setattr(decoding.logging.get_logger("loopdropout_trainer"), "propagate", True)
+    with caplog.at_level("INFO", "loopdropout_trainer"):
+        yield caplog
+
+
+def test_a_step_that_cannot_be_compiled_runs_without(tokenizer, monkeypatch, log):
+    def fails(*_):
+        raise RuntimeError("no compiler\nand more")
+
+    model = varied(tiny_ouro())
+    want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
+    monkeypatch.setattr(decoding, "_compiled_step", lambda device: fails)
+    assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False, decoding="compiled") == want
+    warnings = [record.message for record in log.records if record.levelname == "WARNING"]
+    assert warnings == ["The decoding step cannot be compiled and runs without: no compiler"]
+
+
+def test_other_models_are_left_to_transformers_generate(tokenizer, monkeypatch, log):
+    model = varied(tiny_ouro())
+    want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
+    assert log.messages == ["Decoding: eager (`decoding`)."]
+    monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
+    assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False, decoding="compiled") == want
+    assert "generate, because OuroForCausalLM does not support static caches" in log.messages[-1]
+    monkeypatch.undo()
+    model.config._attn_implementation = "flex_attention"
+    assert "flex_attention" in decoding.why_not(model)
+    model.config._attn_implementation = "sdpa"
+    model.config.sliding_window, model.config.layer_types = 8, ["full_attention", "sliding_attention"]
+    assert decoding.why_not(model) == "some layers do not attend to all tokens"
+
+
+def test_a_form_of_decoding_that_does_not_exist_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="`decoding` must be one of eager, compiled, generate; got 'fast'"):
+        generate_greedy(tiny_ouro(), tokenizer, PROMPTS, 4, progress=False, decoding="fast")
