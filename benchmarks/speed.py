@@ -57,11 +57,15 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "Loop Dropout, no padding only": {**NO_LEVER, "remove_padding": True},
     "Loop Dropout, no padding, frozen prefix": {"fused_lora": False},
     OURS: {},
+}
+"""Fields of each row's config; None: TRL's own trainer."""
+
+MEMORY_ROWS = {
     "Loop Dropout, recomputing pointwise": {"recompute_pointwise": True},
     f"{LORA}, checkpointing": {"rule": "lora", **CHECKPOINTING},
     f"{OURS}, checkpointing": CHECKPOINTING,
 }
-"""Fields of each row's config; None: TRL's own trainer."""
+"""Rows that trade time for memory, or do not; measured if `--memory` asks for them."""
 
 SEED = 44
 """Its gates leave about as many loops waiting in the measured steps as is expected in the long run."""
@@ -90,7 +94,7 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset(512, 1408, 3, 8, 1024, 0.25, "float32", rounds=5),
+    "cpu": Preset(512, 1408, 4, 8, 1024, 0.25, "float32", rounds=4),
     "ouro-1.4b": Preset(2048, 5632, 24, 16, 49152, 1.0, "bfloat16", rounds=20),
 }
 
@@ -117,12 +121,12 @@ class Row:
             "processing_class": word_tokenizer(preset.vocab_size),
             "peft_config": default_peft_config(model),
         }
-        if ROWS[name] is None:
+        if (ROWS | MEMORY_ROWS)[name] is None:
             use_cpu = not torch.accelerator.is_available()
             args = SFTConfig(use_cpu=use_cpu, gradient_checkpointing=False, **fields)
             self.trainer = SFTTrainer(args=args, **arguments)
         else:
-            args = LoopDropoutConfig(**{"gradient_checkpointing": False, **fields, **ROWS[name]})
+            args = LoopDropoutConfig(**{"gradient_checkpointing": False, **fields, **(ROWS | MEMORY_ROWS)[name]})
             self.trainer = LoopDropoutSFTTrainer(args=args, **arguments)
         self.model = self.trainer.model.to(device).train()
         if self.trainer.args.gradient_checkpointing:  # else `train` would switch it on
@@ -279,10 +283,12 @@ def measure(preset: Preset, rounds: int, rows: dict[str, Row], device: torch.dev
                 times[name].append(seconds)
         if step >= 0:
             tokens.append(sum(len(example["input_ids"]) for example in examples))
-    for step in range(rounds if device.type == "cuda" else 3):
+    longest = lambda step: max(len(example["input_ids"]) for example in draw_examples(preset, step))
+    steps = range(1, rounds + 1) if device.type == "cuda" else [max(range(1, rounds + 1), key=longest)]
+    for step in steps:
         for name, row in rows.items():
-            batch, num_items = row.prepare(draw_examples(preset, step + 1), device)
-            memory[name].append(step_memory(row, batch, num_items, step + 1))
+            batch, num_items = row.prepare(draw_examples(preset, step), device)
+            memory[name].append(step_memory(row, batch, num_items, step))
     return {"times": times, "memory": memory, "tokens": tokens}
 
 
@@ -409,6 +415,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
     parser.add_argument("--rounds", type=int, help="optimizer steps of each row; default: the preset's")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="TRL's and our LoRA always run")
+    parser.add_argument("--memory", action="store_true", help="also measure recomputation and checkpointing")
     parser.add_argument("--profile", action="store_true", help="also write where the time goes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
     return parser.parse_args()
@@ -428,6 +435,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"one core of a CPU ({cpu_name()})"
     with tempfile.TemporaryDirectory() as folder:
         wanted = [row for row in ROWS if row in options.rows or row in (STOCK, LORA)]
+        wanted += MEMORY_ROWS if options.memory else []
         rows = {row: Row(row, preset, folder, device) for row in wanted}
         for row in rows.values():
             row.share_frozen_weights(rows[STOCK])

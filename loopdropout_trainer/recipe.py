@@ -123,11 +123,11 @@ class BenchmarkArguments:
     benchmark_batch_size: int = field(
         default=16, metadata={"help": "Problems that one process answers at a time; no answer depends on it."}
     )
-    decoding: str | None = field(
-        default=None,
+    decoding: str = field(
+        default="eager",
         metadata={
             "help": "How answers are decoded: `eager`, `compiled` (the same, with compiled steps) or `generate` "
-            "(transformers' own). Default: `compiled` for long evaluations on CUDA, else `eager`."
+            "(transformers' own)."
         },
     )
 
@@ -136,7 +136,7 @@ class BenchmarkArguments:
             self.benchmark_files = json.loads(self.benchmark_files)
         if self.benchmark_batch_size < 1:
             raise ValueError(f"`benchmark_batch_size` must be at least 1; got {self.benchmark_batch_size}.")
-        if self.decoding not in (None, "eager", "compiled", "generate"):
+        if self.decoding not in ("eager", "compiled", "generate"):
             raise ValueError(f"`decoding` must be eager, compiled or generate; got {self.decoding!r}.")
 
 

@@ -28,7 +28,7 @@ def evaluate_benchmark(
     log_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     progress: bool = True,
-    decoding: str | None = None,
+    decoding: str = "eager",
 ) -> BenchmarkResult:
     """Answer every problem greedily at unit gates and score the answers.
 

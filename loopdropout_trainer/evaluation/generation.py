@@ -27,9 +27,6 @@ from loopdropout_trainer.looped import applied_gates, find_looped_model
 
 logger = logging.get_logger(__name__)
 
-MANY_STEPS = 5000
-"""Fewest decoding steps that pay for compilation. A guess: a model of a hundred layer calls may compile for minutes."""
-
 
 def generate_greedy(
     model: torch.nn.Module,
@@ -39,7 +36,7 @@ def generate_greedy(
     batch_size: int = 16,
     stop_strings: Sequence[str] = (),
     progress: bool = True,
-    decoding: str | None = None,
+    decoding: str = "eager",
 ) -> list[str]:
     """Complete each prompt with the most probable tokens, at unit gates and at the depth `model.config.num_loops`.
 
@@ -52,8 +49,8 @@ def generate_greedy(
         stop_strings: a completion ends before the earliest of them, and at an end token of the tokenizer or the model.
         progress: show a bar.
         decoding: `eager` (see `GreedyDecoder`), `compiled` (the same with compiled steps), or `generate` (transformers'
-            own, which takes any model); default: `compiled` on CUDA if many steps may be needed, else `eager`. A model that
-            does not support these gets `generate`, and a line in the log says why.
+            own, which takes any model). A model that does not support the first two gets `generate`, and a line in the log
+            says why.
 
     Returns:
         The completions without prompts and special tokens, in the order of `prompts`.
@@ -77,10 +74,10 @@ def generate_batches(
     batch_size: int = 16,
     stop_strings: Sequence[str] = (),
     progress: bool = True,
-    decoding: str | None = None,
+    decoding: str = "eager",
 ) -> Iterator[list[tuple[int, str]]]:
     """Do the same as `generate_greedy`; yield (index of the prompt, completion) pairs as they come, longest prompts first."""
-    if decoding is not None and decoding not in DECODINGS:
+    if decoding not in DECODINGS:
         raise ValueError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
     token_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     for index, ids in enumerate(token_ids):
@@ -89,7 +86,7 @@ def generate_batches(
     order = sorted(range(len(prompts)), key=lambda index: -len(token_ids[index]))  # what fills memory comes first
     looped = find_looped_model(model)
     ends = _Ends(looped, tokenizer, tuple(stop_strings))
-    form = _choose(decoding, looped, len(prompts) * max_new_tokens // batch_size)
+    form = _choose(decoding, looped)
     decoder = DECODINGS[form](looped, [token_ids[index] for index in order], max_new_tokens, batch_size, ends)
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
         while True:
@@ -106,10 +103,9 @@ def cut_before(text: str, stop_strings: Iterable[str]) -> str:
     return text[: min((text.find(stop) for stop in stop_strings if stop in text), default=len(text))]
 
 
-def _choose(decoding: str | None, looped: PreTrainedModel, most_steps: int) -> str:
+def _choose(decoding: str, looped: PreTrainedModel) -> str:
     """Return the form of decoding that is used, and log it."""
-    pays = looped.device.type == "cuda" and most_steps >= MANY_STEPS
-    chosen = decoding or ("compiled" if pays else "eager")
+    chosen = decoding
     reason = None if chosen == "generate" else why_not(looped)
     if reason is not None:
         chosen = "generate"
