@@ -201,7 +201,7 @@ class LoopedModelMixin:
 
     loop_state: LoopState
     config: PreTrainedConfig
-    can_skip_loops = False  # whether loops run as `LoopState.factors` allows
+    can_pack = False  # whether batches run as `LoopState.pack` and `LoopState.factors` allow
 
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""

@@ -231,7 +231,7 @@ class GateSamplingMixin:
     def _skippable_factors(self) -> list[nn.Parameter] | None:
         """Return what `LoopState.factors` is to be in training, and say so."""
         wanted = self.args.skip_frozen_loops and self.args.remove_padding
-        if not wanted or not find_looped_model(self.model).can_skip_loops:
+        if not wanted or not find_looped_model(self.model).can_pack:
             return None
         factors = sole_trained_factors(self.model) if may_skip_loops(self.accelerator, self.args) else None
         if factors is None:
@@ -246,7 +246,7 @@ class GateSamplingMixin:
     def _speed_up(self) -> None:
         """Compile what is to be compiled, and say which levers of speed are in use."""
         args, whole = self.args, whole_parameters(self.accelerator)
-        native = find_looped_model(self.model).can_skip_loops
+        native = find_looped_model(self.model).can_pack
         packs = args.remove_padding and not args.torch_compile and native
         compiles = args.compile_layers and packs and whole and find_looped_model(self.model).compile_layers()
         if args.compile_layers and not compiles:

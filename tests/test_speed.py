@@ -17,6 +17,7 @@ from loopdropout_trainer.adapters.fused import FusedUpdate
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.layouts import may_skip_loops, whole_parameters
 from loopdropout_trainer.looped import applied_gates, first_active_loops
+from loopdropout_trainer.models import attention
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -105,6 +106,15 @@ def test_levers_are_exact_with_a_float_mask():
         want = loss_and_gradients(model, MIXED, inputs, segments)
         got = loss_and_gradients(model, MIXED, inputs, segments, skip=True, fused=True)
         assert_same(got, want, tolerance=1e-5)  # this kernel's softmax is float32
+
+
+def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset, tokenizer, caplog):
+    assert not attention._at_once_agrees(torch.device("cpu"), torch.bfloat16, 8)  # a CPU has none
+    model = tiny_ouro(attn_implementation="eager")
+    assert model.can_pack
+    model.config._attn_implementation = "flex_attention"
+    assert not model.can_pack
+    assert LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer).factors is None
 
 
 def test_levers_are_exact_with_gates_for_each_module_and_with_truncated_backpropagation():

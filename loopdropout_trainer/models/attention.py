@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.utils import logging
 
 from loopdropout_trainer.looped import project
 from loopdropout_trainer.models.operations import rotate_halves
@@ -26,6 +27,8 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # builds of torch without it
     varlen_attn = None
+
+logger = logging.get_logger(__name__)
 
 
 class Lengths:
@@ -72,20 +75,58 @@ def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float, dropout: float = 0.0
 ) -> torch.Tensor:
     """Attend within each of the examples that lie in one row [1, heads, T, d]; return [1, T, heads, d]."""
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and varlen_attn is not None and not dropout:
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
-        ends, longest = lengths.offsets, max(lengths.lengths)
-        output = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))
-        return output.unsqueeze(0)
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and half and not dropout and _at_once_agrees(query.device, query.dtype, query.shape[-1]):
+        return _at_once(query, key, value, lengths, scaling)
+    return _one_by_one(query, key, value, lengths, scaling, dropout)
+
+
+def _one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float, dropout: float = 0.0
+) -> torch.Tensor:
     options = {"is_causal": True, "scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     outputs = [
         F.scaled_dot_product_attention(*example, **options).transpose(1, 2)
         for example in zip(*(x.split(lengths.lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat(outputs, dim=1)
+
+
+def _at_once(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float
+) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    ends, longest = lengths.offsets, max(lengths.lengths)
+    causal = (-1, 0)
+    return varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=causal).unsqueeze(0)
+
+
+@functools.cache
+def _at_once_agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether torch's kernel for variable lengths computes here what examples give one by one, gradients included.
+
+    Tried once on random numbers, since the kernel is young and runs on some GPUs only; otherwise a line in the log says so.
+    """
+    lengths = Lengths([37, 5, 64], device)
+    results = []
+    try:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            generator = torch.Generator(device).manual_seed(0)
+            drawn = torch.randn(4, 1, 2, sum(lengths.lengths), head_dim, generator=generator, device=device)
+            for attention in (_at_once, _one_by_one):
+                inputs = [x.to(dtype).requires_grad_() for x in drawn[:3]]
+                output = attention(*inputs, lengths, head_dim**-0.5)
+                results.append((output, *torch.autograd.grad(output, inputs, drawn[3].transpose(1, 2).to(dtype))))
+        agrees = all(torch.allclose(got, want, atol=5e-2, rtol=5e-2) for got, want in zip(*results, strict=True))
+        reason = "it computes something else"
+    except Exception as error:  # whatever a kernel raises that is not there
+        agrees, reason = False, str(error).strip() or type(error).__name__
+    if not agrees:
+        logger.warning(f"torch's attention for variable lengths is not used on {device}: {reason.splitlines()[0]}.")
+    return agrees
 
 
 class SelfAttention(nn.Module):

@@ -164,7 +164,6 @@ class RecurrentLayer(GradientCheckpointingLayer):
 class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     """A `PreTrainedModel` whose layers run more than once in a forward pass."""
 
-    can_skip_loops = True
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
@@ -172,6 +171,10 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    @property
+    def can_pack(self) -> bool:
+        return self.config._attn_implementation in ("sdpa", "eager")
 
     def recurrent_linears(self) -> list[str]:
         prefix = "" if self is self.base_model else f"{self.base_model_prefix}."
@@ -294,32 +297,23 @@ class LoopedBackbone(LoopedPreTrainedModel):
         )
         return PackedLoops(inputs, self.loop_state, functools.partial(self._packed_mask, inputs.state), may_wait)
 
-    def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> tuple[Any, dict[str, Any]]:
-        """Return mask and further arguments with which the configuration's attention keeps packed examples apart."""
-        kernel = self.config._attn_implementation
-        lengths = Lengths(lengths, like.device)
-        if kernel == "sdpa":
-            return lengths, {}
-        if "flash" in kernel:
-            longest = max(lengths.lengths)
-            ends = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), lengths.offsets)
-            return None, {**ends, "max_length_q": longest, "max_length_k": longest}
-        positions = torch.cat([torch.arange(length, device=like.device) for length in lengths.lengths])
+    def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor:
+        """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
+        if self.config._attn_implementation == "sdpa":
+            return Lengths(lengths, like.device)
+        positions = torch.cat([torch.arange(length, device=like.device) for length in lengths])
         row = like.new_empty(1, len(positions), 1)
-        mask = create_causal_mask(self.config, row, None, past_key_values=None, position_ids=positions.unsqueeze(0))
-        return mask, {}
+        return create_causal_mask(self.config, row, None, past_key_values=None, position_ids=positions.unsqueeze(0))
 
     def _pack(self, inputs: LoopInputs, token_mask: torch.Tensor | None) -> LoopInputs:
         """Return the inputs with their examples in one row, without padding."""
         packing = find_packing(inputs.state.shape[:2], token_mask, inputs.position_ids, self.loop_state.segments)
-        mask, kwargs = self._packed_mask(inputs.state, packing.lengths)
         return replace(
             inputs,
             state=packing.pack(inputs.state),
-            attention_mask=mask,
+            attention_mask=self._packed_mask(inputs.state, packing.lengths),
             position_ids=packing.pack(inputs.position_ids),
             position_embeddings=tuple(map(packing.pack, inputs.position_embeddings)),
-            attention_kwargs={**inputs.attention_kwargs, **kwargs},
             packing=packing,
         )
 
@@ -385,7 +379,13 @@ class LoopedBackbone(LoopedPreTrainedModel):
             for name in ("output_hidden_states", "output_attentions")
         )
         maskable = attention_mask is None or (token_mask is not None and token_mask.shape == inputs_embeds.shape[:2])
-        packs = self.loop_state.pack and maskable and past_key_values is None and not (output_readouts or recorded)
+        packs = (
+            self.loop_state.pack
+            and self.can_pack
+            and maskable
+            and past_key_values is None
+            and not (output_readouts or recorded)
+        )
         if packs:
             causal_mask = None
         elif isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type

@@ -41,7 +41,7 @@ class PackedLoops:
     Args:
         inputs: of the first loop, with all examples.
         loop_state: of the model.
-        mask_of: returns the attention's mask and further arguments for examples of these lengths, packed in this order.
+        mask_of: returns the attention's mask for examples of these lengths, packed in this order.
         may_wait: whether loops before an example's first active gate run as the frozen model.
     """
 
@@ -49,7 +49,7 @@ class PackedLoops:
         self,
         inputs: LoopInputs,
         loop_state: LoopState,
-        mask_of: Callable[[Sequence[int]], tuple],
+        mask_of: Callable[[Sequence[int]], object],
         may_wait: bool,
     ) -> None:
         self.loop_state = loop_state
@@ -113,6 +113,5 @@ class PackedLoops:
             states.update(zip(group.order, group.inputs.state.split(lengths, dim=1), strict=True))
         pieces = [replace(self.pieces[index], state=states[index]) for index in order]
         inputs = type(pieces[0]).join(pieces)
-        mask, kwargs = self.mask_of([self.lengths[index] for index in order])
-        kwargs = {**inputs.attention_kwargs, **kwargs}
-        return _Group(order, replace(inputs, attention_mask=mask, attention_kwargs=kwargs))
+        mask = self.mask_of([self.lengths[index] for index in order])
+        return _Group(order, replace(inputs, attention_mask=mask))
