@@ -129,11 +129,12 @@ def test_over_a_bfloat16_base_every_layout_trains_and_saves_a_float32_adapter(tm
         name: layouts.launch(layouts.LAYOUTS[name], tmp_path / name, ["plain"], dtype="bfloat16", bf16=True)["plain"]
         for name in ("ddp", "fsdp2", "zero2", "zero3")
     }
+    exact = layouts.launch(layouts.LAYOUTS["ddp"], tmp_path / "float32", ["plain"])["plain"]
     for name, run in runs.items():
         assert {tensor.dtype for tensor in run.adapter.values()} == {torch.float32}, name
         rounded = [bool((tensor.bfloat16() == tensor).all()) for tensor in run.adapter.values()]
         assert not all(rounded), name
-        assert run.distance(runs["ddp"]) < 0.05, name
+        assert run.distance(exact) < 0.2, name  # what bfloat16 alone does to Adam's first steps
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
