@@ -1,6 +1,7 @@
 """Step time and memory of TRL with PEFT, of our LoRA, and of Loop Dropout with each of its levers, side by side.
 
     python benchmarks/speed.py                        # two minutes on a CPU; writes benchmarks/results/speed.md
+    python benchmarks/speed.py --memory               # three; also what saves memory at the price of time
     python benchmarks/speed.py --preset ouro-1.4b     # one GPU with 40 GB or more
     python benchmarks/speed.py --preset ouro-1.4b --profile   # and where the time goes, by kernel
 
@@ -354,7 +355,7 @@ def table(details: dict) -> list[str]:
     lines = [
         f"## {details['preset']}",
         "",
-        f"`python benchmarks/speed.py --preset {details['preset']}` on {details['device']}; {details['versions']}.",
+        f"`{details['command']}` on {details['device']}; {details['versions']}.",
         "",
         f"Random Ouro of {shape['num_layers']} layers, hidden size {shape['hidden_size']}, {shape['num_loops']} loops, "
         f"{shape['dtype']}; micro-batches of {shape['batch']} examples with MetaMath-like lengths times "
@@ -450,6 +451,7 @@ def main() -> None:
             (options.out / f"speed_{options.preset}_profile.md").write_text(profiled, encoding="utf-8")
     details = {
         "preset": options.preset,
+        "command": f"python benchmarks/speed.py --preset {options.preset}{' --memory' * options.memory}",
         "device": name,
         "on_gpu": device.type == "cuda",
         "versions": versions(),
