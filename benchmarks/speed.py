@@ -2,6 +2,7 @@
 
     python benchmarks/speed.py                        # two minutes on a CPU; writes benchmarks/results/speed.md
     python benchmarks/speed.py --memory               # three; also what saves memory at the price of time
+    python benchmarks/speed.py --hidden_size 256 --batch 4 --median_length 120     # any other shape
     python benchmarks/speed.py --preset ouro-1.4b     # one GPU with 40 GB or more
     python benchmarks/speed.py --preset ouro-1.4b --profile   # and where the time goes, by kernel
 
@@ -18,10 +19,11 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -78,9 +80,10 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, 
 
 @dataclass(frozen=True)
 class Preset:
-    """A shape. Lengths are log-normal, cut at 64 / 511 tokens of the full scale, with a mean of about 250 tokens there.
+    """A shape. Lengths are log-normal around `median_length` with `length_spread` in the logarithm, cut at 64 / 511 tokens.
 
-    That is the mean of the paper's MetaMath-GSM-100k: 25 million tokens in 100,000 examples of less than 512.
+    By default their mean is about 250 tokens, that of the paper's MetaMath-GSM-100k: 25 million tokens in 100,000 examples of
+    less than 512. All of it is multiplied by `length_scale`.
     """
 
     hidden_size: int
@@ -93,6 +96,8 @@ class Preset:
     rounds: int
     batch: int = 8
     num_loops: int = 4
+    median_length: float = 235.0
+    length_spread: float = 0.35
 
 
 PRESETS = {
@@ -106,7 +111,7 @@ class Row:
 
     def __init__(self, name: str, preset: Preset, folder: str, device: torch.device) -> None:
         self.name = name
-        fields = {
+        arguments_of_all = {
             "output_dir": folder,
             "max_steps": 1000,
             "per_device_train_batch_size": preset.batch,
@@ -125,10 +130,12 @@ class Row:
         }
         if (ROWS | MEMORY_ROWS)[name] is None:
             use_cpu = not torch.accelerator.is_available()
-            args = SFTConfig(use_cpu=use_cpu, gradient_checkpointing=name != STOCK, **fields)
+            args = SFTConfig(use_cpu=use_cpu, gradient_checkpointing=name != STOCK, **arguments_of_all)
             self.trainer = SFTTrainer(args=args, **arguments)
         else:
-            args = LoopDropoutConfig(**{"gradient_checkpointing": False, **fields, **(ROWS | MEMORY_ROWS)[name]})
+            args = LoopDropoutConfig(
+                **{"gradient_checkpointing": False, **arguments_of_all, **(ROWS | MEMORY_ROWS)[name]}
+            )
             self.trainer = LoopDropoutSFTTrainer(args=args, **arguments)
         self.model = self.trainer.model.to(device).train()
         if self.trainer.args.gradient_checkpointing:  # else `train` would switch it on
@@ -204,7 +211,8 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 def draw_examples(preset: Preset, step: int) -> list[dict[str, list[int]]]:
     """Return a micro-batch of random tokens; the loss is on the second half of each example."""
     random = np.random.default_rng(step)
-    lengths = np.exp(random.normal(np.log(235), 0.35, preset.batch)).clip(64, 511) * preset.length_scale
+    lengths = np.exp(random.normal(np.log(preset.median_length), preset.length_spread, preset.batch))
+    lengths = lengths.clip(64, 511) * preset.length_scale
     examples = []
     for length in lengths.round().astype(int):
         ids = random.integers(2, preset.vocab_size, length).tolist()
@@ -358,8 +366,8 @@ def table(details: dict) -> list[str]:
         f"`{details['command']}` on {details['device']}; {details['versions']}.",
         "",
         f"Random Ouro of {shape['num_layers']} layers, hidden size {shape['hidden_size']}, {shape['num_loops']} loops, "
-        f"{shape['dtype']}; micro-batches of {shape['batch']} examples with MetaMath-like lengths times "
-        f"{shape['length_scale']:g} (median {records[0]['tokens_per_step']:.0f} tokens a step); LoRA of rank 16 on all "
+        f"{shape['dtype']}; micro-batches of {shape['batch']} examples, lengths log-normal around "
+        f"{shape['median_length'] * shape['length_scale']:.0f} ({records[0]['tokens_per_step']:.0f} tokens a step); LoRA of rank 16 on all "
         f"projections of the recurrent block; p = 0.5. {records[0]['flops_per_token'] / 1e9:.3g} GFLOP a token by the "
         "formula 4 (K N + M) + 6 K R, which counts no loop as skipped.",
         "",
@@ -415,7 +423,10 @@ def profile_rows(rows: dict[str, Row], preset: Preset, device: torch.device) -> 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--rounds", type=int, help="optimizer steps of each row; default: the preset's")
+    for shape in fields(Preset):  # typed by the preset that they change
+        parser.add_argument(
+            f"--{shape.name}", help="default: the preset's", type=type(getattr(PRESETS["cpu"], shape.name))
+        )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="TRL's and our LoRA always run")
     parser.add_argument("--memory", action="store_true", help="also measure recomputation and checkpointing")
     parser.add_argument("--profile", action="store_true", help="also write where the time goes")
@@ -428,8 +439,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     disable_progress_bars()
-    preset = PRESETS[options.preset]
-    rounds = options.rounds or preset.rounds
+    changed = {f.name: value for f in fields(Preset) if (value := getattr(options, f.name)) is not None}
+    preset = replace(PRESETS[options.preset], **changed)
+    shape_name = "custom" if changed.keys() - {"rounds"} else options.preset
+    rounds = preset.rounds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -448,10 +461,10 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         if options.profile:
             profiled = profile_rows(rows, preset, device)
-            (options.out / f"speed_{options.preset}_profile.md").write_text(profiled, encoding="utf-8")
+            (options.out / f"speed_{shape_name}_profile.md").write_text(profiled, encoding="utf-8")
     details = {
-        "preset": options.preset,
-        "command": f"python benchmarks/speed.py --preset {options.preset}{' --memory' * options.memory}",
+        "preset": shape_name,
+        "command": " ".join(["python benchmarks/speed.py", *sys.argv[1:]]),
         "device": name,
         "on_gpu": device.type == "cuda",
         "versions": versions(),
@@ -460,8 +473,8 @@ def main() -> None:
         "waiting_share": waiting_share(preset, rounds, rows[OURS]) if OURS in rows else None,
         "rows": records,
     }
-    (options.out / f"speed_{options.preset}.json").write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
-    measured_presets = [options.out / f"speed_{preset}.json" for preset in PRESETS]
+    (options.out / f"speed_{shape_name}.json").write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
+    measured_presets = [options.out / f"speed_{preset}.json" for preset in (*PRESETS, "custom")]
     text = report([json.loads(file.read_text(encoding="utf-8")) for file in measured_presets if file.exists()])
     (options.out / "speed.md").write_text(text, encoding="utf-8")
     print(f"{text}\n{time.time() - began:.0f} s in all")
