@@ -367,7 +367,8 @@ def table(details: dict) -> list[str]:
         "",
         f"Random Ouro of {shape['num_layers']} layers, hidden size {shape['hidden_size']}, {shape['num_loops']} loops, "
         f"{shape['dtype']}; micro-batches of {shape['batch']} examples, lengths log-normal around "
-        f"{shape['median_length'] * shape['length_scale']:.0f} ({records[0]['tokens_per_step']:.0f} tokens a step); LoRA of rank 16 on all "
+        f"{shape['median_length'] * shape['length_scale']:.0f} ({records[0]['tokens_per_step']:.0f} tokens a step); "
+        f"LoRA of rank 16 on all "
         f"projections of the recurrent block; p = 0.5. {records[0]['flops_per_token'] / 1e9:.3g} GFLOP a token by the "
         "formula 4 (K N + M) + 6 K R, which counts no loop as skipped.",
         "",
