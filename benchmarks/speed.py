@@ -1,7 +1,7 @@
 """Step time and memory of TRL with PEFT, of our LoRA, and of Loop Dropout with each of its levers, side by side.
 
     python benchmarks/speed.py                        # two minutes on a CPU; writes benchmarks/results/speed.md
-    python benchmarks/speed.py --memory               # three; also what saves memory at the price of time
+    python benchmarks/speed.py --memory --compiled    # four; also what saves memory at the price of time, and compiled layers
     python benchmarks/speed.py --hidden_size 256 --batch 4 --median_length 120     # any other shape
     python benchmarks/speed.py --preset ouro-1.4b     # one GPU with 40 GB or more
     python benchmarks/speed.py --preset ouro-1.4b --profile   # and where the time goes, by kernel
@@ -71,6 +71,15 @@ MEMORY_ROWS = {
 }
 """Rows that trade time for memory, as TRL does by default; measured if `--memory` asks for them."""
 
+COMPILED_ROWS = {
+    f"{LORA}, compiled": {"rule": "lora", "compile_layers": True},
+    f"{OURS}, compiled": {"compile_layers": True},
+    f"{OURS}, compiled, no frozen prefix": {"compile_layers": True, "skip_frozen_loops": False},
+}
+"""Rows with a compiled layer; measured if `--compiled` asks for them."""
+
+ALL_ROWS = ROWS | MEMORY_ROWS | COMPILED_ROWS
+
 SEED = 44
 """Its gates leave about as many loops waiting in the measured steps as is expected in the long run."""
 
@@ -128,14 +137,12 @@ class Row:
             "processing_class": word_tokenizer(preset.vocab_size),
             "peft_config": default_peft_config(model),
         }
-        if (ROWS | MEMORY_ROWS)[name] is None:
+        if ALL_ROWS[name] is None:
             use_cpu = not torch.accelerator.is_available()
             args = SFTConfig(use_cpu=use_cpu, gradient_checkpointing=name != STOCK, **arguments_of_all)
             self.trainer = SFTTrainer(args=args, **arguments)
         else:
-            args = LoopDropoutConfig(
-                **{"gradient_checkpointing": False, **arguments_of_all, **(ROWS | MEMORY_ROWS)[name]}
-            )
+            args = LoopDropoutConfig(**{"gradient_checkpointing": False, **arguments_of_all, **ALL_ROWS[name]})
             self.trainer = LoopDropoutSFTTrainer(args=args, **arguments)
         self.model = self.trainer.model.to(device).train()
         if self.trainer.args.gradient_checkpointing:  # else `train` would switch it on
@@ -282,13 +289,16 @@ def measure(preset: Preset, rounds: int, rows: dict[str, Row], device: torch.dev
     times = {name: [] for name in rows}
     memory = {name: [] for name in rows}
     tokens = []
-    for step in range(-1, rounds):
-        examples = draw_examples(preset, step + 1)
+    for step in range(-3, rounds):
+        if step < -1 and not rows.keys() & COMPILED_ROWS.keys():
+            continue  # only compilers need more than one step to warm up
+        number = step % 1000 + 1
+        examples = draw_examples(preset, number)
         names = list(rows)
         shift = step * 3 % len(names)
         for name in names[shift:] + names[:shift]:
             batch, num_items = rows[name].prepare(examples, device)
-            seconds = rows[name].take_step(batch, num_items, step + 1)
+            seconds = rows[name].take_step(batch, num_items, number)
             if step >= 0:  # the first one warms up
                 times[name].append(seconds)
         if step >= 0:
@@ -430,6 +440,7 @@ def parse_options() -> argparse.Namespace:
         )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="TRL's and our LoRA always run")
     parser.add_argument("--memory", action="store_true", help="also measure recomputation and checkpointing")
+    parser.add_argument("--compiled", action="store_true", help="also measure compiled layers")
     parser.add_argument("--profile", action="store_true", help="also write where the time goes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
     return parser.parse_args()
@@ -451,7 +462,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"one core of a CPU ({cpu_name()})"
     with tempfile.TemporaryDirectory() as folder:
         wanted = [row for row in ROWS if row in options.rows or row in (STOCK, LORA)]
-        wanted += MEMORY_ROWS if options.memory else []
+        wanted += [*(MEMORY_ROWS if options.memory else []), *(COMPILED_ROWS if options.compiled else [])]
         rows = {row: Row(row, preset, folder, device) for row in wanted}
         for row in rows.values():
             row.share_frozen_weights(rows[STOCK])
