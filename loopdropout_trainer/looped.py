@@ -53,6 +53,7 @@ class LoopState:
     """The running loop of one looped model, and the gates of its adapters.
 
     Attributes:
+        version: a number that changes whenever gates are set, before and after every micro-batch.
         loop: index of the running loop, 0-based. The model's recurrent layers write it *inside* their checkpointed
             `forward`: recomputation in the backward pass then announces the right loop again, although loops run
             backwards there. It is a plain attribute and not a thread-local, because CUDA's backward recomputes in
@@ -79,6 +80,7 @@ class LoopState:
     """
 
     def __init__(self) -> None:
+        self.version = 0
         self.loop = 0
         self.gates: torch.Tensor | None = None
         self.segments: torch.Tensor | None = None
@@ -96,6 +98,7 @@ class LoopState:
         self, gates: torch.Tensor | None, segments: torch.Tensor | None = None, seeds: torch.Tensor | None = None
     ) -> None:
         """Apply `gates` from now on; exact unit gates are stored as None, so that they cost nothing."""
+        self.version += 1
         plain = gates is not None and not gates.requires_grad and gates.device.type == "cpu"
         if plain and bool((gates == 1).all()):
             gates = None

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, sole_trained_factors
-from loopdropout_trainer.adapters.fused import FusedUpdate
+from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.layouts import may_skip_loops, whole_parameters
 from loopdropout_trainer.looped import applied_gates, first_active_loops
@@ -140,13 +140,18 @@ def test_the_fused_update_has_the_gradients_of_its_formula(active, scalings):
     draw = lambda *size, grad=True: torch.randn(size, dtype=torch.float64, requires_grad=grad)
     x, gate = draw(5, 6), draw(active, 1, grad=False) if active < 5 else None
     first, second = (draw(7, 6, grad=False), draw(7, grad=False)), (draw(4, 6, grad=False), None)
-    tensors = (*first, draw(2, 6), draw(7, 2), *second, draw(3, 6), draw(4, 3))
+    factors = (draw(2, 6), draw(7, 2), draw(3, 6), draw(4, 3))
     wanted = []
-    for scaling, weight, bias, a, b in zip(scalings, *(tensors[start::4] for start in range(4)), strict=True):
+    for scaling, (weight, bias), a, b in zip(scalings, (first, second), factors[::2], factors[1::2], strict=True):
         gates = torch.ones(5, 1) if gate is None else F.pad(gate, (0, 0, 0, 5 - active))
         wanted.append(F.linear(x, weight, bias) + F.linear(F.linear(x, a) * gates, b) * scaling)
-    torch.testing.assert_close(FusedUpdate.apply(x, gate, scalings, *tensors), tuple(wanted))
-    assert torch.autograd.gradcheck(lambda *args: FusedUpdate.apply(args[0], gate, scalings, *args[1:]), (x, *tensors))
+
+    def update(x, *factors):
+        maps = Projections.prepare([first[0], second[0]], [first[1], second[1]], factors, scalings)
+        return FusedUpdate.apply(x, gate, maps, *factors)
+
+    torch.testing.assert_close(update(x, *factors), tuple(wanted))
+    assert torch.autograd.gradcheck(update, (x, *factors))
 
 
 def test_inference_stays_peft_bit_for_bit_and_bfloat16_stays_close():
