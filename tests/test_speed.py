@@ -292,8 +292,9 @@ def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, con
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3, msg=key)
 
 
-def test_two_processes_train_as_one_although_some_have_no_active_example(tmp_path):
-    fields = {"p": [0.9], "ddp_find_unused_parameters": False}
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_train_as_one_although_some_have_no_active_example(compiled, tmp_path):
+    fields = {"p": [0.9], "ddp_find_unused_parameters": False, "compile_layers": compiled}
     off = {"remove_padding": False, "fused_lora": False}
     layouts.save_model(tmp_path / "model")
     record = layouts.train(tmp_path, "plain", per_device_train_batch_size=8, p=[0.9], **off)
