@@ -303,7 +303,7 @@ def test_two_processes_train_as_one_although_some_have_no_active_example(compile
     for run in ddp.values():
         assert [record["world_size"] for record in run.records] == [2, 2]
         assert run.gates == plain.gates
-        assert run.distance(plain) < 1e-3
+        assert run.distance(plain) < (5e-3 if compiled else 1e-3)  # compiled sums round otherwise
     examples = list(plain.gates.values())
     assert sum(not any(gates) for gates in examples) > len(examples) / 3
 
