@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -25,8 +24,9 @@ from transformers.utils.output_capturing import capture_outputs
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, Part, check_num_loops
 from loopdropout_trainer.models.attention import Lengths
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
+from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.packed_loops import PackedLoops
-from loopdropout_trainer.models.packing import Packing, find_packing
+from loopdropout_trainer.models.packing import find_packing
 from loopdropout_trainer.models.recomputation import recomputation
 
 
@@ -50,67 +50,6 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
 
     readouts: tuple[torch.FloatTensor, ...] | None = None
     loop_states: tuple[torch.FloatTensor, ...] | None = None
-
-
-@dataclass
-class LoopInputs:
-    """All that a loop reads besides weights and cache. Nothing about the rows of a batch is passed in any other way.
-
-    Attributes:
-        state: [B, S, H], carried from loop to loop; [1, T, H] if the examples are packed.
-        attention_mask: in the attention kernel's own form: None, [B, 1, S, cached + S], a block mask, or `Lengths`.
-        position_ids: [B or 1, S].
-        position_embeddings: cosines and sines, each [B or 1, S, ...].
-        injected: [B, S, H] that every loop mixes in again, or None.
-        attention_kwargs: further arguments of the attention kernel.
-        packing: where packed examples come from, or None.
-        part: the packed tokens that these are, with their gates in the running loop; None before the loops and if they are
-            not packed.
-    """
-
-    state: torch.Tensor
-    attention_mask: Any
-    position_ids: torch.Tensor
-    position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    injected: torch.Tensor | None = None
-    attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    packing: Packing | None = None
-    part: Part | None = None
-
-    def split(self, lengths: Sequence[int]) -> list[LoopInputs]:
-        """Return the inputs of each packed example."""
-        pieces = zip(*(x.split(lengths, dim=1) for x in self._tensors()), strict=True)
-        return [self._with(*piece) for piece in pieces]
-
-    @staticmethod
-    def join(examples: Sequence[LoopInputs]) -> LoopInputs:
-        """Return the inputs of examples in one row; the attention mask is still to be set."""
-        tensors = zip(*(example._tensors() for example in examples), strict=True)
-        return examples[0]._with(*(torch.cat(pieces, dim=1) for pieces in tensors))
-
-    def _tensors(self) -> list[torch.Tensor]:
-        tensors = [self.state, self.position_ids, *self.position_embeddings]
-        return tensors if self.injected is None else [*tensors, self.injected]
-
-    def _with(
-        self,
-        state: torch.Tensor,
-        position_ids: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        injected: torch.Tensor | None = None,
-    ) -> LoopInputs:
-        return replace(self, state=state, position_ids=position_ids, position_embeddings=(cos, sin), injected=injected)
-
-    def of_layer(self) -> dict[str, Any]:
-        """Return the keyword arguments that every layer takes."""
-        return {
-            "attention_mask": self.attention_mask,
-            "position_ids": self.position_ids,
-            "position_embeddings": self.position_embeddings,
-            "part": self.part,
-            **self.attention_kwargs,
-        }
 
 
 class LoopedConfigMixin:

@@ -16,15 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from loopdropout_trainer.looped import LoopState
-
-
-if TYPE_CHECKING:
-    from loopdropout_trainer.models.looped_modeling import LoopInputs
+from loopdropout_trainer.models.loop_inputs import LoopInputs
 
 
 @dataclass
@@ -112,6 +108,6 @@ class PackedLoops:
             lengths = [self.lengths[index] for index in group.order]
             states.update(zip(group.order, group.inputs.state.split(lengths, dim=1), strict=True))
         pieces = [replace(self.pieces[index], state=states[index]) for index in order]
-        inputs = type(pieces[0]).join(pieces)
+        inputs = LoopInputs.join(pieces)
         mask = self.mask_of([self.lengths[index] for index in order])
         return _Group(order, replace(inputs, attention_mask=mask))

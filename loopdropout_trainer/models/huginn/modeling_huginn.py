@@ -24,11 +24,11 @@ from loopdropout_trainer.models.attention import attend
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
 from loopdropout_trainer.models.layers import RMSNorm
+from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
-    LoopInputs,
     RecurrentLayer,
 )
 from loopdropout_trainer.models.operations import swiglu

@@ -23,11 +23,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.attention import SelfAttention
 from loopdropout_trainer.models.layers import GatedMLP, RMSNorm
+from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
-    LoopInputs,
     RecurrentLayer,
 )
 from loopdropout_trainer.models.loopus.configuration_loopus import LoopusConfig

@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.attention import SelfAttention
 from loopdropout_trainer.models.layers import GatedMLP, RMSNorm
+from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
-    LoopInputs,
     RecurrentLayer,
 )
 from loopdropout_trainer.models.ouro.configuration_ouro import OuroConfig
