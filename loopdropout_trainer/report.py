@@ -1,8 +1,10 @@
-"""What a training run prints and writes when it is done: results.json, tables, the chart of single-loop activation."""
+"""What a training run prints and writes: its log, results.json, tables, the chart of single-loop activation."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +17,16 @@ from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult
 from loopdropout_trainer.recipe import public_settings
 from loopdropout_trainer.versions import library_versions
+
+
+def show_log() -> None:
+    """Write this package's log to standard error: from INFO on in the first process, from WARNING on in the others."""
+    log = logging.getLogger("loopdropout_trainer")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        log.addHandler(handler)
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
 
 @dataclass

@@ -239,8 +239,6 @@ class GateSamplingMixin:
                 "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that is "
                 "trained."
             )
-        else:
-            logger.info("Loops before an example's first active gate run without gradient (`skip_frozen_loops`).")
         return factors
 
     def _speed_up(self) -> None:

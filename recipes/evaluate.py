@@ -17,6 +17,7 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
 from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
 from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RecipeError, RunArguments, parse_recipe
+from loopdropout_trainer.report import show_log
 
 
 OF_TRAINING = (RunArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
@@ -27,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     (model, arguments), _ = parse_recipe(
         (ModelArguments, EvaluationArguments), argv, description=__doc__, unread_types=OF_TRAINING
     )
+    show_log()
     results = run_evaluation(model, arguments)
     if IS_FIRST:
         for result in results:

@@ -35,7 +35,7 @@ from loopdropout_trainer.recipe import (
     parse_recipe,
     settings_yaml,
 )
-from loopdropout_trainer.report import Outcome, print_report, write_results
+from loopdropout_trainer.report import Outcome, print_report, show_log, write_results
 from loopdropout_trainer.safe_run import NonFiniteLossError
 from loopdropout_trainer.sampling import check_run
 
@@ -168,6 +168,7 @@ def checkpoint_of(config: LoopDropoutConfig) -> str | bool | None:
 
 def main(argv: list[str] | None = None) -> None:
     run = Run(argv)
+    show_log()
     run.load()
     if run.configs[0].process_index == 0:
         run.announce()
