@@ -183,7 +183,8 @@ def test_compiled_steps_give_the_same_text_and_one_compilation_serves_all_length
     with caplog.at_level("WARNING", "loopdropout_trainer"):
         assert generate_greedy(*arguments, progress=False, decoding="compiled") == want
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    assert not [record for record in caplog.records if record.name.startswith("loopdropout_trainer")]
+    ours = [record for record in caplog.records if record.name.startswith("loopdropout_trainer")]
+    assert not [record for record in ours if record.levelname != "INFO"]  # no warning that it was not compiled
 
 
 # What is not supported
