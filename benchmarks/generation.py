@@ -27,7 +27,7 @@ import torch
 import torch._inductor.config
 import transformers
 from peft import get_peft_model
-from speed import clock, cpu_name, random_ouro, synchronize, versions
+from speed import clock, cpu_name, random_ouro, report, synchronize, versions
 
 from loopdropout_trainer import default_peft_config
 from loopdropout_trainer.adapters import add_gates
@@ -202,21 +202,6 @@ def measure(
     return list(records.values()), reference
 
 
-def report(details: list[dict]) -> str:
-    """Return the tables of the presets that have been measured."""
-    lines = ["# Generation", ""]
-    for record in details:
-        lines += table(record)
-    if "ouro-1.4b" not in {record["preset"] for record in details}:
-        lines += [
-            "## ouro-1.4b",
-            "",
-            "Not yet measured on a GPU: `python benchmarks/generation.py --preset ouro-1.4b`.",
-            "",
-        ]
-    return "\n".join(lines)
-
-
 def table(details: dict) -> list[str]:
     """Return the lines of one preset's section."""
     shape, records, lengths = details["shape"], details["rows"], details["lengths"]
@@ -285,7 +270,8 @@ def main() -> None:
     file = options.out / f"generation_{options.preset}.json"
     file.write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
     files = [options.out / f"generation_{name}.json" for name in PRESETS]
-    text = report([json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()])
+    measured = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    text = report("Generation", "generation.py", measured, table)
     (options.out / "generation.md").write_text(text, encoding="utf-8")
     print(f"{text}\n{time.time() - began:.0f} s in all")
 

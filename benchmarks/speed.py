@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -350,19 +351,14 @@ def _ratio(times: list[float], others: list[float]) -> list[float]:
     return [middle, low, high]
 
 
-def report(details: list[dict]) -> str:
-    """Return the tables of the presets that have been measured."""
-    presets = {record["preset"] for record in details}
-    lines = ["# Speed and memory", ""]
+def report(title: str, script: str, details: list[dict], table: Callable[[dict], list[str]]) -> str:
+    """Return the tables of a script's presets that have been measured."""
+    lines = [f"# {title}", ""]
     for record in details:
         lines += table(record)
-    if "ouro-1.4b" not in presets:
-        lines += [
-            "## ouro-1.4b",
-            "",
-            "Not yet measured on a GPU: `python benchmarks/speed.py --preset ouro-1.4b`.",
-            "",
-        ]
+    if "ouro-1.4b" not in {record["preset"] for record in details}:
+        command = f"python benchmarks/{script} --preset ouro-1.4b"
+        lines += ["## ouro-1.4b", "", f"Not yet measured on a GPU: `{command}`.", ""]
     return "\n".join(lines)
 
 
@@ -487,7 +483,8 @@ def main() -> None:
     }
     (options.out / f"speed_{shape_name}.json").write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
     measured_presets = [options.out / f"speed_{preset}.json" for preset in (*PRESETS, "custom")]
-    text = report([json.loads(file.read_text(encoding="utf-8")) for file in measured_presets if file.exists()])
+    measured_details = [json.loads(file.read_text(encoding="utf-8")) for file in measured_presets if file.exists()]
+    text = report("Speed and memory", "speed.py", measured_details, table)
     (options.out / "speed.md").write_text(text, encoding="utf-8")
     print(f"{text}\n{time.time() - began:.0f} s in all")
 

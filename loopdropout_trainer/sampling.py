@@ -225,11 +225,16 @@ class GateSamplingMixin:
         self.loop_state.set_gates(self._drawn, segments, self.rule.seeds(draw))
         self.loop_state.draw = draw
         self.loop_state.factors = self.factors
-        self.loop_state.pack = self.args.remove_padding and not self.args.torch_compile
+        self.loop_state.pack = self._packs
         self._log_gates(self._drawn.detach())
 
+    @property
+    def _packs(self) -> bool:
+        """Whether micro-batches run without their padding."""
+        return self.args.remove_padding and not self.args.torch_compile and find_looped_model(self.model).can_pack
+
     def _skippable_factors(self) -> list[nn.Parameter] | None:
-        """Return what `LoopState.factors` is to be in training, and say so."""
+        """Return what `LoopState.factors` is to be in training, and say so if it is None."""
         wanted = self.args.skip_frozen_loops and self.args.remove_padding
         if not wanted or not find_looped_model(self.model).can_pack:
             return None
@@ -244,18 +249,17 @@ class GateSamplingMixin:
     def _speed_up(self) -> None:
         """Compile what is to be compiled, and say which levers of speed are in use."""
         args, whole = self.args, whole_parameters(self.accelerator)
-        native = find_looped_model(self.model).can_pack
-        packs = args.remove_padding and not args.torch_compile and native
-        compiles = args.compile_layers and packs and whole and find_looped_model(self.model).compile_layers()
+        looped = find_looped_model(self.model)
+        compiles = args.compile_layers and self._packs and whole and looped.compile_layers()
         if args.compile_layers and not compiles:
             logger.warning(
                 "`compile_layers` is off: it needs `remove_padding`, a single process or DDP, a model of this package, and no "
                 "`torch_compile`."
             )
         levers = {
-            "remove_padding": packs,
+            "remove_padding": self._packs,
             "skip_frozen_loops": self.factors is not None,
-            "fused_lora": args.fused_lora and whole and native,
+            "fused_lora": args.fused_lora and whole and looped.can_pack,
             "compile_layers": compiles,
         }
         logger.info(f"Levers of speed in use: {', '.join(name for name, used in levers.items() if used) or 'none'}.")

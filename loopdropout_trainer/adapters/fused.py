@@ -75,18 +75,18 @@ class FusedUpdate(torch.autograd.Function):
             y = F.linear(x, weight, bias)
             y[: len(first)].addmm_(update, b.T)
             outputs.append(y)
-        ctx.save_for_backward(x, factor if torch.is_tensor(factor) else None, *updates)
+        ctx.save_for_backward(x, *updates)
         ctx.maps, ctx.active, ctx.factor = maps, len(first), factor
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        x, factor, *updates = ctx.saved_tensors
-        maps, factor = ctx.maps, ctx.factor if factor is None else factor
+        x, *updates = ctx.saved_tensors
+        maps = ctx.maps
         first = [grad[: ctx.active] for grad in grads]
         grad_low = torch.cat([grad @ b for grad, b in zip(first, maps.up, strict=True)], dim=1)
-        grad_low = (grad_low * factor).to(x.dtype)  # [m, sum of r]
+        grad_low = (grad_low * ctx.factor).to(x.dtype)  # [m, sum of r]
         needs_x, _, _, *needed = ctx.needs_input_grad
         result: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[::2]):

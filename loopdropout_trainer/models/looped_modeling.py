@@ -228,12 +228,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
         return inputs if packed is None else packed.finish(), states
 
     def _packed_loops(self, inputs: LoopInputs) -> PackedLoops:
-        frozen_inputs = [x for x in (inputs.state, inputs.injected) if x is not None and not x.requires_grad]
-        may_wait = (
-            torch.is_grad_enabled()
-            and self.loop_state.factors is not None
-            and len(frozen_inputs) == 1 + (inputs.injected is not None)
-        )
+        needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
+        may_wait = torch.is_grad_enabled() and self.loop_state.factors is not None and not needs_gradient
         return PackedLoops(inputs, self.loop_state, functools.partial(self._packed_mask, inputs.state), may_wait)
 
     def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor:
