@@ -23,7 +23,7 @@ PROFILE = (0.75, 0.6, 0.4, 0.25)
 
 def draw(num_examples=16, **fields):
     defaults = {"seed": 101, "step": 3, "num_steps": 10, "num_loops": K, "num_modules": M, "layers": LAYERS}
-    return Draw(places=[(row, 0) for row in range(num_examples)], **{**defaults, **fields})
+    return Draw(example_ids=[(row, 0) for row in range(num_examples)], **{**defaults, **fields})
 
 
 def odds(p):
@@ -210,7 +210,7 @@ def test_every_rule_is_stateless_and_leaves_global_randomness_alone(name):
 
     assert gates.dtype == torch.float32 and gates.shape[:2] in ((K, 16), (K, 1)) and gates.shape[2:] in ((), (M,))
     assert torch.equal(gates, rule.sample(draw()))
-    part = Draw(**{**vars(draw()), "places": [(5, 0), (11, 0)]})  # another micro-batch split
+    part = Draw(**{**vars(draw()), "example_ids": [(5, 0), (11, 0)]})  # another micro-batch split
     assert torch.equal(rule.sample(part), gates if gates.shape[1] == 1 else gates[:, [5, 11]])
     if seeds is not None:
         assert seeds.dtype == torch.int64 and torch.equal(seeds, rule.seeds(draw()))
@@ -243,8 +243,8 @@ def test_streams_are_numpys_philox():
 
 
 def test_uniforms_and_normals_are_what_they_say():
-    places = [(row, 0) for row in range(50_000)]
-    u, z = uniforms(0, "a", 1, places, 4).flatten(), normals(0, "b", 1, places, 4).flatten()
+    example_ids = [(row, 0) for row in range(50_000)]
+    u, z = uniforms(0, "a", 1, example_ids, 4).flatten(), normals(0, "b", 1, example_ids, 4).flatten()
     assert (u.mean().item(), u.var().item()) == pytest.approx((1 / 2, 1 / 12), abs=0.005)
     assert (z.mean().item(), z.var().item(), (z**4).mean().item()) == pytest.approx((0, 1, 3), abs=0.05)
 

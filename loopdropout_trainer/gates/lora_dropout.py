@@ -44,7 +44,7 @@ class LoRADropout(GateRule):
         return self.num_masks
 
     def sample(self, draw: Draw) -> torch.Tensor:
-        return torch.ones(draw.num_loops, len(draw.places))
+        return torch.ones(draw.num_loops, len(draw.example_ids))
 
     def seeds(self, draw: Draw) -> torch.Tensor:
         """Return [M] seeds of this pass's masks."""

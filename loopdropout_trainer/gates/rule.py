@@ -1,6 +1,6 @@
 """What a rule is: a small object that turns stateless draws into the gates of a micro-batch, and the registry of all rules.
 
-Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at five places,
+Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at five points,
 each of them optional:
 
 - `adapter` names the kind of LoRA layer (a file of `loopdropout_trainer.adapters`) that carries the rule out. The two
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from loopdropout_trainer.gates.streams import Place, normals, uniforms
+from loopdropout_trainer.gates.streams import ExampleId, normals, uniforms
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Draw:
     Attributes:
         seed: of all streams of the run.
         step: optimizer step, from 0; `num_steps` is their total number, for rules that follow a schedule.
-        places: of the N examples in the step's global batch.
+        example_ids: of the N examples in the step's global batch.
         num_loops: recurrence depth K.
         num_modules: number M of adapted linear maps.
         layers: [M] index of the physical layer that each of them is part of.
@@ -42,7 +42,7 @@ class Draw:
 
     seed: int
     step: int
-    places: Sequence[Place]
+    example_ids: Sequence[ExampleId]
     num_loops: int
     num_steps: int = 0
     num_modules: int = 1
@@ -51,11 +51,11 @@ class Draw:
 
     def uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
         """Return [N, num_draws] uniforms of the stream `purpose`."""
-        return uniforms(self.seed, purpose, self.step, self.places, num_draws)
+        return uniforms(self.seed, purpose, self.step, self.example_ids, num_draws)
 
     def normals(self, purpose: str, num_draws: int) -> torch.Tensor:
         """Return [N, num_draws] standard normals of the stream `purpose`."""
-        return normals(self.seed, purpose, self.step, self.places, num_draws)
+        return normals(self.seed, purpose, self.step, self.example_ids, num_draws)
 
     def step_uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
         """Return [num_draws] uniforms that are the same for all examples of the optimizer step, on every process."""

@@ -34,7 +34,7 @@ class ExactlyM(GateRule):
 
     def sample(self, draw: Draw) -> torch.Tensor:
         chosen = draw.event_uniforms().topk(self.m, dim=0).indices  # [m, N]
-        gates = torch.zeros(draw.num_loops, len(draw.places))
+        gates = torch.zeros(draw.num_loops, len(draw.example_ids))
         return gates.scatter_(0, chosen, draw.num_loops / self.m)
 
 

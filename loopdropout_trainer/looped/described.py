@@ -121,7 +121,8 @@ class _Announcing:
 
     def forward(self, *args, **kwargs):
         model = self.looped_model
-        model.loop_state.loop = model.running_loop(self, *args, **kwargs)
+        state = model.loop_state
+        state.announce(state.plan.step(model.running_loop(self, *args, **kwargs), model.device))
         return super().forward(*args, **kwargs)
 
 

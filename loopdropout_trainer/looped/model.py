@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,20 @@ class NotLoopedError(ValueError):
     """The model has no recurrent block that announces its loops."""
 
 
+@dataclass(frozen=True)
+class TrainingPolicy:
+    """How a model may run the micro-batch of a training step; the result is the same, in less time and memory.
+
+    Attributes:
+        packs: whether the examples of a batch may run packed in one row, without their padding.
+        lora_parameters: the adapter's trained parameters, if nothing else is trained; a packed micro-batch's loops before an
+            example's first active gate may then run as the frozen model, without gradient. None: all loops run alike.
+    """
+
+    packs: bool = False
+    lora_parameters: tuple[nn.Parameter, ...] | None = None
+
+
 class LoopedModelMixin:
     """What is known of a looped model: which modules recur, which loop runs, how deep it runs, how it is read out.
 
@@ -26,7 +41,8 @@ class LoopedModelMixin:
 
     loop_state: LoopState
     config: PreTrainedConfig
-    can_pack = False  # whether batches run as `LoopState.pack` and `LoopState.factors` allow
+    training_policy = TrainingPolicy()  # written by the trainer, for the time of a training step
+    can_pack = False  # whether the model does what a `TrainingPolicy` allows
 
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""

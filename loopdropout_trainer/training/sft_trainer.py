@@ -37,17 +37,17 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         if self.padding_free:
-            self.data_collator = functools.partial(_collate_with_places, self.data_collator)
+            self.data_collator = functools.partial(_collate_with_example_ids, self.data_collator)
 
     @staticmethod
     def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
         return [{args.dataset_text_field}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"}]
 
 
-def _collate_with_places(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:
+def _collate_with_example_ids(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:
     """Collate, and note which row (and which of the examples packed in it) each part of the flattened row comes from."""
     batch = collate(examples)
-    batch["gate_places"] = torch.tensor(
+    batch["example_ids"] = torch.tensor(
         [(row, part) for row, example in enumerate(examples) for part in range(len(example.get("seq_lengths") or [0]))]
     )
     return batch
