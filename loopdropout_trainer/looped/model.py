@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class LoopedModelMixin:
     config: PreTrainedConfig
     training_policy = TrainingPolicy()  # written by the trainer, for the time of a training step
     can_pack = False  # whether the model does what a `TrainingPolicy` allows
+    trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
 
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""
