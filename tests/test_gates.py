@@ -199,6 +199,17 @@ def test_coto_switches_layers_for_a_whole_step():
     assert (rule.sample(draw(2, step=7, num_steps=8, layers=layers, num_modules=6)) == 1).all()
 
 
+def test_structured_masks_agree_with_loop_dropout_as_far_as_their_shapes_allow():
+    # The loop that is retained least: whenever such a rule retains it, so does Loop Dropout at p <= 1 - 1/K of one seed.
+    dropout = make_rule("loop_dropout", p=0.5).sample(draw(4000)) > 0
+    for name, loop in (("random_suffix", 0), ("random_prefix", K - 1)):
+        active = make_rule(name).sample(draw(4000)) > 0
+        assert not (active[loop] & ~dropout[loop]).any(), name
+        assert (active[loop] == dropout[loop]).double().mean().item() == pytest.approx(0.75, abs=0.03), name
+    exactly = make_rule("exactly_m", m=2).sample(draw(4000)) > 0
+    assert (exactly == dropout).double().mean() > 0.75
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_is_stateless_and_leaves_global_randomness_alone(name):
     rule = make_rule(name)

@@ -334,6 +334,24 @@ def _in_parts(state, x, rule, draw, loop, size=50):
         yield x[start : start + size]
 
 
+@pytest.mark.parametrize("p", [0.5, 0.2])
+def test_lora_dropout_has_one_strength_however_it_is_chosen(p, config, dataset, tokenizer, tmp_path):
+    # Masks that are not rescaled, at the `lora_alpha` asked for, remove p of each side and add nothing to what is left;
+    # inference then uses their mean, q^2 (alpha / r) B A.
+    asked = default_peft_config(tiny_ouro(), r=4, lora_alpha=32, alpha_pattern={"q_proj": 16})
+    args, data = config(rule="lora_dropout", p=[p]), {"train_dataset": dataset, "processing_class": tokenizer}
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, peft_config=asked, **data)
+    layers = adapted_layers(trainer.model)
+    strengths = [layer.scaling["default"] for layer in layers]
+    assert strengths == pytest.approx([4 * (1 - p) ** 2, *[8 * (1 - p) ** 2] * 6] * (len(layers) // 7))
+    assert (asked.lora_alpha, asked.alpha_pattern) == (32, {"q_proj": 16})
+    trainer.save_model(tmp_path)
+    assert [layer.scaling["default"] for layer in adapted_layers(load_adapter(tiny_ouro(), tmp_path))] == strengths
+
+    again = LoopDropoutSFTTrainer(load_adapter(tiny_ouro(), tmp_path, is_trainable=True), args, **data)
+    assert [layer.scaling["default"] for layer in adapted_layers(again.model)] == strengths
+
+
 def test_lora_dropout_is_lora_on_average():
     model = get_peft_model(tiny_ouro(), LoraConfig(r=4, lora_alpha=8, target_modules=["model.layers.0.mlp.up_proj"]))
     randomise(model)

@@ -1,6 +1,6 @@
 """What a rule is: a small object that turns stateless draws into the gates of a micro-batch, and the registry of all rules.
 
-Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at five points,
+Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at several points,
 each of them optional:
 
 - `adapter` names the kind of LoRA layer (a file of `loopdropout_trainer.adapters`) that carries the rule out. The two
@@ -9,6 +9,7 @@ each of them optional:
 - `passes`: forward and backward passes per micro-batch over which the loss is averaged.
 - `wants_sensitivity`: gates then require gradients, and `observe` gets |d loss / d g_t| after each optimizer step.
 - `state_dict` and `load_state_dict`: what a checkpoint must keep beside the adapter.
+- `alpha_factor`: what a new adapter's `lora_alpha` is multiplied by, if inference uses another strength than training.
 - `mergeable`: False if what it trains differs from loop to loop at inference, so that a recipe that asks for merging is
   refused before training.
 """
@@ -86,6 +87,11 @@ class GateRule:
     adapter: ClassVar[str] = "gated"
     wants_sensitivity: ClassVar[bool] = False
     mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
+
+    @property
+    def alpha_factor(self) -> float:
+        """What the `lora_alpha` of a new adapter is multiplied by; it is then trained, saved and merged so."""
+        return 1.0
 
     @property
     def passes(self) -> int:

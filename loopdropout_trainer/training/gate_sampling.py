@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from contextlib import nullcontext
 from typing import Any
@@ -69,6 +70,16 @@ def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: 
     return LoraConfig(**{**fields, **overrides})
 
 
+def scaled_peft_config(config: LoraConfig, factor: float) -> LoraConfig:
+    """Return a copy of `config` whose updates have `factor` times the strength; the same config for 1."""
+    if factor == 1:
+        return config
+    scaled = copy.copy(config)
+    scaled.lora_alpha = config.lora_alpha * factor
+    scaled.alpha_pattern = {name: alpha * factor for name, alpha in config.alpha_pattern.items()}
+    return scaled
+
+
 class GateSamplingMixin:
     """Draws gates [K, N] in each training micro-batch of the TRL trainer that it stands before in the list of bases.
 
@@ -93,6 +104,8 @@ class GateSamplingMixin:
         if peft_config is None and not isinstance(model, PeftModel):
             peft_config = default_peft_config(config if isinstance(model, str) else model)
         self.rule = args.make_rule()
+        if not isinstance(model, PeftModel):
+            peft_config = scaled_peft_config(peft_config, self.rule.alpha_factor)
         if not given.get("formatting_func"):
             check_dataset(given.get("train_dataset"), self.dataset_formats(args))
         given["args"] = args
