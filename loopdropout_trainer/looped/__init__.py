@@ -4,7 +4,6 @@ The three never import one another: they meet here, in one small tensor.
 """
 
 from loopdropout_trainer.looped.model import (
-    DESCRIPTIONS,
     LoopedModelMixin,
     NotLoopedError,
     TrainingPolicy,
@@ -25,7 +24,6 @@ from loopdropout_trainer.looped.state import LoopState, applied_gates
 
 
 __all__ = [
-    "DESCRIPTIONS",
     "UNIT_GATES",
     "Draw",
     "GatePlan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -71,10 +71,6 @@ class LoopedModelMixin:
         return False
 
 
-DESCRIPTIONS: dict[type, Callable[[nn.Module], None]] = {}
-"""What makes a model of a class that is not looped by itself an instance of `LoopedModelMixin`; see `register_looped`."""
-
-
 def project(x: torch.Tensor, *linears: nn.Module) -> Sequence[torch.Tensor]:
     """Return the linear maps of one input [..., in], each [..., out].
 
@@ -92,16 +88,14 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     Raises:
         NotLoopedError: if there is none.
     """
-    for module in model.modules():
-        describe = next((DESCRIPTIONS[cls] for cls in type(module).__mro__ if cls in DESCRIPTIONS), None)
-        if describe is not None and not isinstance(module, LoopedModelMixin):
-            describe(module)
-        if isinstance(module, LoopedModelMixin):
-            return module
-    raise NotLoopedError(
-        f"{type(model).__name__} is not a looped model: nothing in it announces its loops. Loop Dropout needs a model that "
-        "applies one block several times, such as `model_type: ouro`, or one that `register_looped` describes."
-    )
+    found = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
+    if found is None:
+        raise NotLoopedError(
+            f"{type(model).__name__} is not a looped model: nothing in it announces its loops. Loop Dropout needs a model "
+            "that applies one block several times, such as `model_type: ouro`, or one that was built after "
+            "`register_looped` described its class."
+        )
+    return found
 
 
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:

@@ -124,7 +124,7 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         layers = [module for module in self.modules() if isinstance(module, RecurrentLayer)]
         compiled = {cls: torch.compile(cls.layer_forward, dynamic=True) for cls in set(map(type, layers))}
         for layer in layers:
-            layer.__dict__["compiled_forward"] = compiled[type(layer)]
+            layer.compiled_forward = compiled[type(layer)]
         return True
 
     def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
