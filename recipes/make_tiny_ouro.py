@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--depth", choices=["fixed", "random"], default="fixed", help="of training (%(default)s)")
-    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch_size", type=int, default=32, help="texts in a batch (default: %(default)s)")
     parser.add_argument("--num_layers", type=int, default=1, help="of the looped block (default: %(default)s)")
     parser.add_argument("--hidden_size", type=int, default=128, help="default: %(default)s")
