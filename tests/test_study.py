@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from loopdropout_trainer.evaluation import BenchmarkResult, Prediction, load_benchmark
 from loopdropout_trainer.runs.measuring import answer_batches, verdicts
+from loopdropout_trainer.runs.replication import BEGIN, END, Results, claims_table, interval, write_document
 from loopdropout_trainer.runs.study import Study, StudyArguments
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
@@ -144,3 +146,83 @@ def test_a_small_study_runs_and_is_done_once(tmp_path):
         assert measured["readouts"][-1] == pytest.approx(measured["single_loop"]["all_on"], rel=1e-4)
     again = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert again.returncode == 0 and "\n$ " not in again.stdout
+
+
+# The document
+
+
+def run_of(method, seed, right, by_depth=None, only=(1.0, 1.0), readouts=(1.0, 1.0), rate=0.1):
+    counts = {"total": 8, "right": f"{right:02x}", "score": 12.5 * right.bit_count()}
+    measured = {
+        "benchmarks": {"arithmetic_test": counts},
+        "by_depth": {str(depth): {**counts, "right": f"{value:02x}"} for depth, value in (by_depth or {}).items()},
+        "single_loop": {"frozen": 2.0, "only": list(only), "all_on": 0.1},
+        "readouts": list(readouts),
+    }
+    return {"method": method, "seed": seed, "rate": rate, "measured": measured}
+
+
+def results(*runs, chosen=None):
+    measure = {"benchmarks": ["arithmetic_test"]}
+    return Results.of({"runs": list(runs), "chosen_rates": chosen or {}, "measure": measure})
+
+
+def rows(of_study):
+    lines = [line.strip("| ").split(" | ") for line in claims_table(of_study).splitlines()[2:]]
+    return {cells[0]: cells for cells in lines}
+
+
+def test_claims_say_what_the_numbers_show():
+    runs = []
+    for seed in (1, 2, 3):  # Loop Dropout answers 8 of 8 problems, LoRA 4; alone, LoRA's update does more in loop 1
+        runs.append(run_of("lora", seed, 0xF0, {4: 0xF0, 8: 0xF0}, only=(1.0, 1.8), readouts=(1.0, 0.5)))
+        runs.append(run_of("loop_dropout", seed, 0xFF, {4: 0xFF, 8: 0x0F}, only=(1.2, 1.3), readouts=(0.9, 0.5)))
+    table = rows(results(*runs))
+    claim = table["Loop Dropout answers more at the training depth"]
+    assert claim[2].startswith("+50.00 [") and claim[4] == "seen"
+    late = table["LoRA's update does more in the last loop than in the first: rho_K - rho_1"]
+    assert late[2:] == ["-40.00 [-40.00, -40.00] points", "3, 0.00", "not seen"]
+    assert table["Loop Dropout levels it: LoRA's max - min of rho_t, less its own"][2].startswith("+35.00")
+    assert table["It answers more at twice the training depth"][4] == "undecided"  # 4 of 8 each, other problems
+    assert table["The readout of loop 1 has less loss"][2:] == ["+0.100 [+0.100, +0.100] nats", "3, 0.000", "seen"]
+    assert table["The readout of loop 2 has less loss"][4] == "not seen"
+    assert table["Against CoTo"][2:] == ["-", "-", "not run"]
+
+
+def test_two_seeds_decide_nothing():
+    runs = [run_of(method, seed, right) for seed in (1, 2) for method, right in (("lora", 0), ("loop_dropout", 0xFF))]
+    claim = rows(results(*runs))["Loop Dropout answers more at the training depth"]
+    assert claim[2:] == ["+100.00 [+100.00, +100.00] points", "2, 0.00", "undecided"]
+
+
+def test_the_chosen_rate_counts_and_seeds_are_paired():
+    runs = [run_of("lora", seed, 0x0F, rate=0.1) for seed in (1, 2, 3)]
+    runs += [run_of("lora", seed, 0xFF, rate=0.2) for seed in (1, 2)]
+    runs += [run_of("loop_dropout", seed, 0xFF, rate=0.2) for seed in (2, 3)]
+    claim = "Loop Dropout answers more at the training depth"
+    assert rows(results(*runs, chosen={"lora": 0.2}))[claim][2:4] == ["+0.00 [+0.00, +0.00] points", "1, -"]
+    assert rows(results(*runs))[claim][3].startswith("2, ")  # the rate with most seeds: seeds 2 and 3
+
+
+def test_a_bootstrap_interval_is_the_normal_one():
+    rng = np.random.default_rng(1)
+    values = rng.normal(2.0, 1.0, (1, 400))
+    low, high = interval(values)
+    error = values.std() / 20
+    assert low == pytest.approx(values.mean() - 1.96 * error, abs=0.3 * error)
+    assert high == pytest.approx(values.mean() + 1.96 * error, abs=0.3 * error)
+
+
+def test_the_document_keeps_what_is_around_the_results(tmp_path):
+    document, file = tmp_path / "doc.md", tmp_path / "small.json"
+    document.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
+    runs = [run_of("lora", 1, 0xF0), run_of("loop_dropout", 1, 0xFF)]
+    file.write_text(json.dumps({"runs": runs, "chosen_rates": {}, "measure": {"benchmarks": ["arithmetic_test"]}}))
+    for _ in range(2):
+        write_document(file, document)
+        text = document.read_text()
+        assert text.startswith("# Title\n\n") and text.endswith("\n\nThe end.\n") and "old" not in text
+        assert "| loop_dropout | 0.1 | 1 | 100.0 |" in text
+    document.write_text("nothing")
+    with pytest.raises(ValueError, match="must have the marks"):
+        write_document(file, document)
