@@ -16,12 +16,27 @@ from loopdropout_trainer.settings.recipe import public_settings
 from loopdropout_trainer.settings.versions import library_versions
 
 
+class _Once(logging.Filter):
+    """Lets each message through once: what holds for every evaluation of a run need not be said at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self.said
+        self.said.add(message)
+        return is_new or record.levelno > logging.WARNING
+
+
 def show_log() -> None:
     """Write this package's log to standard error: from INFO on in the first process, from WARNING on in the others."""
     log = logging.getLogger("loopdropout_trainer")
     if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        handler.addFilter(_Once())
         log.addHandler(handler)
     log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
