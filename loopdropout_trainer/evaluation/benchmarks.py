@@ -107,8 +107,10 @@ BENCHMARKS: dict[str, Task] = {
     "gsm8k": _direct(_hub("openai/gsm8k", "main")),
     "gsm8k_platinum": _direct(_hub("madrylab/gsm8k-platinum", "main")),
     "gsm_plus_mini": _direct(_hub("qintongli/GSM-Plus", split="testmini"), answer="solution"),
-    "arithmetic_test": _direct(_arithmetic("test"), max_new_tokens=96),
-    "arithmetic_hard": _direct(_arithmetic("hard"), max_new_tokens=96),
+    **{
+        f"arithmetic_{split}": _direct(_arithmetic(split), max_new_tokens=80)
+        for split in ("test", "hard", "larger", "wording")
+    },
 }
 
 

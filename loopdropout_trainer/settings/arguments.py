@@ -137,6 +137,13 @@ class RunArguments(BenchmarkArguments):
             "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
         },
     )
+    depths: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Recurrence depths at which the first benchmark is answered after training, beside the training depth.",
+            "nargs": "+",
+        },
+    )
     merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
     push_merged_to_hub: bool = field(
         default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
