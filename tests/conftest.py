@@ -20,6 +20,8 @@ from loopdropout_trainer.models import (
     HuginnForCausalLM,
     LoopusConfig,
     LoopusForCausalLM,
+    NanbeigeConfig,
+    NanbeigeForCausalLM,
     OuroConfig,
     OuroForCausalLM,
 )
@@ -32,7 +34,12 @@ FAMILIES = {
     "ouro": (OuroConfig, OuroForCausalLM),
     "huginn": (HuginnConfig, HuginnForCausalLM),
     "loopus": (LoopusConfig, LoopusForCausalLM),
+    "nanbeige": (NanbeigeConfig, NanbeigeForCausalLM),
+    "nanbeige_skip": (NanbeigeConfig, NanbeigeForCausalLM),
+    "raven_llama": (HuginnConfig, HuginnForCausalLM),
+    "raven_olmo": (HuginnConfig, HuginnForCausalLM),
 }
+LAYOUTS = {"raven_llama": "llama", "raven_olmo": "olmo"}  # what no field of the hub's says
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +47,7 @@ def golden():
     """`golden(family)`: metadata and tensors of one family."""
 
     def load(family):
-        meta = json.loads((GOLDEN / f"{family}.json").read_text())
+        meta = {**json.loads((GOLDEN / f"{family}.json").read_text()), "name": family}
         return SimpleNamespace(meta=meta, tensors=load_file(GOLDEN / f"{family}.safetensors"))
 
     return load
@@ -59,8 +66,10 @@ def family(request, golden):
 
 def golden_model(data, **config):
     """The tiny model of the reference with its weights; `data` is what `golden(family)` gives."""
-    config_class, model_class = FAMILIES[data.meta["family"]]
-    model = model_class(config_class(**{**data.meta["config"], **config}))
+    name = data.meta["name"]
+    config_class, model_class = FAMILIES[name]
+    layout = {"block_layout": LAYOUTS[name]} if name in LAYOUTS else {}
+    model = model_class(config_class(**{**data.meta["config"], **layout, **config}))
     prefix = "weights/"
     model.load_state_dict({k[len(prefix) :]: v for k, v in data.tensors.items() if k.startswith(prefix)})
     return model.eval()
@@ -162,7 +171,54 @@ def tiny_loopus(**config):
     return LoopusForCausalLM(LoopusConfig(**{**fields, **config}))
 
 
-TINY = {"ouro": tiny_ouro, "huginn": tiny_huginn, "loopus": tiny_loopus}
+def tiny_nanbeige(**config):
+    """A random Nanbeige over the byte tokenizer; the same weights at every call."""
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "pad_token_id": 1,
+        "eos_token_id": 0,
+        "num_loops": 4,
+    }
+    return NanbeigeForCausalLM(NanbeigeConfig(**{**fields, **config}))
+
+
+def tiny_llama_conversion(**config):
+    """A random Llama in Huginn's frame over the byte tokenizer; the same weights at every call."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    fields = {
+        "block_layout": "llama",
+        "num_key_value_heads": 2,
+        "tie_embeddings": False,
+        "qk_bias": False,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {**scaling, "rope_type": "llama3"},
+        "init_values": {"std": 0.1, "embed_scale": 1.0},
+    }
+    return tiny_huginn(**{**fields, **config})
+
+
+def tiny_olmo_conversion(**config):
+    """A random OLMo-2 in Huginn's frame over the byte tokenizer; the same weights at every call."""
+    fields = {"block_layout": "olmo", "num_key_value_heads": 4, "rope_scaling": None, "head_dim": 12}
+    return tiny_llama_conversion(**{**fields, **config})
+
+
+TINY = {
+    "ouro": tiny_ouro,
+    "huginn": tiny_huginn,
+    "loopus": tiny_loopus,
+    "nanbeige": tiny_nanbeige,
+    "raven_llama": tiny_llama_conversion,
+    "raven_olmo": tiny_olmo_conversion,
+}
 
 
 @pytest.fixture(params=TINY)
