@@ -8,7 +8,7 @@ A family supplies `begin`, `one_loop` and `read_out`; the driver is `LoopedBackb
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,7 @@ from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.packed_loops import PackedLoops
 from loopdropout_trainer.models.packing import find_packing
 from loopdropout_trainer.models.recomputation import recomputation
+from loopdropout_trainer.models.strict_loading import check_weights
 
 
 logger = logging.get_logger(__name__)
@@ -67,6 +68,13 @@ class LoopedConfigMixin:
         if name == "backprop_depth" and value is not None:
             check_num_loops(value, name)
         super().__setattr__(name, value)
+
+    def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:
+        """Fill in what the hub's fields leave open and the names of the checkpoint's tensors tell; nothing by default.
+
+        Args:
+            weight_names: returns them, or None if they are not to be had.
+        """
 
     def to_diff_dict(self) -> dict:
         """Return what is saved; a `backprop_depth` that was never set is not."""
@@ -110,6 +118,17 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        # Here, since the loading report of `from_pretrained` comes after fresh weights, and not for every way to load.
+        source = load_config.pretrained_model_name_or_path or "the state dict"
+        check_weights(model, loading_info, source, load_config.ignore_mismatched_sizes)
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def describe_weights(self, names: Collection[str]) -> str | None:
+        """Return a sentence on whose weights have these names, if they are known."""
+        return None
 
     @property
     def can_pack(self) -> bool:

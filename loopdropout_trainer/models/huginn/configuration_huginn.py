@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
 from loopdropout_trainer.models.rotary import ROPE_TYPES
@@ -28,10 +28,19 @@ _IMPLEMENTED = {
 _HUGINN_IDS = {"bos_token_id": 65504, "eos_token_id": 65505, "pad_token_id": 65509}
 
 
-def block_layout_of(names: Iterable[str]) -> str:
-    """Return the `block_layout` of a checkpoint whose tensors have these names."""
-    suffixes = {name.rpartition(".attn.")[2] if ".attn." in name else name.rpartition(".norm_")[2] for name in names}
-    return "olmo" if "q_norm.weight" in suffixes else "huginn" if "3.weight" in suffixes else "llama"
+def block_layout_of(weight_names: Collection[str]) -> str | None:
+    """Return the `block_layout` of a checkpoint whose tensors have these names; None if they are no blocks of the kind."""
+    endings = {".".join(name.split(".")[-2:]) for name in weight_names}
+    if "norm_1.weight" not in endings:
+        return None
+    return "olmo" if "q_norm.weight" in endings else "huginn" if "norm_3.weight" in endings else "llama"
+
+
+def drop_huginn_ids(config: PreTrainedConfig | GenerationConfig) -> None:
+    """Take Huginn's special ids out of a converted model's configuration, so that the tokenizer's are used."""
+    for name, stale in _HUGINN_IDS.items():
+        if getattr(config, name, None) == stale:
+            setattr(config, name, None)
 
 
 @strict
@@ -140,6 +149,8 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
                 "embed_scale": math.sqrt(self.n_embd),
             }
         is_converted = "rope_theta" in kwargs or kwargs.get("rope_scaling") or self.rope_parameters
+        if kwargs.get("rope_scaling"):
+            kwargs["rope_scaling"] = dict(kwargs["rope_scaling"])  # transformers writes to it
         super().__post_init__(**kwargs)
         if not is_converted:
             self.rope_parameters = None  # Huginn has `rope_base`
@@ -194,9 +205,11 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads} and {self.num_key_value_heads}."
             )
-        for name, stale in _HUGINN_IDS.items():
-            if getattr(self, name) == stale:
-                setattr(self, name, None)
+        drop_huginn_ids(self)
+
+    def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:
+        if self.block_layout is None and (layout := block_layout_of(weight_names() or ())) is not None:
+            self.set_layout(layout)
 
     @property
     def num_layer_runs(self) -> int:

@@ -11,15 +11,18 @@ What the checkpoint calls `transformer.adapter` is the projection that mixes sta
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from loopdropout_trainer.looped import project
 from loopdropout_trainer.models.huginn.blocks import BLOCKS, HuginnAttention, RavenAttention, RavenBlock
-from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
+from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig, block_layout_of, drop_huginn_ids
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
 from loopdropout_trainer.models.layers import RMSNorm
 from loopdropout_trainer.models.loop_inputs import LoopInputs
@@ -29,6 +32,7 @@ from loopdropout_trainer.models.looped_modeling import (
     LoopedPreTrainedModel,
 )
 from loopdropout_trainer.models.rotary import rotations
+from loopdropout_trainer.models.strict_loading import DOWNLOAD_FIELDS, checkpoint_names
 
 
 _PROJECTIONS = ("attn.Wqkv", "attn.proj", "mlp.fc", "mlp.proj")
@@ -48,6 +52,26 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
     _no_split_modules = [block.__name__ for block in BLOCKS.values()]
     _can_record_outputs = {"hidden_states": RavenBlock, "attentions": RavenAttention}
     _keys_to_ignore_on_load_unexpected = [r"^freqs_cis$", r"rotary_emb\.inv_freq$"]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
+        """Load a model, and find out whose blocks it has; arguments as in transformers."""
+        name, download = pretrained_model_name_or_path, {key: kwargs[key] for key in DOWNLOAD_FIELDS if key in kwargs}
+        if not isinstance(config, PreTrainedConfig):
+            config, kwargs = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
+        config = copy.deepcopy(config)
+        config.complete(lambda: kwargs.get("state_dict") or checkpoint_names(name, **download))
+        loaded = super().from_pretrained(name, *args, config=config, **{**kwargs, **download})
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if config.block_layout != "huginn" and getattr(model, "generation_config", None) is not None:
+            drop_huginn_ids(model.generation_config)
+        return loaded
+
+    def describe_weights(self, names: Collection[str]) -> str | None:
+        layout = block_layout_of(names)
+        if layout in (None, self.config.block_layout):
+            return None
+        return f"The checkpoint's blocks are of `block_layout` {layout!r}, the configuration's {self.config.block_layout!r}."
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
