@@ -87,7 +87,7 @@ class NanbeigeModel(NanbeigePreTrainedModel, LoopedBackbone):
             hidden_states = layer(hidden_states, loop=loop, **inputs.of_layer(), **layer_kwargs)
         return hidden_states if self.config.skip_loop_final_norm else self.norm(hidden_states)
 
-    def read_out(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         return self.norm(inputs.state) if self.config.skip_loop_final_norm else inputs.state
 
 
