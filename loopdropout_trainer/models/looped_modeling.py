@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -19,7 +20,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, Part, check_num_loops
 from loopdropout_trainer.models.attention import Lengths
@@ -56,7 +57,8 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
 class LoopedConfigMixin:
     """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`).
 
-    `backprop_depth` is the number of last loops that gradients flow through; None: all of them.
+    `backprop_depth` is the number of last loops that gradients flow through; None: all of them. A family also says how often
+    its attention layers run in all, as the property `num_layer_runs`.
     """
 
     # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
@@ -82,6 +84,13 @@ class LoopedConfigMixin:
         if fields.get("backprop_depth") is None:
             fields.pop("backprop_depth", None)
         return fields
+
+
+def every_run(layer: type[nn.Module]) -> OutputRecorder:
+    """Return what records the hidden states of a layer in every loop: `config.num_layer_runs` of them and the first."""
+    recorder = OutputRecorder(layer)
+    recorder.num_hidden_layers_key = "num_layer_runs"
+    return recorder
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
@@ -418,6 +427,17 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     @property
     def loop_state(self) -> LoopState:
         return self.base_model.loop_state
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refuse what `generate_batch` begins with.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "Continuous batching has one paged cache for each layer, and a looped model needs one for each loop of it: use "
+            "`generate`, or `loopdropout_trainer.evaluation.generate_greedy`, which packs prompts of all lengths."
+        )
 
     @can_return_tuple
     def forward(

@@ -40,6 +40,8 @@ def check_weights(model: PreTrainedModel, report: LoadStateDictInfo, source: str
         WrongWeightsError: naming the weights, and what the checkpoint looks like.
     """
     model._adjust_missing_and_unexpected_keys(report)
+    if model.base_model is model:  # a backbone, of whose checkpoint the head is a part
+        report.unexpected_keys -= {name for name in report.unexpected_keys if name.startswith("lm_head.")}
     tied = getattr(model, "all_tied_weights_keys", {})
     either = {**tied, **{source: target for target, source in tied.items()}}
     absent = {name for name in report.missing_keys if name not in either or either[name] in report.missing_keys}

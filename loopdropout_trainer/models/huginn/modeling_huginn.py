@@ -30,6 +30,7 @@ from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
+    every_run,
 )
 from loopdropout_trainer.models.rotary import rotations
 from loopdropout_trainer.models.strict_loading import DOWNLOAD_FIELDS, checkpoint_names
@@ -50,7 +51,7 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
     base_model_prefix = "transformer"
     _input_embed_layer = "wte"
     _no_split_modules = [block.__name__ for block in BLOCKS.values()]
-    _can_record_outputs = {"hidden_states": RavenBlock, "attentions": RavenAttention}
+    _can_record_outputs = {"hidden_states": every_run(RavenBlock), "attentions": RavenAttention}
     _keys_to_ignore_on_load_unexpected = [r"^freqs_cis$", r"rotary_emb\.inv_freq$"]
 
     @classmethod
@@ -182,6 +183,12 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         self.transformer = HuginnModel(config)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.post_init()
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        """Change the size of the vocabulary; arguments as in transformers."""
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self.config.padded_vocab_size = len(embeddings.weight)
+        return embeddings
 
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, initial_state=None, **kwargs):
         """Also cut this call's tokens out of `initial_state` [B, at least the final length - 1, E], indexed by column."""

@@ -23,6 +23,7 @@ from loopdropout_trainer.models.looped_modeling import (
     LoopedForCausalLM,
     LoopedPreTrainedModel,
     RecurrentLayer,
+    every_run,
 )
 from loopdropout_trainer.models.nanbeige.configuration_nanbeige import NanbeigeConfig
 from loopdropout_trainer.models.rotary import rotations
@@ -57,7 +58,7 @@ class NanbeigePreTrainedModel(LoopedPreTrainedModel):
     base_model_prefix = "model"
     _no_split_modules = ["NanbeigeDecoderLayer"]
     _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq$"]
-    _can_record_outputs = {"hidden_states": NanbeigeDecoderLayer, "attentions": SelfAttention}
+    _can_record_outputs = {"hidden_states": every_run(NanbeigeDecoderLayer), "attentions": SelfAttention}
 
 
 class NanbeigeModel(NanbeigePreTrainedModel, LoopedBackbone):
@@ -81,7 +82,7 @@ class NanbeigeModel(NanbeigePreTrainedModel, LoopedBackbone):
     def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rotations(self.config, position_ids, embeddings.dtype)
 
-    def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         hidden_states = inputs.state
         for layer in self.layers:
             hidden_states = layer(hidden_states, loop=loop, **inputs.of_layer(), **layer_kwargs)
