@@ -222,6 +222,7 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
         fields["architectures"] = ["RavenForCausalLM"]
         # The published class derives it from `tie_embeddings`, and stops at a second value.
         fields.pop("tie_word_embeddings", None)
+        fields["tie_embeddings"] = self.tie_word_embeddings
         rope = dict(fields.pop("rope_parameters", None) or {})
         if rope:
             fields["rope_theta"] = rope.pop("rope_theta")

@@ -105,4 +105,5 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         saved = {**super().to_diff_dict(), "base_config_dict": self.nested()}
         for name in _QWEN3_FIELDS:
             saved.pop(name, None)
+        saved["architectures"] = ["LDSForCausalLM"]  # the published class
         return {**saved, "hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
