@@ -258,3 +258,69 @@ def config(tmp_path):
         return LoopDropoutConfig(**{**defaults, **fields})
 
     return make
+
+
+# Published sizes
+
+NANBEIGE_3B = {  # what its config.json says
+    "hidden_size": 3072,
+    "intermediate_size": 10752,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "kv_channels": 128,
+    "vocab_size": 166144,
+    "num_loops": 2,
+    "loop_loss_weights": [],
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 70_000_000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 262144,
+    "pad_token_id": 0,
+    "bos_token_id": 166100,
+    "eos_token_id": 166101,
+}
+
+_CONVERTED = {
+    "tie_embeddings": False,
+    "qk_bias": False,
+    "mean_recurrence": 32,
+    "init_values": {"std": 0.008703882797784892, "embed_scale": 1.0},
+    "n_layers_in_prelude": 4,
+    "n_layers_in_coda": 4,
+    "n_embd": 2048,
+}
+_LLAMA = {**_CONVERTED, "block_layout": "llama", "n_heads": 32, "head_dim": 64}
+_LLAMA_3_2 = {
+    **_LLAMA,
+    "vocab_size": 128256,
+    "intermediate_size": 8192,
+    "num_key_value_heads": 8,
+    "n_layers_in_recurrent_block": 6,
+    "rope_theta": 500_000.0,
+}
+_TINY_LLAMA = {
+    **_LLAMA,
+    "vocab_size": 32000,
+    "intermediate_size": 5632,
+    "num_key_value_heads": 4,
+    "n_layers_in_recurrent_block": 8,
+    "rope_theta": 10_000.0,
+}
+_OLMO_2 = {
+    **_CONVERTED,
+    "block_layout": "olmo",
+    "vocab_size": 100352,
+    "intermediate_size": 8192,
+    "n_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "n_layers_in_recurrent_block": 6,
+    "rope_theta": 500_000.0,
+}
+CONVERSIONS = {  # recipe: config, parameters, trainable ones of the default adapter (core blocks + `transformer.adapter`)
+    "recurrent_llama": (_LLAMA_3_2, 1_385_228_288, 3_637_248 + 98_304),
+    "recurrent_tinyllama": (_TINY_LLAMA, 844_171_264, 3_801_088 + 98_304),
+    "recurrent_olmo": (_OLMO_2, 1_359_071_232, 3_932_160 + 98_304),
+}

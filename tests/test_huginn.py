@@ -5,7 +5,15 @@ import math
 
 import pytest
 import torch
-from conftest import golden_adapted, golden_inputs, golden_model, tiny_huginn, tiny_llama_conversion, tiny_nanbeige
+from conftest import (
+    CONVERSIONS,
+    golden_adapted,
+    golden_inputs,
+    golden_model,
+    tiny_huginn,
+    tiny_llama_conversion,
+    tiny_nanbeige,
+)
 from safetensors.torch import load_file, save_file
 from test_families import assert_close, example_nll
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -225,45 +233,11 @@ def test_rotations_stay_exact_in_a_model_that_is_cast_as_a_whole():
         assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
-CONVERSION = {
-    "tie_embeddings": False,
-    "qk_bias": False,
-    "mean_recurrence": 32,
-    "init_values": {"std": 0.008703882797784892, "embed_scale": 1.0},
-    "n_layers_in_prelude": 4,
-    "n_layers_in_coda": 4,
-    "n_embd": 2048,
-}
-
-
-@pytest.mark.parametrize(
-    ("fields", "parameters", "trainable"),
-    [
-        (
-            {"block_layout": "llama", "vocab_size": 128256, "intermediate_size": 8192, "n_heads": 32, "head_dim": 64}
-            | {"num_key_value_heads": 8, "n_layers_in_recurrent_block": 6, "rope_theta": 5e5},
-            1_385_228_288,
-            3_637_248 + 98_304,
-        ),
-        (
-            {"block_layout": "llama", "vocab_size": 32000, "intermediate_size": 5632, "n_heads": 32, "head_dim": 64}
-            | {"num_key_value_heads": 4, "n_layers_in_recurrent_block": 8, "rope_theta": 1e4},
-            844_171_264,
-            3_801_088 + 98_304,
-        ),
-        (
-            {"block_layout": "olmo", "vocab_size": 100352, "intermediate_size": 8192, "n_heads": 16, "head_dim": 128}
-            | {"num_key_value_heads": 16, "n_layers_in_recurrent_block": 6, "rope_theta": 5e5},
-            1_359_071_232,
-            3_932_160 + 98_304,
-        ),
-    ],
-    ids=["Llama-3.2-1B", "TinyLlama-1.1B", "OLMo-2-1B"],
-)
+@pytest.mark.parametrize(("fields", "parameters", "trainable"), CONVERSIONS.values(), ids=CONVERSIONS)
 def test_sizes_of_conversions_come_out(fields, parameters, trainable):
     from peft import get_peft_model
 
-    config = HuginnConfig(**CONVERSION, **fields)
+    config = HuginnConfig(**fields)
     with torch.device("meta"):
         model = HuginnForCausalLM(config)
         assert sum(p.numel() for p in model.parameters()) == parameters

@@ -4,33 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import tiny_nanbeige
+from conftest import NANBEIGE_3B, tiny_nanbeige
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import default_peft_config
 from loopdropout_trainer.models import NanbeigeConfig, NanbeigeForCausalLM
-
-
-PUBLISHED = {  # of Nanbeige4.2-3B
-    "hidden_size": 3072,
-    "intermediate_size": 10752,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "kv_channels": 128,
-    "vocab_size": 166144,
-    "num_loops": 2,
-    "loop_loss_weights": [],
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 70_000_000.0,
-    "rope_scaling": None,
-    "max_position_embeddings": 262144,
-    "pad_token_id": 0,
-    "bos_token_id": 166100,
-    "eos_token_id": 166101,
-}
 
 
 def test_weights_of_losses_set_the_depth_and_a_depth_set_later_wins(tmp_path):
@@ -102,7 +81,7 @@ def test_readers_other_than_transformers_5_find_what_they_know(tmp_path):
 def test_the_published_size_comes_out():
     from peft import get_peft_model
 
-    config = NanbeigeConfig(**PUBLISHED)
+    config = NanbeigeConfig(**NANBEIGE_3B)
     with torch.device("meta"):
         model = NanbeigeForCausalLM(config)
         assert sum(p.numel() for p in model.parameters()) == 4_169_800_704
