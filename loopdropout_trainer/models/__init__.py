@@ -2,6 +2,7 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from loopdropout_trainer.models import hrm_text  # noqa: F401  (registers itself)
 from loopdropout_trainer.models.huginn import HuginnConfig, HuginnForCausalLM, HuginnModel
 from loopdropout_trainer.models.loopus import LoopusConfig, LoopusForCausalLM, LoopusModel
 from loopdropout_trainer.models.nanbeige import NanbeigeConfig, NanbeigeForCausalLM, NanbeigeModel
