@@ -36,7 +36,10 @@ class ModelArguments:
         default="sdpa", metadata={"help": "Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ..."}
     )
     chat_template: str | None = field(
-        default=None, metadata={"help": "Path of a Jinja chat template that replaces the tokenizer's own."}
+        default=None,
+        metadata={
+            "help": "Chat template instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file."
+        },
     )
 
     def __post_init__(self):
