@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
             print('No chart of single-loop activation without matplotlib: pip install -e ".[plots]"')
         else:
             chart = Path(config.output_dir) / "single_loop.png"
-            plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart)
+            plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart.with_suffix(""))
             outcomes[0].saved["chart of single-loop activation"] = str(chart)
     print_report(outcomes)
     if run.script.push_merged_to_hub:

@@ -144,22 +144,24 @@ _RC = {
 }
 
 
-def save_figure(figure: Any, path: str | Path) -> list[Path]:
-    """Save a figure as PNG and as PDF; return the two paths.
+def save_figure(figure: Any, path: str | Path, legend_of: Any = None) -> list[Path]:
+    """Save a figure as PNG and as PDF.
 
     Args:
         figure: of matplotlib.
         path: without its ending.
+        legend_of: axes whose legend is put above the whole figure, where it covers nothing.
+
+    Returns:
+        The two paths.
     """
+    handles, labels = legend_of.get_legend_handles_labels() if legend_of is not None else ([], [])
+    if handles:
+        widest = 0.055 * max(map(len, labels)) + 0.55  # inches, at the legend's letters
+        columns = max(1, min(len(labels), int(figure.get_figwidth() / widest)))
+        figure.legend(handles, labels, loc="outside upper center", ncols=columns)
     paths = [Path(f"{path}.png"), Path(f"{path}.pdf")]
     for each in paths:
         # Without the date, the same numbers give the same file.
         figure.savefig(each, metadata={"CreationDate": None} if each.suffix == ".pdf" else None)
     return paths
-
-
-def legend_above(figure: Any, axes: Any, columns: int = 3) -> None:
-    """Put one legend for the whole figure above its axes, where it covers nothing."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, len(handles)))
