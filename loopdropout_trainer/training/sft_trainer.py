@@ -11,6 +11,7 @@ from trl import SFTTrainer
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.live_diagnostics import LiveDiagnosticsCallback
 
 
 class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
@@ -38,6 +39,8 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
         super().__init__(*positional, **keywords)
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_places, self.data_collator)
+        if self.args.live_diagnostics_steps:
+            self.add_callback(LiveDiagnosticsCallback(self))
 
     @staticmethod
     def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
