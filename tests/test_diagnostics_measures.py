@@ -58,7 +58,9 @@ def logits_and_targets(model, rows=ROWS):
     """Logits [n, V] and target tokens [n] of all rows, from the model's own forward, one row at a time."""
     found = []
     for batch in rows.batches:
-        for ids, mask, labels in zip(*(batch[name] for name in ("input_ids", "attention_mask", "labels")), strict=True):
+        for ids, mask, labels in zip(
+            *(batch[name] for name in ("input_ids", "attention_mask", "labels")), strict=True
+        ):
             length = int(mask.sum())
             logits = model(input_ids=ids[None, :length], use_cache=False).logits[0, :-1]
             kept = labels[1:length] != -100
@@ -199,12 +201,12 @@ def test_settling_is_the_distance_between_runs_of_different_depth():
     assert found["state_distances"] == pytest.approx(want, rel=1e-4, abs=1e-6)
 
 
-def hsic(k, l):
+def hsic(k, m):
     """The U-statistic by its definition: means over all tuples of different indices."""
     n = range(len(k))
-    pairs = np.mean([k[i, j] * l[i, j] for i, j in itertools.permutations(n, 2)])
-    quads = np.mean([k[i, j] * l[q, r] for i, j, q, r in itertools.permutations(n, 4)])
-    triples = np.mean([k[i, j] * l[i, q] for i, j, q in itertools.permutations(n, 3)])
+    pairs = np.mean([k[i, j] * m[i, j] for i, j in itertools.permutations(n, 2)])
+    quads = np.mean([k[i, j] * m[q, r] for i, j, q, r in itertools.permutations(n, 4)])
+    triples = np.mean([k[i, j] * m[i, q] for i, j, q in itertools.permutations(n, 3)])
     return pairs + quads - 2 * triples
 
 
@@ -212,7 +214,7 @@ def test_cka_is_its_definition():
     states = np.random.default_rng(0).normal(size=(3, 7, 5))
     states[1] = states[0] @ np.linalg.qr(np.random.default_rng(1).normal(size=(5, 5)))[0] + 3  # rotated and shifted
     kernels = states @ states.transpose(0, 2, 1)
-    want = [[hsic(k, l) / np.sqrt(hsic(k, k) * hsic(l, l)) for l in kernels] for k in kernels]
+    want = [[hsic(k, m) / np.sqrt(hsic(k, k) * hsic(m, m)) for m in kernels] for k in kernels]
     found = linear_cka(states)
     assert found == pytest.approx(np.array(want))
     assert found[0, 1] == pytest.approx(1)
@@ -246,7 +248,11 @@ def test_results_do_not_depend_on_the_batch_size(make_tiny):
     for name in ("readouts", "single_loop", "settling", "updates"):
         for key, value in measure(name, model).items():
             other = measure(name, model, others)[key]
-            assert other == value if isinstance(value, str) else np.array(other) == pytest.approx(np.array(value), abs=1e-4)
+            assert (
+                other == value
+                if isinstance(value, str)
+                else np.array(other) == pytest.approx(np.array(value), abs=1e-4)
+            )
 
 
 def test_targets_are_the_trainers(model, tokenizer, config):

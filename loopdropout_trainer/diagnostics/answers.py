@@ -6,14 +6,16 @@ accuracy difference"); single problems are fixed (only b has them right) or brok
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from loopdropout_trainer.diagnostics.depth import counts
 from loopdropout_trainer.diagnostics.diagnostic import BASE, Context, Diagnostic, Problems, Report, shown
-from loopdropout_trainer.diagnostics.plots import draw_bars, new_figure, save_figure
+from loopdropout_trainer.diagnostics.plots import draw_bars, new_figure, percent_axis, save_figure
 from loopdropout_trainer.evaluation.results import BenchmarkResult, load_results
 from loopdropout_trainer.evaluation.statistics import decompose_difference
 from loopdropout_trainer.settings.recipe import RecipeError
@@ -25,6 +27,12 @@ class Answers(Diagnostic):
     name = "answers"
     title = "Correct answers, %"
     needs = "problems"
+
+    def settings(self, context: Context) -> dict[str, Any]:
+        file = context.subject.evaluation
+        if file is None or not Path(file).is_file():
+            return {}
+        return {"evaluation_sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
 
     def passes(self, context: Context) -> int:
         return 0
@@ -95,6 +103,7 @@ class Answers(Diagnostic):
                     draw_bars(axes, series, range(len(groups)))
                     axes.set_xticks(range(len(groups)), [group.replace(" ", "\n") for group in groups])
                     axes.set(ylabel=f"{name} (%)", xlabel=column.replace("_", " ").capitalize())
+                    percent_axis(axes)
                     files += save_figure(figure, f"{path}_{name}_{column}", legend_of=axes)
         return files
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
-from loopdropout_trainer.diagnostics.plots import draw_curves, draw_heat_map, new_figure, save_figure
+from loopdropout_trainer.diagnostics.plots import draw_curves, draw_heat_map, new_figure, percent_axis, save_figure
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -116,6 +116,7 @@ class DepthGeneration(_AtDepths):
         with new_figure(rows=len(names), height=2.6, squeeze=False) as (figure, axes):
             for axis, name in zip(axes.flat, names, strict=True):
                 _draw_curves(axis, report, f"{name} (%)", "benchmarks", name, "results", key="score")
+                percent_axis(axis)
             files = save_figure(figure, path, legend_of=axes.flat[0])
         if len({run["train_num_loops"] for run in report.runs if run["kind"] == "adapter"}) > 1:
             files += self._matrix(report, names, depths, path)

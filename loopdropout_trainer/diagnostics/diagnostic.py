@@ -216,7 +216,7 @@ class Report:
             rows: name of each row, and where its number is found in `measured`.
             form: of the numbers; default: four digits.
         """
-        table = Table(title=self.content["title"], title_justify="left")
+        table = Table()
         table.add_column("")
         for method in self.methods:
             table.add_column(method, justify="right")

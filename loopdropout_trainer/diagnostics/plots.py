@@ -11,7 +11,15 @@ import numpy as np
 from loopdropout_trainer.diagnostics.style import SEQUENTIAL_MAP, method_styles, new_figure, save_figure
 
 
-__all__ = ["draw_bars", "draw_curves", "draw_heat_map", "new_figure", "plot_single_loop", "save_figure"]
+__all__ = [
+    "draw_bars",
+    "draw_curves",
+    "draw_heat_map",
+    "new_figure",
+    "percent_axis",
+    "plot_single_loop",
+    "save_figure",
+]
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float] | None]]
 """Method -> mean, and sample standard deviation over seeds (None for one seed), at each position."""
@@ -42,6 +50,11 @@ def draw_curves(axes: Any, places: Sequence[float], series: Series) -> None:
     styles = method_styles(series)
     for method, (mean, sd) in series.items():
         axes.errorbar(places, mean, yerr=sd, label=method, **styles[method].line)
+
+
+def percent_axis(axes: Any) -> None:
+    """Let an axis of answers in percent start at 0, and reach far enough that small numbers look small."""
+    axes.set_ylim(0, max(10, min(100, axes.get_ylim()[1])))
 
 
 def draw_heat_map(

@@ -244,7 +244,7 @@ class _Run:
             label = f"depth_{depth}" + ("" if gates is None else "_gates_" + "_".join(f"{g:g}" for g in gates))
             with context.at_depth(depth), context.gated(gates), _paused(progress):
                 if progress is not None:
-                    self.console.print(f"{context.subject.method}: {problems.benchmark.name}, {label}")
+                    progress.console.print(f"{context.subject.method}: {problems.benchmark.name}, {label}")
                 return evaluate_benchmark(
                     context.model,
                     self.tokenizer,
@@ -302,6 +302,7 @@ class _Run:
         write_atomically(path.with_suffix(".json"), json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         table = diagnostic.table(report)
         if table is not None:
+            self.console.print(f"\n{diagnostic.title}", highlight=False)
             self.console.print(table)
         if find_spec("matplotlib") is not None:
             diagnostic.draw(report, path)

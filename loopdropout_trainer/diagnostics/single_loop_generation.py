@@ -8,7 +8,7 @@ import numpy as np
 
 from loopdropout_trainer.diagnostics.depth import counts
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
-from loopdropout_trainer.diagnostics.plots import draw_curves, new_figure, save_figure
+from loopdropout_trainer.diagnostics.plots import draw_curves, new_figure, percent_axis, save_figure
 
 
 class SingleLoopGeneration(Diagnostic):
@@ -53,5 +53,5 @@ class SingleLoopGeneration(Diagnostic):
                     series[method] = (mean, None if sd[0] is None else sd)
                 draw_curves(axis, report.loops, series)
                 axis.set(xlabel="Only active adapter loop", ylabel=f"{name} (%)", xticks=report.loops)
-                axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
+                percent_axis(axis)
             return save_figure(figure, path, legend_of=axes.flat[0])

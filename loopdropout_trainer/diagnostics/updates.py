@@ -74,7 +74,7 @@ class Updates(Diagnostic):
 def draw_loop_matrices(report: Report, key: str, label: str, path, low: float | None = None):
     """Save one loop x loop heat map for each method, on one colour scale."""
     matrices = {method: mean for method, (mean, _) in report.series(key).items()}
-    columns = min(3, len(matrices))
+    columns = 2 if len(matrices) == 4 else min(3, len(matrices))
     rows, names = -(-len(matrices) // columns), [str(loop) for loop in report.loops]
     low = min(m.min() for m in matrices.values()) if low is None else low
     width = {1: 2.6, 2: 4.6, 3: 6.4}[columns]

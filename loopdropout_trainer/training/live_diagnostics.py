@@ -85,8 +85,11 @@ class LiveDiagnosticsCallback(TrainerCallback):
             logs = self._losses()
         seconds = time.perf_counter() - began
         self.seconds += seconds
-        # Past TRL's `log`, which would add and clear the metrics that the trainer has gathered since it logged last.
+        # Past TRL's `log`, which would add and clear the metrics that the trainer has gathered since it logged last; and
+        # without the effect that a log of the trainer's own, due at this step, is taken for done.
+        is_due = self.trainer.control.should_log
         Trainer.log(self.trainer, {**logs, "live/seconds": round(seconds, 3)})
+        self.trainer.control.should_log = is_due
 
     def _losses(self) -> dict[str, float]:
         num_loops = self.trainer.num_loops
