@@ -16,8 +16,9 @@ from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
 from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
-from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RecipeError, RunArguments, parse_recipe
-from loopdropout_trainer.report import show_log
+from loopdropout_trainer.runs.result import show_log
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
 OF_TRAINING = (RunArguments, AdapterArguments, DataArguments, LoopDropoutConfig)

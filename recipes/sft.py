@@ -17,27 +17,20 @@ from itertools import islice
 from pathlib import Path
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
-from loopdropout_trainer.checkpoints import CheckpointError
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
 from loopdropout_trainer.diagnostics.plots import plot_single_loop
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
-from loopdropout_trainer.hub import PushError, RunFacts, push_merged_to_hub
-from loopdropout_trainer.layouts import divides_weights
-from loopdropout_trainer.plan import plan_run
-from loopdropout_trainer.recipe import (
-    AdapterArguments,
-    ModelArguments,
-    RecipeError,
-    RunArguments,
-    build,
-    parse_recipe,
-    settings_yaml,
-)
-from loopdropout_trainer.report import Outcome, print_report, show_log, write_results
-from loopdropout_trainer.safe_run import NonFiniteLossError
-from loopdropout_trainer.sampling import check_run
+from loopdropout_trainer.runs.plan import plan_run
+from loopdropout_trainer.runs.result import RunResult, print_report, show_log, write_results
+from loopdropout_trainer.saving.hub import ModelCardFields, PushError, push_merged_to_hub
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.recipe import RecipeError, build, parse_recipe, settings_yaml
+from loopdropout_trainer.training.checkpoints import CheckpointError
+from loopdropout_trainer.training.distributed import divides_weights
+from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
+from loopdropout_trainer.training.gate_sampling import check_run
 
 
 class Run:
@@ -92,7 +85,7 @@ class Run:
         for config in self.configs:
             print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
 
-    def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult] | None) -> Outcome:
+    def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult] | None) -> RunResult:
         """Train one adapter, measure it and save it.
 
         Args:
@@ -111,7 +104,7 @@ class Run:
             base_benchmarks = self.evaluate(trainer) if self.script.evaluate_base else []
         began = time.perf_counter()
         result = trainer.train(resume_from_checkpoint=checkpoint_of(config))
-        outcome = Outcome(
+        outcome = RunResult(
             rule=config.rule,
             p=config.p,
             num_loops=trainer.num_loops,
@@ -145,9 +138,9 @@ class Run:
             for each in self.benchmarks
         ]
 
-    def merge(self, trainer: LoopDropoutSFTTrainer, outcome: Outcome) -> None:
+    def merge(self, trainer: LoopDropoutSFTTrainer, outcome: RunResult) -> None:
         """Save the merged model with its card."""
-        facts = RunFacts(
+        facts = ModelCardFields(
             base_model=self.model.base_name,
             rule=outcome.rule,
             p=outcome.p,
@@ -174,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
         run.announce()
     if run.script.dry_run:
         return
-    outcomes: list[Outcome] = []
+    outcomes: list[RunResult] = []
     for config in run.configs:
         outcomes.append(run.train(config, outcomes[0].base_benchmarks if outcomes else None))
     config = run.configs[0]

@@ -38,7 +38,8 @@ from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
 from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
 from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
 from loopdropout_trainer.evaluation.run import EvaluationArguments, load_model
-from loopdropout_trainer.recipe import ModelArguments, RecipeError, parse_recipe
+from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
 SAMPLES = Path(__file__).parent / "samples"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import default_peft_config, merge_and_save, push_merged_to_hub, use_gates
 from loopdropout_trainer.adapters import add_gates
-from loopdropout_trainer.hub import PushError, RunFacts
+from loopdropout_trainer.saving.hub import ModelCardFields, PushError
 
 
 IDS = torch.arange(2, 42).view(4, 10)
@@ -68,7 +68,7 @@ def test_bfloat16_weights_are_rounded_once_and_logits_stay_within_their_precisio
 
 
 def test_the_folder_is_a_checkpoint_of_the_base_with_tokenizer_and_card(tmp_path, tokenizer):
-    facts = RunFacts(
+    facts = ModelCardFields(
         "ByteDance/Ouro-1.4B", "loop_dropout", 0.5, recipe="p: 0.5\n", data="GSM8K", results={"gsm8k": 61.5}
     )
     folder = merge_and_save(adapted(), tmp_path / "merged", tokenizer, facts, repo_id="someone/ouro-gsm8k")

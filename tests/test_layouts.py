@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
-from loopdropout_trainer.layouts import check_packed_batch, check_processes
+from loopdropout_trainer.training.distributed import check_packed_batch, check_processes
 
 
 spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parents[1] / "benchmarks" / "layouts.py")

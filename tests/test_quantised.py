@@ -6,7 +6,7 @@ from conftest import tiny_ouro
 from transformers import BitsAndBytesConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
-from loopdropout_trainer.hub import merge_and_save
+from loopdropout_trainer.saving.hub import merge_and_save
 
 
 pytest.importorskip("bitsandbytes")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)
 from loopdropout_trainer.evaluation import evaluate_benchmark, load_benchmark
-from loopdropout_trainer.recipe import TINY_OURO_PATH
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,10 @@ from loopdropout_trainer.data.load import LoadedData
 from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.evaluation import BENCHMARKS
 from loopdropout_trainer.models import OuroConfig
-from loopdropout_trainer.plan import num_steps, plan_run
-from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RunArguments, load_recipe, parse_recipe
-from loopdropout_trainer.sweep import Sweep, SweepArguments, is_recipe
+from loopdropout_trainer.runs.plan import num_steps, plan_run
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, is_recipe
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.recipe import load_recipe, parse_recipe
 
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,9 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, sole_trained_factors
 from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.layouts import may_skip_loops, whole_parameters
 from loopdropout_trainer.looped import applied_gates, first_active_loops
 from loopdropout_trainer.models import attention
+from loopdropout_trainer.training.distributed import may_skip_loops, whole_parameters
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))

@@ -1,5 +1,6 @@
 """How a LoRA layer uses a gate; one file for each kind of layer that a rule can ask for by its `adapter`."""
 
+from loopdropout_trainer.adapters.compatibility import check_adapter, check_peft_config
 from loopdropout_trainer.adapters.gated import (
     ADAPTER_KINDS,
     adapted_layers,
@@ -14,7 +15,6 @@ from loopdropout_trainer.adapters.gated import (
 )
 from loopdropout_trainer.adapters.loading import attach_adapter
 from loopdropout_trainer.adapters.lora_dropout import SparseLora
-from loopdropout_trainer.adapters.refusals import check_adapter, check_peft_config
 from loopdropout_trainer.adapters.weight_noise import NoisyLora
 
 

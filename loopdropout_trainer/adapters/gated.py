@@ -19,8 +19,8 @@ from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import nn
 from torch.nn import functional as F
 
+from loopdropout_trainer.adapters.compatibility import check_adapter
 from loopdropout_trainer.adapters.fused import FusedProjection
-from loopdropout_trainer.adapters.refusals import check_adapter
 from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix, find_looped_model
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.rows import BadRow
-from loopdropout_trainer.recipe import ModelArguments
+from loopdropout_trainer.settings.arguments import ModelArguments
 
 
 PROMPT_TEMPLATES = {

@@ -23,9 +23,10 @@ from loopdropout_trainer.evaluation.evaluator import all_processes, evaluate_ben
 from loopdropout_trainer.evaluation.prediction_log import write_atomically
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import BenchmarkArguments, ModelArguments, RecipeError, public_settings
-from loopdropout_trainer.saved_adapters import TRAINING_FACTS, load_adapter
-from loopdropout_trainer.versions import library_versions
+from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA, load_adapter
+from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
+from loopdropout_trainer.settings.recipe import RecipeError, public_settings
+from loopdropout_trainer.settings.versions import library_versions
 
 
 RESULTS_FILE = "evaluation.json"
@@ -165,7 +166,7 @@ def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | N
 def _local_folder(adapter: str) -> Path:
     if Path(adapter).is_dir():
         return Path(adapter)
-    return Path(snapshot_download(adapter, allow_patterns=["adapter_*", TRAINING_FACTS]))
+    return Path(snapshot_download(adapter, allow_patterns=["adapter_*", ADAPTER_METADATA]))
 
 
 def _sha256(files: Iterable[Path]) -> str:

@@ -1,8 +1,8 @@
 """What every looped model does the same way, whatever its layers look like: the driver of its K loops, and its head.
 
-    h_0 = begin(embeddings);   h_t = one_loop(h_{t-1}), t = 1..K;   readout of loop t = read_out(h_t);   logits = head(last)
+    h_0 = run_prelude(embeddings);  h_t = recurrent_step(h_{t-1}), t = 1..K;  r_t = readout(h_t);  logits = head(r_K)
 
-A family supplies `begin`, `one_loop` and `read_out`; the driver is `LoopedBackbone.run_loops`.
+A family supplies `run_prelude`, `recurrent_step` and `readout`; the driver is `LoopedBackbone.run_loops`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     """The looped model without its head: embeddings, what runs before the loop, K loops, what makes their readouts.
 
     Class attributes:
-        readout_attends: whether `read_out` runs attention layers, which hold keys of the final loop only.
+        readout_attends: whether `readout` runs attention layers, which hold keys of the final loop only.
     """
 
     readout_attends = False
@@ -179,15 +179,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """Return the cosines and sines of the positions, in the form that the family's attention takes."""
         return self.rotary_emb(embeddings, position_ids)
 
-    def begin(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
         """Return the first loop's inputs; those given hold the embeddings [B, S, H] as their state."""
         return inputs if initial_state is None else replace(inputs, state=initial_state.to(inputs.state))
 
-    def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         """Return the state [B, S, H] after loop `loop`, from the state before it and what else `inputs` holds."""
         raise NotImplementedError
 
-    def read_out(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         """Return the head-ready hidden state [B, S, H] of a loop's state; the state carried on is another matter."""
         return inputs.state
 
@@ -216,13 +216,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
         states = []
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * num_inside)
-            one_loop = functools.partial(self.one_loop, loop=loop, past_key_values=view, use_cache=use_cache)
+            recurrent_step = functools.partial(
+                self.recurrent_step, loop=loop, past_key_values=view, use_cache=use_cache
+            )
             with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
                 if packed is not None:
-                    packed.run(one_loop, loop)
+                    packed.run(recurrent_step, loop)
                     continue
                 self.loop_state.announce(loop)  # for what runs outside of a layer; layers announce it themselves
-                inputs = replace(inputs, state=one_loop(inputs))
+                inputs = replace(inputs, state=recurrent_step(inputs))
             if keep_states:
                 states.append(inputs.state)
         return inputs if packed is None else packed.finish(), states
@@ -345,12 +347,12 @@ class LoopedBackbone(LoopedPreTrainedModel):
             inputs = self._pack(inputs, token_mask)
             self.loop_state.announce(0, inputs.packing.part(self.loop_state, 0))
         outside = {"past_key_values": past_key_values, "use_cache": use_cache}
-        inputs = self.begin(inputs, initial_state, **outside)
+        inputs = self.run_prelude(inputs, initial_state, **outside)
         with recomputation(self.recomputes_pointwise and self.training):
             inputs, states = self.run_loops(inputs, past_key_values, use_cache, output_readouts)
         if output_readouts:
-            readouts = tuple(self.read_out(replace(inputs, state=state), **outside) for state in states)
-        last_hidden_state = readouts[-1] if output_readouts else self.read_out(inputs, **outside)
+            readouts = tuple(self.readout(replace(inputs, state=state), **outside) for state in states)
+        last_hidden_state = readouts[-1] if output_readouts else self.readout(inputs, **outside)
         return LoopedModelOutput(
             last_hidden_state=last_hidden_state if not packs else inputs.packing.unpack(last_hidden_state),
             past_key_values=past_key_values,

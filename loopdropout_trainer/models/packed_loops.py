@@ -3,8 +3,8 @@
 Until its first active gate an example's loops are plain frozen computation. In loop t the examples whose first active gate
 is in a loop up to t have *joined*; the others *wait*:
 
-    h_t = one_loop(h_{t-1}) with adapter and gradient, for those that have joined
-    h_t = one_loop(h_{t-1}) with neither, for those that wait
+    h_t = recurrent_step(h_{t-1}) with adapter and gradient, for those that have joined
+    h_t = recurrent_step(h_{t-1}) with neither, for those that wait
 
 Those of the joined that have an active gate in loop t come first, so that the adapter can leave the others alone.
 
@@ -58,7 +58,7 @@ class PackedLoops:
         self.active = loop_state.active if may_wait else None  # [K][N or 1]
         self.joined: set[int] = set() if self.active is not None else set(self.all)
 
-    def run(self, one_loop: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
+    def run(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
         """Run one loop, a function from inputs to the state after it, on all examples."""
         active = [index for index in self.all if self._is_active(index, loop)]
         self.joined.update(active)
@@ -70,11 +70,11 @@ class PackedLoops:
             self.loop_state.frozen = True
             try:
                 with torch.no_grad():
-                    groups.append(self._after(group, one_loop, loop, 0))
+                    groups.append(self._after(group, recurrent_step, loop, 0))
             finally:
                 self.loop_state.frozen = False
         if self.joined:
-            groups.append(self._after(self._group(active + silent), one_loop, loop, len(active)))
+            groups.append(self._after(self._group(active + silent), recurrent_step, loop, len(active)))
         self.groups = groups
 
     def finish(self) -> LoopInputs:
@@ -93,10 +93,10 @@ class PackedLoops:
         gates = self.active[loop]
         return gates[self.examples[index] if len(gates) > 1 else 0]
 
-    def _after(self, group: _Group, one_loop: Callable, loop: int, num_active: int) -> _Group:
+    def _after(self, group: _Group, recurrent_step: Callable, loop: int, num_active: int) -> _Group:
         part = self.packing.part(self.loop_state, loop, group.order, num_active)
         self.loop_state.announce(loop, part)
-        return _Group(group.order, replace(group.inputs, state=one_loop(replace(group.inputs, part=part))))
+        return _Group(group.order, replace(group.inputs, state=recurrent_step(replace(group.inputs, part=part))))
 
     def _group(self, order: list[int]) -> _Group:
         """Return examples with the state that they have come to."""

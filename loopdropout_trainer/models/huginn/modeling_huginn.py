@@ -175,20 +175,20 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         angles = rotary_angles(self.config, position_ids)
         return angles.cos(), angles.sin()
 
-    def begin(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
         injected = inputs.state * self.config.init_values["embed_scale"]
         for block in self.prelude:
             injected = block(injected, **inputs.of_layer(), **layer_kwargs)
         state = self.initial_state(inputs) if initial_state is None else initial_state
         return replace(inputs, injected=injected, state=state.to(injected))
 
-    def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         hidden_states = project(torch.cat([inputs.state, inputs.injected], dim=-1), self.adapter)[0]
         for block in self.core_block:
             hidden_states = block(hidden_states, loop=loop, **inputs.of_layer(), **layer_kwargs)
         return hidden_states
 
-    def read_out(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         hidden_states = self.ln_f(inputs.state)
         for block in self.coda:
             hidden_states = block(hidden_states, **inputs.of_layer(), **layer_kwargs)

@@ -152,15 +152,15 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
     def layer_counts(self) -> tuple[int, int]:
         return len(self.encoder.layers) + len(self.decoder.layers), len(self.reasoning.layers)
 
-    def begin(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
         encoded = self.encoder.run(inputs.state, inputs, **layer_kwargs)
-        return super().begin(replace(inputs, state=encoded), initial_state)
+        return super().run_prelude(replace(inputs, state=encoded), initial_state)
 
-    def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         answer = self.reasoning.run(inputs.state, inputs, loop=loop, **layer_kwargs)
         return self.reasoning.gate(answer, inputs.state)
 
-    def read_out(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         return self.decoder.norm(self.decoder.run(inputs.state, inputs, **layer_kwargs))
 
     def halting_probabilities(

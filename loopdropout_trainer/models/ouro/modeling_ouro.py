@@ -81,7 +81,7 @@ class OuroModel(OuroPreTrainedModel, LoopedBackbone):
     def layer_counts(self) -> tuple[int, int]:
         return 0, len(self.layers)
 
-    def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         hidden_states = inputs.state
         for layer in self.layers:
             hidden_states = layer(hidden_states, loop=loop, **inputs.of_layer(), **layer_kwargs)

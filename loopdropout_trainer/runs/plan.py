@@ -21,9 +21,9 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import LoadedData
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
-from loopdropout_trainer.config import LoopDropoutConfig
-from loopdropout_trainer.safe_run import SafeRunMixin
-from loopdropout_trainer.sampling import GateSamplingMixin
+from loopdropout_trainer.training.config import LoopDropoutConfig
+from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
+from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 
 
-class LoopDropoutSFTTrainer(SafeRunMixin, GateSamplingMixin, SFTTrainer):
+class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies

@@ -17,18 +17,18 @@ from loopdropout_trainer.looped import find_looped_model
 
 logger = logging.get_logger(__name__)
 
-TRAINING_FACTS = "loop_dropout.json"
+ADAPTER_METADATA = "loop_dropout.json"
 _WEIGHTS = "adapter_model.safetensors"
 
 
-def save_training_facts(folder: str | Path, **facts) -> None:
+def save_adapter_metadata(folder: str | Path, **facts) -> None:
     """Write what an adapter was trained with (`num_loops`, `rule`, `p`, ...) beside it."""
-    (Path(folder) / TRAINING_FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (Path(folder) / ADAPTER_METADATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
-def training_facts(folder: str | Path) -> dict:
+def adapter_metadata(folder: str | Path) -> dict:
     """Return what an adapter was trained with; an adapter without such a file was trained with something unknown: {}."""
-    file = Path(folder) / TRAINING_FACTS
+    file = Path(folder) / ADAPTER_METADATA
     if not file.exists():
         return {}
     try:
@@ -55,7 +55,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
     """
     config = read_adapter_config(folder)
     check_shapes(model, folder)
-    num_loops, trained = find_looped_model(model).config.num_loops, training_facts(folder).get("num_loops")
+    num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
     if trained is not None and trained != num_loops:
         logger.warning(f"The adapter in {folder} was trained at depth {trained}; the model runs {num_loops} loops.")
     base = model.config.name_or_path
@@ -83,7 +83,7 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
                 "the run was started with."
             )
     check_shapes(model.get_base_model(), folder)
-    num_loops, trained = find_looped_model(model).config.num_loops, training_facts(folder).get("num_loops")
+    num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
     if trained is not None and trained != num_loops:
         raise ValueError(
             f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: set `num_loops` to "

@@ -8,13 +8,13 @@ import torch
 from trl import DPOTrainer
 
 from loopdropout_trainer.adapters import add_unit_gates
-from loopdropout_trainer.config import LoopDropoutDPOConfig
 from loopdropout_trainer.gates.streams import Place
-from loopdropout_trainer.safe_run import SafeRunMixin
-from loopdropout_trainer.sampling import GateSamplingMixin
+from loopdropout_trainer.training.config import LoopDropoutDPOConfig
+from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
+from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 
 
-class LoopDropoutDPOTrainer(SafeRunMixin, GateSamplingMixin, DPOTrainer):
+class LoopDropoutDPOTrainer(FaultToleranceMixin, GateSamplingMixin, DPOTrainer):
     """Preference tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `DPOTrainer` takes. The chosen and the rejected answer of a pair share their gates, so that their rewards are

@@ -11,7 +11,9 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from loopdropout_trainer.checkpoints import (
+from loopdropout_trainer.saving.adapter_files import adapter_metadata, check_resumable, save_adapter_metadata
+from loopdropout_trainer.saving.hub import push_error
+from loopdropout_trainer.training.checkpoints import (
     CheckpointError,
     newest_whole_checkpoint,
     rotate_checkpoints,
@@ -19,9 +21,7 @@ from loopdropout_trainer.checkpoints import (
     unseal_checkpoint,
     why_broken,
 )
-from loopdropout_trainer.hub import push_error
-from loopdropout_trainer.layouts import float32_state_dict
-from loopdropout_trainer.saved_adapters import check_resumable, save_training_facts, training_facts
+from loopdropout_trainer.training.distributed import float32_state_dict
 
 
 logger = logging.get_logger(__name__)
@@ -31,7 +31,7 @@ class NonFiniteLossError(RuntimeError):
     """The loss became NaN or infinite; the step was not taken."""
 
 
-class SafeRunMixin:
+class FaultToleranceMixin:
     """Saves, resumes, stops and pushes a TRL trainer's run so that no fault changes or loses what was trained.
 
     `train(resume_from_checkpoint=True)` resumes from the newest checkpoint that is whole, and starts at the beginning if
@@ -58,7 +58,7 @@ class SafeRunMixin:
         if checkpoint is not None:
             check_resumable(self.model, checkpoint)
             for name, value in self._training_facts().items():
-                before = training_facts(checkpoint).get(name, value)
+                before = adapter_metadata(checkpoint).get(name, value)
                 if before != value:
                     logger.warning(f"Resuming with `{name}` {value!r}; the run was started with {before!r}.")
         return super().train(checkpoint, *args, **kwargs)
@@ -104,7 +104,7 @@ class SafeRunMixin:
             state_dict = float32_state_dict(self.model, state_dict)
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            save_training_facts(output_dir or self.args.output_dir, **self._training_facts())
+            save_adapter_metadata(output_dir or self.args.output_dir, **self._training_facts())
 
     def _save_checkpoint(self, model, trial) -> None:
         args = self.args

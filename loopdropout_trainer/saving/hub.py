@@ -25,7 +25,7 @@ class PushError(RuntimeError):
 
 
 @dataclass
-class RunFacts:
+class ModelCardFields:
     """What a model card states about the run behind a model; unknown facts are left out of the card.
 
     Attributes:
@@ -94,7 +94,7 @@ def merge_and_save(
     model: PeftModel,
     output_dir: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    facts: RunFacts | None = None,
+    facts: ModelCardFields | None = None,
     repo_id: str | None = None,
 ) -> Path:
     """Save the unit-gate merged model as an ordinary checkpoint of its base: weights, tokenizer, generation config, card.
@@ -128,7 +128,7 @@ def merge_and_save(
     return output_dir
 
 
-def facts_of(model: PeftModel, facts: RunFacts | None = None) -> RunFacts:
+def facts_of(model: PeftModel, facts: ModelCardFields | None = None) -> ModelCardFields:
     """Return `facts` with what `model` itself tells filled in."""
     lora = model.peft_config[model.active_adapters[0]]
     config = model.get_base_model().config
@@ -138,8 +138,8 @@ def facts_of(model: PeftModel, facts: RunFacts | None = None) -> RunFacts:
         "alpha": lora.lora_alpha,
         "num_loops": config.num_loops,
     }
-    given = {key: value for key, value in dataclasses.asdict(facts or RunFacts()).items() if value is not None}
-    return RunFacts(**{**known, **given})
+    given = {key: value for key, value in dataclasses.asdict(facts or ModelCardFields()).items() if value is not None}
+    return ModelCardFields(**{**known, **given})
 
 
 def push_merged_to_hub(
@@ -184,7 +184,7 @@ def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -
     )
 
 
-def model_card(facts: RunFacts, name: str) -> ModelCard:
+def model_card(facts: ModelCardFields, name: str) -> ModelCard:
     """Write the card of a merged model."""
     is_hub_name = facts.base_model is not None and not Path(facts.base_model).is_absolute()
     metadata = ModelCardData(

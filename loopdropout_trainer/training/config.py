@@ -16,7 +16,7 @@ from loopdropout_trainer.gates import GateRule, make_rule
 
 
 @dataclass
-class GateArguments:
+class LoopDropoutArguments:
     """How gates are drawn: the fields that this package adds to TRL's training arguments.
 
     The defaults are the paper's method: Loop Dropout with p = 0.5 and inverse-survival rescaling.
@@ -123,7 +123,7 @@ class GateArguments:
         return make_rule(self.rule, **fields)
 
     @classmethod
-    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> GateArguments:
+    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> LoopDropoutArguments:
         """Return `args` as an instance of this class; TRL's own arguments get the paper's defaults.
 
         Raises:
@@ -155,14 +155,14 @@ class GateArguments:
 
 
 @dataclass
-class LoopDropoutConfig(GateArguments, SFTConfig):
+class LoopDropoutConfig(LoopDropoutArguments, SFTConfig):
     """Training arguments of `LoopDropoutSFTTrainer`: everything that `SFTConfig` has, and how gates are drawn."""
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args"]
 
 
 @dataclass
-class LoopDropoutDPOConfig(GateArguments, DPOConfig):
+class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
     """Training arguments of `LoopDropoutDPOTrainer`: everything that `DPOConfig` has, and how gates are drawn."""
 
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.settings.recipe import load_recipe
 
 
 class SweepError(RuntimeError):

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult
-from loopdropout_trainer.recipe import public_settings
-from loopdropout_trainer.versions import library_versions
+from loopdropout_trainer.settings.recipe import public_settings
+from loopdropout_trainer.settings.versions import library_versions
 
 
 def show_log() -> None:
@@ -30,7 +30,7 @@ def show_log() -> None:
 
 
 @dataclass
-class Outcome:
+class RunResult:
     """One trained adapter and what was measured of it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Outcome:
         return {result.name: result.score for result in self.benchmarks}
 
 
-def write_results(outcome: Outcome, settings: Mapping[str, Any], output_dir: str | Path) -> Path:
+def write_results(outcome: RunResult, settings: Mapping[str, Any], output_dir: str | Path) -> Path:
     """Write `results.json`: what was measured, with which settings and versions."""
     measured: dict[str, Any] = {
         key: value
@@ -92,7 +92,7 @@ def _counts(result: BenchmarkResult) -> dict[str, Any]:
     return {key: getattr(result, key) for key in ("score", "correct", "total", "missing")}
 
 
-def print_report(outcomes: Sequence[Outcome], console: Console | None = None) -> None:
+def print_report(outcomes: Sequence[RunResult], console: Console | None = None) -> None:
     """Print what was trained, the results, and where things were saved."""
     console = console or Console()
     console.print(_training_table(outcomes))
@@ -105,7 +105,7 @@ def print_report(outcomes: Sequence[Outcome], console: Console | None = None) ->
             console.print(f"{outcome.name}: {what} in {where}", highlight=False, soft_wrap=True)
 
 
-def _training_table(outcomes: Sequence[Outcome]) -> Table:
+def _training_table(outcomes: Sequence[RunResult]) -> Table:
     table = Table(title="Training", title_justify="left")
     table.add_column("method")
     for column in ("loops K", "trainable", "examples", "steps", "loss", "seconds"):
@@ -123,7 +123,7 @@ def _training_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def _benchmark_table(outcomes: Sequence[Outcome]) -> Table:
+def _benchmark_table(outcomes: Sequence[RunResult]) -> Table:
     table = Table(title="Greedy generation, correct answers", title_justify="left")
     table.add_column("method")
     for result in outcomes[0].benchmarks:
@@ -135,7 +135,7 @@ def _benchmark_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def _single_loop_table(outcomes: Sequence[Outcome]) -> Table:
+def _single_loop_table(outcomes: Sequence[RunResult]) -> Table:
     table = Table(title="Loss reduction with the adapter in one loop only, rho_t in %", title_justify="left")
     table.add_column("method")
     for loop in range(1, outcomes[0].num_loops + 1):

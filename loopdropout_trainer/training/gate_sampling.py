@@ -26,11 +26,12 @@ from loopdropout_trainer.adapters import (
     physical_layers,
     sole_trained_factors,
 )
-from loopdropout_trainer.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
-from loopdropout_trainer.config import GateArguments
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import Place
-from loopdropout_trainer.layouts import (
+from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
+from loopdropout_trainer.training.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
+from loopdropout_trainer.training.config import LoopDropoutArguments
+from loopdropout_trainer.training.distributed import (
     check_arguments,
     check_packed_batch,
     check_processes,
@@ -40,7 +41,6 @@ from loopdropout_trainer.layouts import (
     non_reentrant_checkpointing,
     whole_parameters,
 )
-from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
 
 
 logger = logging.get_logger(__name__)
@@ -74,7 +74,7 @@ class GateSamplingMixin:
             name.
     """
 
-    args_class: type[GateArguments]
+    args_class: type[LoopDropoutArguments]
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         call = inspect.signature(super().__init__).bind(*positional, **keywords)
@@ -315,7 +315,9 @@ def _output_dir(model: str | nn.Module) -> str:
     return f"{name.rstrip('/').split('/')[-1]}-LoopDropout"
 
 
-def check_run(model: str | nn.Module, args: GateArguments, peft_config: PeftConfig | None = None) -> PreTrainedConfig:
+def check_run(
+    model: str | nn.Module, args: LoopDropoutArguments, peft_config: PeftConfig | None = None
+) -> PreTrainedConfig:
     """Refuse what cannot be trained, before weights or data are loaded.
 
     Returns:
