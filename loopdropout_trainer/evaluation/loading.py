@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,18 @@ def local_folder(adapter: str) -> Path:
     if Path(adapter).is_dir():
         return Path(adapter)
     return Path(snapshot_download(adapter, allow_patterns=["adapter_*", ADAPTER_METADATA]))
+
+
+@contextmanager
+def quiet(logger: str) -> Iterator[None]:
+    """Let a library's logger report nothing but errors inside the block."""
+    library = logging.getLogger(logger)
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)
 
 
 def one_line(error: Exception) -> str:

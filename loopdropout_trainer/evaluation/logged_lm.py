@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -42,6 +43,7 @@ class LoggedLM(LoopedLM):
             batch_size=subject.batch_size,
             add_bos_token=False if in_turns else None,  # a chat template writes its special tokens itself
         )
+        self.subject = subject
         self.answers = answers
         self.progress = progress and self.state.is_main_process
         self._rank, self._world_size = 0, 1
@@ -55,7 +57,16 @@ class LoggedLM(LoopedLM):
         return self._answer("loglikelihood_rolling", requests, super().loglikelihood_rolling)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        requests = [self._with_own_budget(request) for request in requests]
         return self._answer("generate_until", requests, super().generate_until)
+
+    def _with_own_budget(self, request: Instance) -> Instance:
+        if self.subject.max_new_tokens is None:
+            return request
+        context, options = request.args
+        request = copy(request)
+        request.arguments = (context, {**options, "max_gen_toks": self.subject.max_new_tokens})
+        return request
 
     def _answer(self, kind: str, requests: list[Instance], compute: Callable[..., list[Any]]) -> list[Any]:
         """Return an answer for each request; what is asked for twice is computed once, unless it is sampled."""

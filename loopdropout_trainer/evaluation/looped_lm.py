@@ -26,12 +26,14 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.evaluation.generation import generate_batches
-from loopdropout_trainer.evaluation.loading import load_model
+from loopdropout_trainer.evaluation.loading import load_model, quiet
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.subject import Subject, end_of_turn
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.arguments import ModelArguments
 
+
+logger = logging.getLogger(__name__)
 
 HEAD_ROWS = 1024
 """Most scored tokens whose logits over the vocabulary are there at a time."""
@@ -95,15 +97,12 @@ class LoopedLM(HFLM):
             pretrained.to(_device(device, state))
         self.subject = Subject(pretrained, tokenizer, decoding=decoding, gates=gates, readout=readout)
         self.described.update(num_loops=self.subject.num_loops, gates=self.subject.gates, readout=readout)
-        harness = logging.getLogger("lm_eval.models.huggingface")
-        level = harness.level
-        harness.setLevel(logging.ERROR)  # it warns of a model that is loaded already, which is how it is meant here
-        try:
+        with quiet(
+            "lm_eval.models.huggingface"
+        ):  # it warns of a model that is loaded already, which is how it is meant
             super().__init__(
                 pretrained, tokenizer=tokenizer, batch_size=batch_size, max_batch_size=max_batch_size or 64, **kwargs
             )
-        finally:
-            harness.setLevel(level)
         self.looped = find_looped_model(pretrained)
         self.state = state
         self._rank, self._world_size = state.process_index, state.num_processes
@@ -152,6 +151,11 @@ class LoopedLM(HFLM):
                     f"got {len(continuation)} after {len(context)}."
                 )
             rows[tuple((context + continuation)[-(self.max_length + 1) :][:-1])].append(index)
+        cut = sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
+        if cut:
+            logger.warning(
+                f"{cut} texts are longer than {self.max_length} tokens (`max_length`) and lost their beginning."
+            )
         order = sorted(rows, key=lambda row: (-len(row), row))  # what fills memory comes first
         answers: list[Any] = [None] * len(requests)
         size = override_bs or self._rows_at_a_time([(None, [*order[0]], [0])] if order else [])

@@ -42,7 +42,7 @@ BASE = "base"
 class EvaluationArguments(BenchmarkArguments):
     """Which adapters to evaluate, at which depth and gates, on what, and where the results go."""
 
-    adapter: str | list[str] | None = field(
+    adapter: list[str] | None = field(
         default=None,
         metadata={
             "help": "Adapters, each a row of the results: PATH or NAME=PATH, a folder or Hub name; `none`: the model alone "
@@ -86,7 +86,7 @@ class EvaluationArguments(BenchmarkArguments):
         Raises:
             ValueError: if two rows have one name.
         """
-        given = [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]
+        given = [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]  # text in a recipe
         rows: dict[str, str | None] = {}
         for each in map(str, given):
             name, named, path = each.partition("=")
@@ -185,6 +185,7 @@ def _subject(model: nn.Module, tokenizer: Any, arguments: EvaluationArguments) -
             arguments.readout,
             arguments.apply_chat_template,
             arguments.system_instruction,
+            arguments.max_new_tokens,
         )
     except ValueError as error:
         raise RecipeError(one_line(error)) from error

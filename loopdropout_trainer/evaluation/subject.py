@@ -103,6 +103,7 @@ class Subject:
         readout: loop t, 1-based, whose readout answers; None: the last one.
         apply_chat_template: whether problems are asked in turns; None: as the benchmark's protocol has it.
         system_instruction: text of a system turn before them.
+        max_new_tokens: most tokens of an answer; None: as the benchmark's protocol has it.
 
     Raises:
         ValueError: for gates or a readout that the model does not have, or a system turn without turns.
@@ -116,6 +117,7 @@ class Subject:
     readout: int | None = None
     apply_chat_template: bool | None = None
     system_instruction: str | None = None
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.num_loops = find_looped_model(self.model).config.num_loops
@@ -162,4 +164,5 @@ class Subject:
             "readout": self.readout,
             "chat_template": sha256_of(self.tokenizer.chat_template) if in_turns else None,
             "system_instruction": self.system_instruction,
+            "own_max_new_tokens": self.max_new_tokens,
         }

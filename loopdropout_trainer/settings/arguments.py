@@ -120,12 +120,17 @@ class BenchmarkArguments:
     system_instruction: str | None = field(
         default=None, metadata={"help": "Text of a system turn, with `apply_chat_template: true`."}
     )
+    max_new_tokens: int | None = field(
+        default=None, metadata={"help": "Most tokens of an answer. Default: as each benchmark's protocol has it."}
+    )
 
     def __post_init__(self):
         if isinstance(self.benchmark_files, str):
             self.benchmark_files = json.loads(self.benchmark_files)
         if self.benchmark_batch_size < 1:
             raise ValueError(f"`benchmark_batch_size` must be at least 1; got {self.benchmark_batch_size}.")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` must be at least 1; got {self.max_new_tokens}.")
         if self.decoding not in ("eager", "compiled", "generate"):
             raise ValueError(f"`decoding` must be eager, compiled or generate; got {self.decoding!r}.")
 

@@ -88,7 +88,7 @@ def generate_answers(
             subject.model,
             subject.tokenizer,
             [subject.tokenize(texts[place], in_turns) for place in share],
-            max_new_tokens,
+            max_new_tokens if subject.max_new_tokens is None else subject.max_new_tokens,
             subject.batch_size,
             stop_strings,
             progress=progress and state.is_main_process and bool(share),

@@ -25,6 +25,7 @@ from loopdropout_trainer.data.rows import BadRow, read_files
 from loopdropout_trainer.evaluation.answer_log import Answers, sha256_of
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Files
 from loopdropout_trainer.evaluation.benchmarks.generated import Row, list_of
+from loopdropout_trainer.evaluation.loading import quiet
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.settings.versions import library_versions
@@ -35,7 +36,7 @@ class LmEvalTask:
     """One or several tasks of lm-eval that make one benchmark.
 
     Attributes:
-        tasks: name of a task; or what the names of all tasks in `folder` begin with that belong to the benchmark.
+        tasks: name of a task; or what the names of those tasks in `folder` begin with that make the benchmark.
         folder: below lm-eval's folder of tasks; None: all of them, which takes seconds to look through.
         metrics: this package's names of the metrics -> lm-eval's `metric,filter`; None: all, under lm-eval's names.
         num_fewshot: examples in the prompt; None: the task's own number.
@@ -69,7 +70,8 @@ class LmEvalTask:
                 else lm_eval.tasks.TaskManager(include_path=str(root / self.folder), include_defaults=False)
             )
             specs = self._specs(name, manager, None if files is None else LocalRows.read(name, list_of(files), self))
-            tasks = list(manager.load(specs)["tasks"].values())
+            with quiet("lm_eval.api.task"):  # it tells how to use local datasets, for each of them
+                tasks = list(manager.load(specs)["tasks"].values())
         except Exception as error:  # a task's own code runs here, and the Hub's client raises many kinds
             if isinstance(error, ValueError) and "not a problem of" in str(error):
                 raise
@@ -96,7 +98,8 @@ class LmEvalTask:
                     f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
                 )
         else:
-            names = [task for task in manager.all_subtasks if task == self.tasks or task.startswith(f"{self.tasks}_")]
+            names = [task for task in manager.all_subtasks if task == self.tasks]
+            names = names or [task for task in manager.all_subtasks if task.startswith(f"{self.tasks}_")]
         if local is not None:
             names = local.tasks_among(name, names, manager.all_subtasks)
         elif not self.overrides:
