@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from loopdropout_trainer.evaluation.answer_log import Answers
 from loopdropout_trainer.evaluation.results import BenchmarkResult
@@ -38,9 +38,16 @@ class Benchmark(ABC):
         """
 
 
-class Task(Protocol):
-    """A benchmark without its problems: what `BENCHMARKS` holds by name."""
+class Task(ABC):
+    """A benchmark without its problems: what `BENCHMARKS` holds by name.
 
+    Attributes:
+        part_of: name of a benchmark that gives this one's metrics, too, so that both are not run.
+    """
+
+    part_of: str | None = None
+
+    @abstractmethod
     def load(self, name: str, files: Files | None, limit: int | None) -> Benchmark:
         """Return the benchmark with its problems, from local files or as published.
 

@@ -26,6 +26,7 @@ class Prediction:
         values: of the metrics, if there are several, or parts of a point.
         group: the part of the benchmark that the problem belongs to, if it has parts.
         log_likelihoods: of the choices, in nats, for multiple choice.
+        note: what else the scorer says, such as why a program fails.
     """
 
     prompt: str
@@ -38,11 +39,12 @@ class Prediction:
     values: dict[str, float] | None = None
     group: str | None = None
     log_likelihoods: list[float] | None = None
+    note: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of the results file; those that only some benchmarks have are left out where they are None."""
         row = asdict(self)
-        optional = ("values", "group", "log_likelihoods")
+        optional = ("values", "group", "log_likelihoods", "note")
         return {"id": row.pop("id"), **{key: row[key] for key in row if key not in optional or row[key] is not None}}
 
 

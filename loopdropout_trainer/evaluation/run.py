@@ -156,12 +156,15 @@ def _run_row(
         "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else str(state.device),
         "num_processes": state.num_processes,
     }
+    try:
+        settings_of = {
+            benchmark.name: benchmark.settings(subject) for benchmark in benchmarks
+        }  # before the first one runs
+    except ValueError as error:  # such as turns without a chat template
+        raise RecipeError(one_line(error)) from error
     results = []
     for benchmark in benchmarks:
-        try:
-            settings = {**identity, **benchmark.settings(subject)}
-        except ValueError as error:  # such as turns without a chat template
-            raise RecipeError(one_line(error)) from error
+        settings = {**identity, **settings_of[benchmark.name]}
         result = _from_main(state, lambda b=benchmark, s=settings: report.finished(row, b.name, s))
         if result is None:
             began = time.perf_counter()
@@ -186,6 +189,7 @@ def _subject(model: nn.Module, tokenizer: Any, arguments: EvaluationArguments) -
             arguments.apply_chat_template,
             arguments.system_instruction,
             arguments.max_new_tokens,
+            arguments.allow_code_execution,
         )
     except ValueError as error:
         raise RecipeError(one_line(error)) from error
@@ -218,11 +222,10 @@ def load_benchmarks(arguments: EvaluationArguments) -> list[Benchmark]:
     Raises:
         RecipeError: for a file that cannot be read, or a bad row.
     """
+    names = list(dict.fromkeys(arguments.benchmarks))
+    names = [name for name in names if find_task(name).part_of not in names]
     try:
-        return [
-            load_benchmark(name, arguments.benchmark_files.get(name), arguments.benchmark_limit)
-            for name in dict.fromkeys(arguments.benchmarks)
-        ]
+        return [load_benchmark(name, arguments.benchmark_files.get(name), arguments.benchmark_limit) for name in names]
     except (OSError, ValueError) as error:
         raise RecipeError(one_line(error)) from error
 

@@ -104,6 +104,7 @@ class Subject:
         apply_chat_template: whether problems are asked in turns; None: as the benchmark's protocol has it.
         system_instruction: text of a system turn before them.
         max_new_tokens: most tokens of an answer; None: as the benchmark's protocol has it.
+        allow_code_execution: whether programs that the model writes may be run, contained.
 
     Raises:
         ValueError: for gates or a readout that the model does not have, or a system turn without turns.
@@ -118,6 +119,7 @@ class Subject:
     apply_chat_template: bool | None = None
     system_instruction: str | None = None
     max_new_tokens: int | None = None
+    allow_code_execution: bool = False
 
     def __post_init__(self) -> None:
         self.num_loops = find_looped_model(self.model).config.num_loops
@@ -151,6 +153,11 @@ class Subject:
         system = [] if self.system_instruction is None else [{"role": "system", "content": self.system_instruction}]
         turns = [*system, {"role": "user", "content": prompt}]
         return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+    def stops(self, stop_strings: Sequence[str], in_turns: bool) -> tuple[str, ...]:
+        """Return where an answer ends: at these strings, and in a chat at the end of the turn."""
+        end = end_of_turn(self.tokenizer) if in_turns else None
+        return tuple(stop_strings) if end is None else (*stop_strings, end)
 
     def tokenize(self, text: str, in_turns: bool) -> list[int]:
         """Return the token ids of a text; a chat template writes its special tokens itself."""

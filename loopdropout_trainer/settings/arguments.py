@@ -124,6 +124,10 @@ class BenchmarkArguments:
         default=None, metadata={"help": "Most tokens of an answer. Default: as each benchmark's protocol has it."}
     )
 
+    allow_code_execution: bool = field(
+        default=False, metadata={"help": "Run the programs that the model writes for code benchmarks, contained."}
+    )
+
     def __post_init__(self):
         if isinstance(self.benchmark_files, str):
             self.benchmark_files = json.loads(self.benchmark_files)

@@ -15,6 +15,7 @@ LIBRARIES = [
     "evaluate",
     "tokenizers",
     "lm-eval",
+    "evalplus",
 ]
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from loopdropout_trainer.evaluation.benchmark import Benchmark as Benchmark
 from loopdropout_trainer.evaluation.benchmark import Files, Task
-from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, tulu2
+from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, GeneratedTask, Row
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import any_lm_eval_task
 
 
-BENCHMARKS: dict[str, Task] = {**metamath.BENCHMARKS, **gsm8k.BENCHMARKS, **tulu2.BENCHMARKS}
+BENCHMARKS: dict[str, Task] = {**metamath.BENCHMARKS, **gsm8k.BENCHMARKS, **tulu2.BENCHMARKS, **programs.BENCHMARKS}
 
 LM_EVAL = "lm_eval:"
 """Before the name of a task, group or tag of lm-eval's that has no name here."""

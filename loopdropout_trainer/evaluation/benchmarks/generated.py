@@ -12,12 +12,12 @@ from datasets import load_dataset
 
 from loopdropout_trainer.data.rows import BadRow, read_files
 from loopdropout_trainer.evaluation.answer_log import Answers, sha256_of
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
 from loopdropout_trainer.evaluation.generation import generate_batches
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.scorers import load_metric
-from loopdropout_trainer.evaluation.subject import Subject, end_of_turn
+from loopdropout_trainer.evaluation.subject import Subject
 
 
 Row = dict[str, Any]
@@ -56,9 +56,7 @@ class GeneratedBenchmark(Benchmark):
 
     def run(self, subject: Subject, answers: Answers, progress: bool = True) -> BenchmarkResult:
         in_turns = subject.in_turns(False)
-        stops = self.stop_strings
-        if in_turns and (end := end_of_turn(subject.tokenizer)) is not None:
-            stops = (*stops, end)
+        stops = subject.stops(self.stop_strings, in_turns)
         texts = [subject.ask(prompt, in_turns) for prompt in self.prompts]
         completions = generate_answers(subject, texts, answers, self.max_new_tokens, stops, in_turns, progress)
         return score_completions(replace(self, prompts=texts), completions)
@@ -112,7 +110,7 @@ def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str])
 
 
 @dataclass(frozen=True)
-class GeneratedTask:
+class GeneratedTask(Task):
     """A generated benchmark without its rows.
 
     Attributes:

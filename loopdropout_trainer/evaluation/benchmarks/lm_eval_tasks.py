@@ -23,7 +23,7 @@ from datasets import Dataset
 
 from loopdropout_trainer.data.rows import BadRow, read_files
 from loopdropout_trainer.evaluation.answer_log import Answers, sha256_of
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
 from loopdropout_trainer.evaluation.benchmarks.generated import Row, list_of
 from loopdropout_trainer.evaluation.loading import quiet
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
@@ -32,7 +32,7 @@ from loopdropout_trainer.settings.versions import library_versions
 
 
 @dataclass(frozen=True)
-class LmEvalTask:
+class LmEvalTask(Task):
     """One or several tasks of lm-eval that make one benchmark.
 
     Attributes:
