@@ -18,7 +18,7 @@ from loopdropout_trainer.diagnostics import DIAGNOSTICS, Context, single_loop_ac
 from loopdropout_trainer.diagnostics.rows import Example, Rows, tokenize
 from loopdropout_trainer.diagnostics.similarity import linear_cka
 from loopdropout_trainer.diagnostics.subjects import Subject
-from loopdropout_trainer.evaluation.evaluator import all_processes
+from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.looped import find_looped_model
 
 

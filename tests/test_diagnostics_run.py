@@ -18,7 +18,7 @@ from loopdropout_trainer.diagnostics import DIAGNOSTICS, Report, single_loop_act
 from loopdropout_trainer.diagnostics.answers import Answers, compare_seeds
 from loopdropout_trainer.diagnostics.rows import load_rows
 from loopdropout_trainer.diagnostics.single_loop import SingleLoop
-from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
+from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.saving.adapter_files import save_adapter_metadata
 from loopdropout_trainer.settings.recipe import RecipeError
 
@@ -245,7 +245,7 @@ def test_answers_are_generated_once_under_the_gates_that_are_asked_for(diagnose,
     with use_gates(model, [0.0, 1.0, 0.0, 0.0]):
         only_2 = evaluate_benchmark(model, tokenizer, benchmark, progress=False)
     kept = [
-        json.loads(line)["completion"]
+        json.loads(line)["answer"]
         for line in sorted((answering / "depth_4_gates_0_1_0_0" / "00000.jsonl").read_text().splitlines())
     ]
     assert sorted(kept) == sorted(p.completion for p in only_2.predictions)

@@ -16,7 +16,7 @@ import numpy as np
 from loopdropout_trainer.diagnostics.depth import counts
 from loopdropout_trainer.diagnostics.diagnostic import BASE, Context, Diagnostic, Problems, Report, shown
 from loopdropout_trainer.diagnostics.plots import draw_bars, new_figure, percent_axis, save_figure
-from loopdropout_trainer.evaluation.results import BenchmarkResult, load_results
+from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction, load_rows
 from loopdropout_trainer.evaluation.statistics import decompose_difference
 from loopdropout_trainer.settings.recipe import RecipeError
 
@@ -43,13 +43,13 @@ class Answers(Diagnostic):
             if context.subject.evaluation is None:
                 result = context.answer(problems, None, None)
             else:
-                result = from_evaluation(context.subject.evaluation, problems)
+                result = from_evaluation(context.subject.evaluation, context.subject.method, problems)
             found[problems.benchmark.name] = {
                 "total": result.total,
                 **counts(result),
                 "groups": {column: _by_group(result, names) for column, names in problems.groups.items()},
                 "problems": [
-                    {"extracted": each.extracted, "correct": bool(each.correct), "completion": each.completion}
+                    {"extracted": each.extracted, "correct": each.correct, "completion": each.completion}
                     for each in result.predictions
                 ],
             }
@@ -58,7 +58,9 @@ class Answers(Diagnostic):
     def compare(self, report: Report) -> dict[str, Any]:
         methods = [method for method in report.methods if method != BASE]
         found = {}
-        for name in report.runs[0]["measured"]:
+        for name, measured in report.runs[0]["measured"].items():
+            if measured["correct"] is None:  # parts of points: no problem is right or wrong
+                continue
             pairs = [(methods[0], other) for other in methods[1:]] + [(BASE, each) for each in methods]
             found[name] = [
                 {"a": a, "b": b, "pairs": compare_seeds(report.of(a), report.of(b), name)}
@@ -117,23 +119,24 @@ def _by_group(result: BenchmarkResult, names: Sequence[str]) -> dict[str, dict[s
     return found
 
 
-def from_evaluation(file: str, problems: Problems) -> BenchmarkResult:
-    """Return the answers to a benchmark that an evaluation left.
+def from_evaluation(file: str, method: str, problems: Problems) -> BenchmarkResult:
+    """Return the answers to a benchmark that an evaluation left: its only row's, or those of the row named `method`.
 
     Raises:
         RecipeError: if there are none, or they are to other problems; it names the field that differs.
     """
     name = problems.benchmark.name
     try:
-        result = load_results(file).get(name)
+        rows = load_rows(file)
+        result = (next(iter(rows.values())) if len(rows) == 1 else rows.get(method, {})).get(name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"`evaluations` names {file}, which cannot be read: {error!r}.") from error
     if result is None:
-        raise RecipeError(f"`evaluations` names {file}, which holds no answers to `{name}`.")
+        raise RecipeError(f"`evaluations` names {file}, which holds no answers of `{method}` to `{name}`.")
     found = {"prompts": [each.prompt for each in result.predictions]}
     found["references"] = [each.reference for each in result.predictions]
     for field in ("prompts", "references"):
-        if found[field] != list(getattr(problems.benchmark, field)):
+        if found[field] != list(getattr(problems.benchmark, field, found[field])):
             raise RecipeError(
                 f"The answers in {file} cannot be compared: the `{field}` of `{name}` differ from those of this run."
             )
@@ -178,8 +181,6 @@ def _compare(a: dict, b: dict, name: str) -> dict[str, Any]:
 
 def _result(run: dict, name: str) -> BenchmarkResult:
     """Return a run's verdicts as the evaluation has them."""
-    from loopdropout_trainer.evaluation.results import Prediction
-
     return BenchmarkResult(
         name,
         [

@@ -23,7 +23,7 @@ from loopdropout_trainer.diagnostics.rows import Rows
 from loopdropout_trainer.diagnostics.scores import Batch, Scores, measuring, score_final
 from loopdropout_trainer.diagnostics.style import BASE
 from loopdropout_trainer.diagnostics.subjects import Subject
-from loopdropout_trainer.evaluation.benchmarks import Benchmark
+from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.looped import find_looped_model
 

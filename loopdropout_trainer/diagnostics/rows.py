@@ -17,7 +17,8 @@ from loopdropout_trainer.data import DataArguments, DataError, load_data
 from loopdropout_trainer.data.gsm8k import without_calculator
 from loopdropout_trainer.data.rows import BadRow, read_files
 from loopdropout_trainer.diagnostics.scores import Batch
-from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
+from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask
 
 
 HELD_OUT = "held_out"
@@ -128,8 +129,9 @@ def load_rows(
 
 def _solved(name: str, files: str | None) -> Iterable[dict[str, str]]:
     """Yield a benchmark's problems as `prompt` and `completion`: a space and the reference solution."""
-    if name not in BENCHMARKS:
-        raise DataError(f"`rows` must be {HELD_OUT} or among {', '.join(BENCHMARKS)}; got {name!r}.")
+    if not isinstance(BENCHMARKS.get(name), GeneratedTask):
+        valid = ", ".join(known for known, task in BENCHMARKS.items() if isinstance(task, GeneratedTask))
+        raise DataError(f"`rows` must be {HELD_OUT} or among {valid}; got {name!r}.")
     for row in raw_problems(name, files):
         column = next((column for column in _SOLUTIONS if isinstance(row.get(column), str)), None)
         if column is None:
@@ -142,11 +144,16 @@ def _solved(name: str, files: str | None) -> Iterable[dict[str, str]]:
 def raw_problems(name: str, files: str | None, limit: int | None = None) -> Iterable[Mapping[str, Any]]:
     """Yield a benchmark's rows as they are published, from local files or from where the benchmark has them.
 
+    Nothing comes of a benchmark that is not answered by plain generation.
+
     Raises:
         DataError: for a row that cannot be read.
     """
+    task = find_task(name)
+    if not isinstance(task, GeneratedTask):
+        return
     if files is None:
-        yield from islice(BENCHMARKS[name].rows(limit), limit)
+        yield from islice(task.rows(limit), limit)
         return
     for row in islice(read_files([files]), limit):
         if isinstance(row.value, BadRow):

@@ -27,11 +27,13 @@ from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowAr
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic, Problems, Report
 from loopdropout_trainer.diagnostics.rows import Rows, load_rows, raw_problems
 from loopdropout_trainer.diagnostics.subjects import Subject, check_comparable, find_subjects
+from loopdropout_trainer.evaluation.answer_log import SettingsChangedError, write_atomically
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
-from loopdropout_trainer.evaluation.evaluator import all_processes, evaluate_benchmark
-from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError, settings_of, write_atomically
-from loopdropout_trainer.evaluation.run import load_model, model_identity
+from loopdropout_trainer.evaluation.evaluator import put_to
+from loopdropout_trainer.evaluation.loading import load_model, model_identity, one_line
+from loopdropout_trainer.evaluation.processes import all_processes
+from loopdropout_trainer.evaluation.subject import Subject as EvaluatedModel
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import RecipeError
@@ -142,7 +144,7 @@ class _Run:
         try:
             return [self._problems(name) for name in self.arguments.benchmarks]
         except (OSError, ValueError) as error:
-            raise RecipeError(" ".join(str(error).split())) from error
+            raise RecipeError(one_line(error)) from error
 
     def _problems(self, name: str) -> Problems:
         limit = self.arguments.benchmark_limit
@@ -152,7 +154,9 @@ class _Run:
         files = (self.arguments.benchmark_files or {}).get(name)
         benchmark = load_benchmark(name, files, limit)
         rows = list(raw_problems(name, files, limit))
-        columns = [column for column in self.arguments.group_by if all(row.get(column) is not None for row in rows)]
+        columns = [
+            column for column in self.arguments.group_by if rows and all(row.get(column) is not None for row in rows)
+        ]
         return Problems(benchmark, {column: [str(row[column]) for row in rows] for column in columns})
 
     # One subject.
@@ -171,6 +175,7 @@ class _Run:
             model, _ = load_model(arguments, adapter)
         identity = model_identity(arguments, model, adapter)
         context.model = model.to(self.processes.device)
+        self._note_benchmarks(context)
         found, todo = {}, []
         for diagnostic in self.diagnostics:
             path = self.folder / "parts" / diagnostic.name / f"{name}.json"
@@ -211,17 +216,34 @@ class _Run:
     def _measured_on(self, diagnostic: Diagnostic) -> dict[str, Any]:
         if diagnostic.needs == "rows":
             return {"rows": self.rows.identity}
-        benchmarks = [each.benchmark for each in self.problems]
-        names = ("problems_sha256", "max_new_tokens", "stop_strings")
-        return {
-            "benchmarks": {
-                each.name: {
-                    "num_problems": len(each.prompts),
-                    **{name: settings_of(each).get(name) for name in names},
-                }
-                for each in benchmarks
+        return {"benchmarks": self.benchmark_settings}
+
+    def _note_benchmarks(self, context: Context) -> None:
+        """Note what answers depend on beside the model, its depth and its gates, which are noted elsewhere."""
+        try:
+            settings = {
+                each.benchmark.name: each.benchmark.settings(self._evaluated(context)) for each in self.problems
             }
+        except ValueError as error:  # such as turns without a chat template
+            raise RecipeError(one_line(error)) from error
+        elsewhere = ("benchmark", "num_loops", "gates", "readout")
+        self.benchmark_settings = {
+            name: {key: value for key, value in found.items() if key not in elsewhere}
+            for name, found in settings.items()
         }
+
+    def _evaluated(self, context: Context) -> EvaluatedModel:
+        arguments = self.arguments
+        return EvaluatedModel(
+            context.model,
+            self.tokenizer,
+            arguments.benchmark_batch_size,
+            arguments.decoding,
+            apply_chat_template=arguments.apply_chat_template,
+            system_instruction=arguments.system_instruction,
+            max_new_tokens=arguments.max_new_tokens,
+            allow_code_execution=arguments.allow_code_execution,
+        )
 
     def _saved(self, path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
         """Return an earlier measurement of these settings, the same in every process."""
@@ -245,15 +267,8 @@ class _Run:
             with context.at_depth(depth), context.gated(gates), _paused(progress):
                 if progress is not None:
                     progress.console.print(f"{context.subject.method}: {problems.benchmark.name}, {label}")
-                return evaluate_benchmark(
-                    context.model,
-                    self.tokenizer,
-                    problems.benchmark,
-                    self.arguments.benchmark_batch_size,
-                    log_dir=folder / problems.benchmark.name / label,
-                    settings={**identity, "gates": gates},
-                    decoding=self.arguments.decoding,
-                )
+                answers = folder / problems.benchmark.name.replace("/", "_") / label
+                return put_to(self._evaluated(context), problems.benchmark, answers, {**identity, "gates_used": gates})
 
         return answer
 

@@ -144,6 +144,15 @@ _RC = {
 }
 
 
+def legend_above(figure: Any, axes: Any, columns: int | None = None) -> None:
+    """Put one legend for the whole figure above its axes, where it covers nothing; default: as many columns as fit."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        widest = 0.055 * max(map(len, labels)) + 0.55  # inches, at the legend's letters
+        columns = columns or max(1, int(figure.get_figwidth() / widest))
+        figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, len(labels)))
+
+
 def save_figure(figure: Any, path: str | Path, legend_of: Any = None) -> list[Path]:
     """Save a figure as PNG and as PDF.
 
@@ -155,11 +164,8 @@ def save_figure(figure: Any, path: str | Path, legend_of: Any = None) -> list[Pa
     Returns:
         The two paths.
     """
-    handles, labels = legend_of.get_legend_handles_labels() if legend_of is not None else ([], [])
-    if handles:
-        widest = 0.055 * max(map(len, labels)) + 0.55  # inches, at the legend's letters
-        columns = max(1, min(len(labels), int(figure.get_figwidth() / widest)))
-        figure.legend(handles, labels, loc="outside upper center", ncols=columns)
+    if legend_of is not None:
+        legend_above(figure, legend_of)
     paths = [Path(f"{path}.png"), Path(f"{path}.pdf")]
     for each in paths:
         # Without the date, the same numbers give the same file.
