@@ -91,11 +91,12 @@ class BenchmarkArguments:
     """What to answer by greedy generation."""
 
     benchmarks: list[str] | None = field(
-        default=None, metadata={"help": "Benchmarks to answer by greedy generation, such as `metamath_gsm8k`."}
+        default=None,
+        metadata={"help": "Benchmarks to answer, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval."},
     )
     benchmark_files: dict[str, str] | str | None = field(
         default=None,
-        metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."},
+        metadata={"help": "Local files or folders of benchmarks, as a mapping name: path (JSON on the command line)."},
     )
     benchmark_limit: int | None = field(
         default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
@@ -109,6 +110,15 @@ class BenchmarkArguments:
             "help": "How answers are decoded: `eager`, `compiled` (the same, with compiled steps) or `generate` "
             "(transformers' own)."
         },
+    )
+    apply_chat_template: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Ask every benchmark in turns of the chat template. Default: as each one's protocol has it."
+        },
+    )
+    system_instruction: str | None = field(
+        default=None, metadata={"help": "Text of a system turn, with `apply_chat_template: true`."}
     )
 
     def __post_init__(self):

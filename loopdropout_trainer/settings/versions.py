@@ -14,6 +14,7 @@ LIBRARIES = [
     "datasets",
     "evaluate",
     "tokenizers",
+    "lm-eval",
 ]
 
 
