@@ -229,9 +229,12 @@ def _depth_table(records: Sequence[Record]) -> dict[tuple[str, int, str, int], l
     """Return the scores in percent by benchmark, depth of training, method and depth of evaluation."""
     table: dict[tuple[str, int, str, int], list[float]] = {}
     for record in _plain(records):
+        if len({score.depth for score in record.scores}) < 2:  # runs that nobody evaluated at another depth
+            continue
         for score in record.scores:
             trained, percent = record.fields.get("num_loops"), score.percent()
-            if score.gates is None and score.depth and trained and percent is not None:
+            named = score.benchmark != "development" and score.gates is None
+            if named and score.depth and trained and percent is not None:
                 table.setdefault((score.benchmark, trained, record.method, score.depth), []).append(percent)
     return table
 
