@@ -12,6 +12,7 @@ from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.live_diagnostics import LiveDiagnosticsCallback
 
 
 class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
@@ -40,6 +41,8 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_places, self.data_collator)
         self.data_collator = functools.partial(_collate_completely, self.data_collator, find_looped_model(self.model))
+        if self.args.live_diagnostics_steps:
+            self.add_callback(LiveDiagnosticsCallback(self))
 
     @staticmethod
     def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
