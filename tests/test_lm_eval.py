@@ -143,6 +143,13 @@ def test_no_logits_of_the_prompt_are_computed_and_choices_share_a_row(tokenizer)
     assert (rows, heads) == ([1, 2], [1, 6])
 
 
+def test_the_batch_size_can_be_found(tokenizer):
+    model = adapted(varied(tiny_ouro()))
+    lm = LoopedLM(model, tokenizer=tokenizer, batch_size="auto", max_batch_size=4)
+    assert_same(numbers(lm), numbers(LoopedLM(model, tokenizer=tokenizer, batch_size=4)))
+    assert set(lm.batch_sizes.values()) == {4}
+
+
 def test_sampling_and_other_options_go_to_transformers_and_run_as_asked(tokenizer):
     model = adapted(varied(tiny_ouro()))
     lm = LoopedLM(model, tokenizer=tokenizer, batch_size=4, gates="0-0-0-0")
@@ -168,6 +175,7 @@ def test_what_a_model_does_not_have_is_refused_in_one_sentence(tokenizer):
     for fields, message in (
         ({"gates": "1-0"}, "`gates` must be a number for each of the 4 loops, such as 1-1-1-1; got '1-0'"),
         ({"gates": "1-x-0-0"}, "got '1-x-0-0'"),
+        ({"gates": "1-0-0-0"}, "the model has no adapter"),
         ({"readout": 5}, "`readout` must be one of the loops 1 to 4; got 5"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -124,7 +124,11 @@ def run_evaluation(
         with state.main_process_first():
             model, tokenizer = load_model(model_arguments, adapter)
         model.to(state.device)
-        subject = _subject(model, tokenizer, arguments)
+        gates = None if adapter is None else arguments.gates  # the model alone has nothing to multiply
+        try:
+            subject = Subject.of(model, tokenizer, arguments, gates=gates, readout=arguments.readout)
+        except ValueError as error:
+            raise RecipeError(one_line(error)) from error
         results[row] = _run_row(row, adapter, subject, benchmarks, model_arguments, arguments, report, state)
         del model, subject  # before the next one is loaded
     return results
@@ -175,24 +179,6 @@ def _run_row(
                 report.note(row, benchmark.name, time.perf_counter() - began, run_info)
         results.append(result)
     return results
-
-
-def _subject(model: nn.Module, tokenizer: Any, arguments: EvaluationArguments) -> Subject:
-    try:
-        return Subject(
-            model,
-            tokenizer,
-            arguments.benchmark_batch_size,
-            arguments.decoding,
-            arguments.gates,
-            arguments.readout,
-            arguments.apply_chat_template,
-            arguments.system_instruction,
-            arguments.max_new_tokens,
-            arguments.allow_code_execution,
-        )
-    except ValueError as error:
-        raise RecipeError(one_line(error)) from error
 
 
 def _from_main(state: PartialState, compute: Any) -> Any:
