@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,7 +137,9 @@ def test_prompts_budgets_and_references_of_real_problems():
     direct = load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl", limit=2)
     assert direct.prompts[1].startswith("Question: A robe takes") and direct.prompts[1].endswith("it take?\nAnswer:")
     assert direct.references[1].endswith("#### 3") and direct.max_new_tokens == 256
-    assert load_benchmark("arithmetic_hard", limit=2).references[0].count("\n") in (4, 5)
+    assert load_benchmark("arithmetic_hard", limit=2).references[0].count("\n") in (6, 7)
+    assert load_benchmark("arithmetic_wording", limit=2).prompts[0].startswith("Question: At first ")
+    assert int(re.search(r"\d+", load_benchmark("arithmetic_larger", limit=1).prompts[0])[0]) > 20
     own = make_benchmark("gsm8k", [{"question": "1 + 1?", "answer": "#### 2"}])
     assert (own.prompts, own.references) == (["Question: 1 + 1?\nAnswer:"], ["#### 2"])
 

@@ -36,7 +36,10 @@ class ModelArguments:
         default="sdpa", metadata={"help": "Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ..."}
     )
     chat_template: str | None = field(
-        default=None, metadata={"help": "Path of a Jinja chat template that replaces the tokenizer's own."}
+        default=None,
+        metadata={
+            "help": "Chat template instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file."
+        },
     )
 
     def __post_init__(self):
@@ -154,6 +157,13 @@ class RunArguments(BenchmarkArguments):
         default=0,
         metadata={
             "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+        },
+    )
+    depths: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Recurrence depths at which the first benchmark is answered after training, beside the training depth.",
+            "nargs": "+",
         },
     )
     merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})

@@ -29,6 +29,8 @@ from loopdropout_trainer.adapters import (
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import Place
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
+from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
+from loopdropout_trainer.models.strict_loading import checkpoint_names
 from loopdropout_trainer.saving.adapter_files import save_adapter_card
 from loopdropout_trainer.training.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
 from loopdropout_trainer.training.config import LoopDropoutArguments
@@ -353,13 +355,11 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
     num_loops = init_kwargs.get("num_loops")
     if num_loops is not None:
         check_num_loops(num_loops)
-    known = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+    given = {key: value for key, value in init_kwargs.items() if key != "num_loops"}
     try:
-        config = AutoConfig.from_pretrained(
-            model,
-            trust_remote_code=args.trust_remote_code,
-            **{key: init_kwargs[key] for key in known if key in init_kwargs},
-        )
+        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **given)
+        if isinstance(config, LoopedConfigMixin):
+            config.complete(lambda: checkpoint_names(model, **given))
     except OSError as error:
         raise ValueError(f"The model {model} cannot be loaded: {' '.join(str(error).split())}") from error
     if not hasattr(config, "num_loops"):

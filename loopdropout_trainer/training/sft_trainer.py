@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
+from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.live_diagnostics import LiveDiagnosticsCallback
 
 
 class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
@@ -38,10 +40,17 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
         super().__init__(*positional, **keywords)
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_places, self.data_collator)
+        self.data_collator = functools.partial(_collate_completely, self.data_collator, find_looped_model(self.model))
+        if self.args.live_diagnostics_steps:
+            self.add_callback(LiveDiagnosticsCallback(self))
 
     @staticmethod
     def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
         return [{args.dataset_text_field}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"}]
+
+
+def _collate_completely(collate, model: LoopedModelMixin, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    return model.complete_batch(collate(examples))
 
 
 def _collate_with_places(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:

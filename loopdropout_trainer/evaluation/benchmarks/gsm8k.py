@@ -36,6 +36,8 @@ BENCHMARKS = {
     "gsm8k": _task(from_hub("openai/gsm8k", "main")),
     "gsm8k_platinum": _task(from_hub("madrylab/gsm8k-platinum", "main")),
     "gsm_plus_mini": _task(from_hub("qintongli/GSM-Plus", split="testmini"), answer="solution"),
-    "arithmetic_test": _task(_arithmetic("test"), max_new_tokens=96),
-    "arithmetic_hard": _task(_arithmetic("hard"), max_new_tokens=96),
+    **{
+        f"arithmetic_{split}": _task(_arithmetic(split), max_new_tokens=80)
+        for split in ("test", "hard", "larger", "wording")
+    },
 }
