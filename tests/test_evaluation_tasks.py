@@ -325,6 +325,10 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
     deeper = [*first, "--num_loops", "2"]
     with pytest.raises(SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2.*NAME=PATH"):
         evaluate_script.main(deeper)
+    with pytest.raises(
+        SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2"
+    ):  # on another benchmark, too
+        evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--num_loops", "2"])
     evaluate_script.main([*deeper, "--adapter", "shallow=none"])
     evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--adapter", "none"])
     rows = load_rows(tmp_path / "evaluation.json")
