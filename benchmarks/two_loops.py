@@ -1,6 +1,7 @@
 """What dropping whole loops costs when there are only two: examples without an adapter, and noise of loss and gradient.
 
-    python benchmarks/two_loops.py             # writes benchmarks/results/two_loops.md; about ten minutes on one free core
+    python benchmarks/two_loops.py             # writes benchmarks/results/two_loops.md; some twenty minutes on one free core
+    python benchmarks/two_loops.py --seeds 0   # without training
 
 The small pretrained Ouro of the package learns arithmetic problems. First, at depths 2 and 4, at one fixed adapter and one
 fixed batch, gates are drawn many times: how far do loss and gradient scatter? Then the rules train at depth 2, from the same
@@ -121,7 +122,7 @@ def main() -> None:
             fixed.train()
             for label, *fields in RULES:
                 silent, deviation, noise = scatter(fixed, tuple(fields), options.draws)
-                trained = held_out(fields, options, folder) if num_loops == 2 else ""
+                trained = held_out(fields, options, folder) if num_loops == 2 and options.seeds > 1 else ""
                 rows.append(
                     f"| {num_loops} | {label} | {100 * silent:.1f}% | {deviation:.3f} | {noise:.2f} | {trained} |"
                 )
