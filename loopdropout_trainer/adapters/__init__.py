@@ -14,6 +14,7 @@ from loopdropout_trainer.adapters.gated import (
 )
 from loopdropout_trainer.adapters.loading import attach_adapter
 from loopdropout_trainer.adapters.lora_dropout import SparseLora
+from loopdropout_trainer.adapters.prepared import PreparedProjections
 from loopdropout_trainer.adapters.refusals import check_adapter, check_peft_config
 from loopdropout_trainer.adapters.weight_noise import NoisyLora
 
@@ -21,6 +22,7 @@ from loopdropout_trainer.adapters.weight_noise import NoisyLora
 __all__ = [
     "ADAPTER_KINDS",
     "NoisyLora",
+    "PreparedProjections",
     "SparseLora",
     "adapted_layers",
     "add_gates",
