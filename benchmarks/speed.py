@@ -46,7 +46,7 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, defaul
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import first_active_loops
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
-from loopdropout_trainer.plan import flops_per_token
+from loopdropout_trainer.runs.plan import flops_per_token
 
 
 NO_LEVER = {"remove_padding": False, "skip_frozen_loops": False, "fused_lora": False}

@@ -5,13 +5,13 @@ Importing this package registers the model families with transformers' Auto clas
 
 from loopdropout_trainer import models  # noqa: F401  (registers the families)
 from loopdropout_trainer.adapters import use_gates
-from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig
-from loopdropout_trainer.description import LoopDescription, check_loops, register_looped
-from loopdropout_trainer.dpo_trainer import LoopDropoutDPOTrainer
-from loopdropout_trainer.hub import merge_and_save, push_merged_to_hub
-from loopdropout_trainer.sampling import GateSamplingMixin, default_peft_config
-from loopdropout_trainer.saved_adapters import load_adapter
-from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.looped.described import LoopDescription, check_loops, register_looped
+from loopdropout_trainer.saving.adapter_files import load_adapter
+from loopdropout_trainer.saving.hub import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig
+from loopdropout_trainer.training.dpo_trainer import LoopDropoutDPOTrainer
+from loopdropout_trainer.training.gate_sampling import GateSamplingMixin, default_peft_config
+from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
 
 
 __version__ = "0.1.0"

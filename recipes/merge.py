@@ -17,9 +17,11 @@ from pathlib import Path
 from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.run import load_model
-from loopdropout_trainer.hub import PushError, RunFacts
-from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RecipeError, RunArguments, parse_recipe
-from loopdropout_trainer.saved_adapters import training_facts
+from loopdropout_trainer.saving.adapter_files import adapter_metadata
+from loopdropout_trainer.saving.cards import ModelCardFields
+from loopdropout_trainer.saving.hub import PushError
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
 @dataclass
@@ -34,12 +36,12 @@ class MergeArguments:
     hub_private_repo: bool | None = field(default=None, metadata={"help": "Whether a new repository is private."})
 
 
-def facts_of_run(adapter: Path, model: ModelArguments) -> RunFacts:
+def facts_of_run(adapter: Path, model: ModelArguments) -> ModelCardFields:
     """Return what the files beside an adapter tell about its training."""
-    trained = training_facts(adapter)
+    trained = adapter_metadata(adapter)
     recipe, results = adapter / "recipe.yaml", adapter / "results.json"
     scores = json.loads(results.read_text(encoding="utf-8"))["benchmarks"] if results.is_file() else {}
-    return RunFacts(
+    return ModelCardFields(
         base_model=model.base_name,
         rule=trained.get("rule"),
         p=trained.get("p"),

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loopdropout_trainer.recipe import RecipeError, parse_recipe
-from loopdropout_trainer.sweep import Sweep, SweepArguments, SweepError, sweep_command_line
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, sweep_command_line
+from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
 def main(argv: list[str] | None = None) -> None:

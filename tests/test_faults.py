@@ -22,17 +22,17 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.checkpoints import (
+from loopdropout_trainer.saving.adapter_files import adapter_metadata, load_adapter
+from loopdropout_trainer.saving.hub import PushError
+from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, settings_yaml
+from loopdropout_trainer.training.checkpoints import (
     CheckpointError,
     newest_whole_checkpoint,
     rotate_checkpoints,
     seal_checkpoint,
     why_broken,
 )
-from loopdropout_trainer.hub import PushError
-from loopdropout_trainer.recipe import RecipeError, load_recipe, settings_yaml
-from loopdropout_trainer.safe_run import NonFiniteLossError
-from loopdropout_trainer.saved_adapters import load_adapter, training_facts
+from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
 
 
 STEPS = 6
@@ -340,7 +340,7 @@ def test_resuming_with_another_adapter_base_or_depth_is_refused(finished, make_t
 def test_an_adapter_loads_at_another_depth_with_a_word_and_not_on_another_base(finished, tmp_path, caplog):
     folder, straight = finished
     checkpoint = folder / "checkpoint-6"
-    assert training_facts(checkpoint)["num_loops"] == 4
+    assert adapter_metadata(checkpoint)["num_loops"] == 4
     own_logger = logging.getLogger("loopdropout_trainer")
     own_logger.addHandler(caplog.handler)
     model = load_adapter(tiny_ouro(total_ut_steps=6), checkpoint, is_trainable=True)

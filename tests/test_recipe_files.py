@@ -6,16 +6,8 @@ import pytest
 import yaml
 
 from loopdropout_trainer import LoopDropoutConfig
-from loopdropout_trainer.recipe import (
-    TINY_OURO_PATH,
-    AdapterArguments,
-    ModelArguments,
-    RecipeError,
-    RunArguments,
-    load_recipe,
-    parse_recipe,
-    settings_yaml,
-)
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, parse_recipe, settings_yaml
 
 
 TYPES = (RunArguments, ModelArguments, AdapterArguments, LoopDropoutConfig)

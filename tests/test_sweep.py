@@ -14,8 +14,8 @@ import pytest
 from conftest import tiny_ouro
 from rich.console import Console
 
-from loopdropout_trainer.recipe import RecipeError, parse_recipe
-from loopdropout_trainer.sweep import Sweep, SweepArguments, SweepError, sweep_command_line
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, sweep_command_line
+from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"

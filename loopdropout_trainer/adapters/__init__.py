@@ -1,5 +1,6 @@
 """How a LoRA layer uses a gate; one file for each kind of layer that a rule can ask for by its `adapter`."""
 
+from loopdropout_trainer.adapters.compatibility import check_adapter, check_peft_config
 from loopdropout_trainer.adapters.gated import (
     ADAPTER_KINDS,
     adapted_layers,
@@ -9,19 +10,22 @@ from loopdropout_trainer.adapters.gated import (
     merged_update,
     physical_layers,
     remove_gates,
-    sole_trained_factors,
+    trained_lora_parameters,
     use_gates,
 )
+from loopdropout_trainer.adapters.learned import LearnedGatesLora
 from loopdropout_trainer.adapters.loading import attach_adapter
 from loopdropout_trainer.adapters.lora_dropout import SparseLora
+from loopdropout_trainer.adapters.per_loop import PerLoopLora
 from loopdropout_trainer.adapters.prepared import PreparedProjections
-from loopdropout_trainer.adapters.refusals import check_adapter, check_peft_config
 from loopdropout_trainer.adapters.weight_noise import NoisyLora
 
 
 __all__ = [
     "ADAPTER_KINDS",
+    "LearnedGatesLora",
     "NoisyLora",
+    "PerLoopLora",
     "PreparedProjections",
     "SparseLora",
     "adapted_layers",
@@ -34,6 +38,6 @@ __all__ = [
     "merged_update",
     "physical_layers",
     "remove_gates",
-    "sole_trained_factors",
+    "trained_lora_parameters",
     "use_gates",
 ]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from peft import PeftConfig, PeftModel
-from peft.utils import load_peft_weights
+from peft.utils import get_peft_model_state_dict, load_peft_weights
 from transformers import PreTrainedModel
 
-from loopdropout_trainer.adapters.gated import GatedLora, add_gates
-from loopdropout_trainer.adapters.learned import LearnedGatesLora
-from loopdropout_trainer.adapters.per_loop import PerLoopLora
+from loopdropout_trainer.adapters.gated import ADAPTER_KINDS, add_gates
 from loopdropout_trainer.looped import find_looped_model
 
 
 def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool = False) -> PeftModel:
-    """Put a saved adapter on a looped model: shared, independent for each loop, or with learned gates.
+    """Put a saved adapter of any kind on a looped model.
 
-    PEFT itself does that for shared adapters. It refuses independent ones, whose factors have another shape, and ignores
-    learned gates.
+    PEFT itself does that for adapters that have A and B only. It refuses those whose A and B have another shape, and ignores
+    parameters that it does not know.
 
     Args:
         model: looped model without adapter.
@@ -26,23 +25,24 @@ def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: boo
         is_trainable: False freezes it.
 
     Raises:
-        ValueError: if each loop has factors or a gate of its own, for another number of loops than the model runs.
+        ValueError: if tensors are missing, or not finite; or if each loop has factors or a gate of its own, for another
+            number of loops than the model runs.
     """
     config = PeftConfig.from_pretrained(str(folder))
     weights = load_peft_weights(str(folder), device="cpu")
-    kinds: dict[type[GatedLora], int] = {}  # number of loops that each was trained for
-    for name, weight in weights.items():
-        if weight.dim() == 3:
-            kinds[PerLoopLora] = len(weight)
-        elif name.endswith("lora_loop_gates"):
-            kinds[LearnedGatesLora] = len(weight)
-    if not kinds:
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+    check_finite(weights, folder)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    depths = {kind: kind.saved_num_loops(shapes) for kind in ADAPTER_KINDS.values()}
+    depths = {kind: depth for kind, depth in depths.items() if depth is not None}
+    if not depths:
+        peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+        check_complete(peft_model, weights, folder)
+        return peft_model
 
     num_loops = find_looped_model(model).config.num_loops
     config.inference_mode = not is_trainable
     peft_model = PeftModel(model, config)
-    for kind, trained_for in kinds.items():
+    for kind, trained_for in depths.items():
         if trained_for != num_loops:
             raise ValueError(
                 f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}: set "
@@ -53,5 +53,34 @@ def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: boo
     for name, parameter in peft_model.named_parameters():
         if "lora_" in name:
             parameter.requires_grad_(is_trainable)
+    check_complete(peft_model, weights, folder)
     add_gates(peft_model)
     return peft_model.eval()
+
+
+def check_finite(weights: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """Refuse an adapter without tensors, or with one that holds NaN or infinity.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not weights:
+        raise ValueError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
+    for name, weight in weights.items():
+        if not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"The adapter in {folder} is damaged: `{name}` holds numbers that are NaN or infinite.")
+
+
+def check_complete(peft_model: PeftModel, weights: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """Refuse an adapter whose tensors are not exactly those that its configuration describes.
+
+    Raises:
+        ValueError: naming the first that is missing or unknown.
+    """
+    expected = set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
+    for found, others, what in ((expected, weights, "lacks"), (weights, expected, "has an unknown tensor,")):
+        if missing := sorted(set(found) - set(others)):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(
+                f"The adapter in {folder} does not fit its adapter_config.json: it {what} `{missing[0]}`{more}."
+            )

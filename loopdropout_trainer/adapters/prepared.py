@@ -55,12 +55,10 @@ class PreparedProjections:
 
     def __call__(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
         """Return the outputs [..., out_i] of x [..., in], or what would be returned without this."""
-        state = self.state
-        prepares = not (
-            torch.is_grad_enabled() or torch.compiler.is_compiling() or state.frozen or state.part is not None
-        )
-        if prepares and not (state.gates is not None and state.gates.dim() == 3):
-            unit = state.gates is None and state.learned is None
+        state, step = self.state, self.state.step
+        without_gradient = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        if without_gradient and not (step.frozen or step.tokens is not None or state.plan.per_module):
+            unit = state.gates is None
             key = (id(layers[0]), unit)
             if key not in self._made:
                 self._made[key] = _Matrix.of(layers, state, unit)

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
-from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, RunArguments, parse_recipe
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.recipe import parse_recipe
 
 
 @dataclass

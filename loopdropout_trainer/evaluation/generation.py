@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 def generate_greedy(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int,
     batch_size: int = 16,
     stop_strings: Sequence[str] = (),
@@ -44,7 +44,7 @@ def generate_greedy(
     Args:
         model: looped causal language model, with or without an adapter. It is put back into training if it was in it.
         tokenizer: of the model; it is not changed, whatever its padding side, with or without a padding token.
-        prompts: tokenized as the tokenizer does by default, as in training.
+        prompts: texts, tokenized as the tokenizer does by default, as in training; or token ids.
         max_new_tokens: most tokens of a completion.
         batch_size: rows that are generated together.
         stop_strings: a completion ends before the earliest of them, and at an end token of the tokenizer or the model.
@@ -70,7 +70,7 @@ def generate_greedy(
 def generate_batches(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int,
     batch_size: int = 16,
     stop_strings: Sequence[str] = (),
@@ -83,7 +83,7 @@ def generate_batches(
     """
     if decoding not in DECODINGS:
         raise ValueError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
-    token_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     for index, ids in enumerate(token_ids):
         if not ids:
             raise ValueError(f"Prompt {index} has no tokens; there is nothing to continue.")

@@ -1,17 +1,19 @@
 """What every looped model does the same way, whatever its layers look like: the driver of its K loops, and its head.
 
-    h_0 = begin(embeddings);   h_t = one_loop(h_{t-1}), t = 1..K;   readout of loop t = read_out(h_t);   logits = head(last)
+    h_0 = run_prelude(embeddings);  h_t = recurrent_step(h_{t-1}), t = 1..K;  r_t = readout(h_t);  logits = head(r_K)
 
-A family supplies `begin`, `one_loop` and `read_out`; the driver is `LoopedBackbone.run_loops`.
+A family supplies `run_prelude`, `recurrent_step` and `readout`; the driver is `LoopedBackbone.run_loops`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -19,15 +21,16 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, Part, check_num_loops
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
 from loopdropout_trainer.models.attention import Lengths
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.packed_loops import PackedLoops
 from loopdropout_trainer.models.packing import find_packing
 from loopdropout_trainer.models.recomputation import recomputation
+from loopdropout_trainer.models.strict_loading import check_weights
 
 
 logger = logging.get_logger(__name__)
@@ -55,11 +58,14 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
 class LoopedConfigMixin:
     """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`).
 
-    `backprop_depth` is the number of last loops that gradients flow through; None: all of them.
+    `backprop_depth` is the number of last loops that gradients flow through; None: all of them. A family also says how often
+    its attention layers run in all, as the property `num_layer_runs`.
     """
 
     # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
     auto_map = {}
+    # Other programs that read the family's checkpoints, and how: a command with {name}, for the card of a merged model.
+    served_by: ClassVar[dict[str, str]] = {}
 
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):
@@ -67,6 +73,13 @@ class LoopedConfigMixin:
         if name == "backprop_depth" and value is not None:
             check_num_loops(value, name)
         super().__setattr__(name, value)
+
+    def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:
+        """Fill in what the hub's fields leave open and the names of the checkpoint's tensors tell; nothing by default.
+
+        Args:
+            weight_names: returns them, or None if they are not to be had.
+        """
 
     def to_diff_dict(self) -> dict:
         """Return what is saved; a `backprop_depth` that was never set is not."""
@@ -76,22 +89,27 @@ class LoopedConfigMixin:
         return fields
 
 
+def every_run(layer: type[nn.Module]) -> OutputRecorder:
+    """Return what records the hidden states of a layer in every loop: `config.num_layer_runs` of them and the first."""
+    recorder = OutputRecorder(layer)
+    recorder.num_hidden_layers_key = "num_layer_runs"
+    return recorder
+
+
 class RecurrentLayer(GradientCheckpointingLayer):
     """A transformer layer that may be part of the loop. A subclass defines `layer_forward`.
 
-    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loop), the packed tokens that they
-    are (None: rows), and what `layer_forward` takes.
+    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loops), and what `layer_forward`
+    takes.
     """
 
     loop_state: LoopState
     compiled_forward: Callable[..., torch.Tensor] | None = None  # `layer_forward`, compiled, for training
 
-    def forward(
-        self, hidden_states: torch.Tensor, loop: int | None = None, part: Part | None = None, **kwargs
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, step: LoopStep | None = None, **kwargs) -> torch.Tensor:
         # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
-        if loop is not None:
-            self.loop_state.announce(loop, part)
+        if step is not None:
+            self.loop_state.announce(step)
         if self.compiled_forward is not None and self.training:
             return self.compiled_forward(self, hidden_states, **kwargs)
         return self.layer_forward(hidden_states, **kwargs)
@@ -111,6 +129,17 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        # Here, since the loading report of `from_pretrained` comes after fresh weights, and not for every way to load.
+        source = load_config.pretrained_model_name_or_path or "the state dict"
+        check_weights(model, loading_info, source, load_config.ignore_mismatched_sizes)
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def describe_weights(self, names: Collection[str]) -> str | None:
+        """Return a sentence on whose weights have these names, if they are known."""
+        return None
+
     @property
     def can_pack(self) -> bool:
         return self.config._attn_implementation in ("sdpa", "eager")
@@ -123,7 +152,7 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         layers = [module for module in self.modules() if isinstance(module, RecurrentLayer)]
         compiled = {cls: torch.compile(cls.layer_forward, dynamic=True) for cls in set(map(type, layers))}
         for layer in layers:
-            layer.__dict__["compiled_forward"] = compiled[type(layer)]
+            layer.compiled_forward = compiled[type(layer)]
         return True
 
     def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
@@ -154,7 +183,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     """The looped model without its head: embeddings, what runs before the loop, K loops, what makes their readouts.
 
     Class attributes:
-        readout_attends: whether `read_out` runs attention layers, which hold keys of the final loop only.
+        readout_attends: whether `readout` runs attention layers, which hold keys of the final loop only.
     """
 
     readout_attends = False
@@ -179,15 +208,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """Return the cosines and sines of the positions, in the form that the family's attention takes."""
         return self.rotary_emb(embeddings, position_ids)
 
-    def begin(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
         """Return the first loop's inputs; those given hold the embeddings [B, S, H] as their state."""
         return inputs if initial_state is None else replace(inputs, state=initial_state.to(inputs.state))
 
-    def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         """Return the state [B, S, H] after loop `loop`, from the state before it and what else `inputs` holds."""
         raise NotImplementedError
 
-    def read_out(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         """Return the head-ready hidden state [B, S, H] of a loop's state; the state carried on is another matter."""
         return inputs.state
 
@@ -199,12 +228,12 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
         The loops before the last `config.backprop_depth` run without gradient; so do those of packed examples before their
-        first active gate, where `LoopState.factors` allows it.
+        first active gate, where the training policy allows it.
 
         Args:
             inputs: of the first loop.
             cache: with one slot for every (loop, layer), or None; `use_cache`: whether layers write to it.
-            keep_states: whether the state of every loop is wanted; not of packed examples.
+            keep_states: whether to return the state of every loop; not of packed examples.
 
         Returns:
             The inputs with the final state; and the K states [B, S, H] in order if `keep_states`, else nothing.
@@ -213,24 +242,30 @@ class LoopedBackbone(LoopedPreTrainedModel):
         first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
         _, num_inside = self.layer_counts()
         packed = self._packed_loops(inputs) if inputs.packing is not None else None
-        states = []
+        plan, prepared, states = self.loop_state.plan, {}, []
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * num_inside)
-            one_loop = functools.partial(self.one_loop, loop=loop, past_key_values=view, use_cache=use_cache)
+            recurrent_step = functools.partial(
+                self.recurrent_step, loop=loop, past_key_values=view, use_cache=use_cache
+            )
             with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
                 if packed is not None:
-                    packed.run(one_loop, loop)
+                    packed.run(recurrent_step, loop)
                     continue
-                self.loop_state.announce(loop)  # for what runs outside of a layer; layers announce it themselves
-                inputs = replace(inputs, state=one_loop(inputs))
+                step = plan.step(loop, inputs.state.device, prepared=prepared)
+                self.loop_state.announce(step)  # for what runs outside of a layer; layers announce it themselves
+                inputs = replace(inputs, state=recurrent_step(replace(inputs, step=step)))
             if keep_states:
                 states.append(inputs.state)
         return inputs if packed is None else packed.finish(), states
 
     def _packed_loops(self, inputs: LoopInputs) -> PackedLoops:
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
-        may_wait = torch.is_grad_enabled() and self.loop_state.factors is not None and not needs_gradient
-        return PackedLoops(inputs, self.loop_state, functools.partial(self._packed_mask, inputs.state), may_wait)
+        may_wait = torch.is_grad_enabled() and not needs_gradient
+        lora_parameters = self.training_policy.lora_parameters if may_wait else None
+        return PackedLoops(
+            inputs, self.loop_state, functools.partial(self._packed_mask, inputs.state), lora_parameters
+        )
 
     def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
@@ -242,7 +277,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def _pack(self, inputs: LoopInputs, token_mask: torch.Tensor | None) -> LoopInputs:
         """Return the inputs with their examples in one row, without padding."""
-        packing = find_packing(inputs.state.shape[:2], token_mask, inputs.position_ids, self.loop_state.segments)
+        packing = find_packing(inputs.state.shape[:2], token_mask, inputs.position_ids, self.loop_state.plan.segments)
         return replace(
             inputs,
             state=packing.pack(inputs.state),
@@ -271,7 +306,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
             input_ids, inputs_embeds: exactly one of [B, S] token ids and [B, S, H] embeddings.
             attention_mask: [B, cached + S], 0 on padding, on either side.
             position_ids: [B, S]; default: counted from the first token that is not padding. Without an attention mask,
-                positions that start again at 0 mark packed examples, which then attend to themselves only.
+                positions that do not count on by one mark packed examples, which then attend to themselves only.
             past_key_values: cache with one slot for every (loop, layer); missing slots are added.
             use_cache: default `config.use_cache`, and False in training or with `output_readouts`.
             initial_state: [B, S, H] that the first loop starts from; default: the family's own.
@@ -280,11 +315,40 @@ class LoopedBackbone(LoopedPreTrainedModel):
         Raises:
             ValueError: for inputs that exclude each other or do not fit.
         """
+        embeddings = self._embed(input_ids, inputs_embeds, initial_state)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not output_readouts
+        cache = self._fit_cache(past_key_values, use_cache, output_readouts)
+        packs = cache is None and not output_readouts and self._may_pack(embeddings, attention_mask, kwargs)
+        inputs = self._loop_inputs(embeddings, attention_mask, position_ids, cache, packs, kwargs)
+        self.loop_state.announce(LoopStep(tokens=inputs.packing.tokens() if packs else None))  # for initial states
+
+        outside = {"past_key_values": cache, "use_cache": use_cache}
+        inputs = self.run_prelude(inputs, initial_state, **outside)
+        with recomputation(self.recomputes_pointwise and self.training):
+            inputs, states = self.run_loops(inputs, cache, use_cache, output_readouts)
+        readouts = [self.readout(replace(inputs, state=state), **outside) for state in states]
+        last = readouts[-1] if output_readouts else self.readout(inputs, **outside)
+        self.loop_state.announce(self.loop_state.plan.step(0))  # what belongs to this pass ends with it
+        return LoopedModelOutput(
+            last_hidden_state=inputs.packing.unpack(last) if packs else last,
+            past_key_values=cache,
+            readouts=tuple(readouts) if output_readouts else None,
+            loop_states=tuple(states) if output_readouts else None,
+        )
+
+    def _embed(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        initial_state: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the embeddings [B, S, H] of checked inputs."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-            if self.loop_state.factors is not None and inputs_embeds.is_leaf:
+            if self.training_policy.lora_parameters is not None and inputs_embeds.is_leaf:
                 # PEFT and TRL make the embeddings require a gradient that nothing uses, for reentrant checkpointing.
                 inputs_embeds = inputs_embeds.detach()
         if initial_state is not None and initial_state.shape != inputs_embeds.shape:
@@ -292,35 +356,48 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 f"`initial_state` must have the shape [B, S, H] = {list(inputs_embeds.shape)} of this call's tokens; got "
                 f"{list(initial_state.shape)}."
             )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not output_readouts
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        if output_readouts and self.readout_attends and past_key_values is not None:
+        return inputs_embeds
+
+    def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
+        """Return the cache to use, with all the slots that the model needs; None: none."""
+        if cache is None:
+            if not use_cache:
+                return None
+            cache = DynamicCache()
+        if output_readouts and self.readout_attends:
             raise ValueError(
                 f"`output_readouts` cannot be combined with a cache in {type(self).__name__}: the layers behind the loop "
                 "cache the final loop's keys only. Set `use_cache=False`, or `config.num_loops` to the loop wanted."
             )
         num_outside, num_inside = self.layer_counts()
-        if past_key_values is not None:
-            fit_cache(past_key_values, num_outside + self.config.num_loops * num_inside)
+        fit_cache(cache, num_outside + self.config.num_loops * num_inside)
+        return cache
 
+    def _may_pack(self, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, options: dict) -> bool:
+        """Return whether this batch's examples run packed in one row: if nothing is asked of their rows."""
+        if not (self.training_policy.packs and self.can_pack):
+            return False
+        records = ("output_hidden_states", "output_attentions")
+        if any(options.get(name, getattr(self.config, name, False)) for name in records):
+            return False
+        return attention_mask is None or (
+            torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
+        )
+
+    def _loop_inputs(
+        self,
+        embeddings: torch.Tensor,
+        attention_mask: torch.Tensor | dict | None,
+        position_ids: torch.Tensor | None,
+        cache: Cache | None,
+        packs: bool,
+        attention_kwargs: dict,
+    ) -> LoopInputs:
+        """Return what the prelude reads: embeddings [B, S, H] with their positions and mask, packed if `packs`."""
         token_mask = attention_mask if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 else None
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = _positions(inputs_embeds, token_mask, seen)
-        recorded = any(
-            kwargs.get(name, getattr(self.config, name, False))
-            for name in ("output_hidden_states", "output_attentions")
-        )
-        maskable = attention_mask is None or (token_mask is not None and token_mask.shape == inputs_embeds.shape[:2])
-        packs = (
-            self.loop_state.pack
-            and self.can_pack
-            and maskable
-            and past_key_values is None
-            and not (output_readouts or recorded)
-        )
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = _positions(embeddings, token_mask, seen)
         if packs:
             causal_mask = None
         elif isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
@@ -328,35 +405,19 @@ class LoopedBackbone(LoopedPreTrainedModel):
         else:
             causal_mask = create_causal_mask(
                 config=self.config,
-                inputs_embeds=inputs_embeds,
+                inputs_embeds=embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                past_key_values=cache,
                 position_ids=position_ids,
             )
         inputs = LoopInputs(
-            state=inputs_embeds,
+            state=embeddings,
             attention_mask=causal_mask,
             position_ids=position_ids,
-            position_embeddings=self.rotate(inputs_embeds, position_ids),
-            attention_kwargs=kwargs,
+            position_embeddings=self.rotate(embeddings, position_ids),
+            attention_kwargs=attention_kwargs,
         )
-        self.loop_state.announce(0)
-        if packs:
-            inputs = self._pack(inputs, token_mask)
-            self.loop_state.announce(0, inputs.packing.part(self.loop_state, 0))
-        outside = {"past_key_values": past_key_values, "use_cache": use_cache}
-        inputs = self.begin(inputs, initial_state, **outside)
-        with recomputation(self.recomputes_pointwise and self.training):
-            inputs, states = self.run_loops(inputs, past_key_values, use_cache, output_readouts)
-        if output_readouts:
-            readouts = tuple(self.read_out(replace(inputs, state=state), **outside) for state in states)
-        last_hidden_state = readouts[-1] if output_readouts else self.read_out(inputs, **outside)
-        return LoopedModelOutput(
-            last_hidden_state=last_hidden_state if not packs else inputs.packing.unpack(last_hidden_state),
-            past_key_values=past_key_values,
-            readouts=readouts if output_readouts else None,
-            loop_states=tuple(states) if output_readouts else None,
-        )
+        return self._pack(inputs, token_mask) if packs else inputs
 
 
 def _positions(embeddings: torch.Tensor, token_mask: torch.Tensor | None, seen: int) -> torch.Tensor:
@@ -397,6 +458,25 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     @property
     def loop_state(self) -> LoopState:
         return self.base_model.loop_state
+
+    @property
+    def training_policy(self) -> TrainingPolicy:
+        return self.base_model.training_policy
+
+    @training_policy.setter
+    def training_policy(self, policy: TrainingPolicy) -> None:
+        self.base_model.training_policy = policy
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refuse what `generate_batch` begins with.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "Continuous batching has one paged cache for each layer, and a looped model needs one for each loop of it: use "
+            "`generate`, or `loopdropout_trainer.evaluation.generate_greedy`, which packs prompts of all lengths."
+        )
 
     @can_return_tuple
     def forward(

@@ -29,6 +29,7 @@ from loopdropout_trainer.models.looped_modeling import (
     LoopedForCausalLM,
     LoopedPreTrainedModel,
     RecurrentLayer,
+    every_run,
 )
 from loopdropout_trainer.models.loopus.configuration_loopus import LoopusConfig
 
@@ -86,7 +87,7 @@ class LoopusStack(nn.Module):
     def run(self, hidden_states: torch.Tensor, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         """Return the hidden states [B, S, H] after all layers."""
         for layer in self.layers:
-            hidden_states = layer(hidden_states, **inputs.of_layer(), **layer_kwargs)
+            hidden_states = layer(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
         return hidden_states
 
 
@@ -95,7 +96,7 @@ class LoopusPreTrainedModel(LoopedPreTrainedModel):
     config_class = LoopusConfig
     base_model_prefix = "model"
     _no_split_modules = ["LoopusLayer"]
-    _can_record_outputs = {"hidden_states": LoopusLayer, "attentions": SelfAttention}
+    _can_record_outputs = {"hidden_states": every_run(LoopusLayer), "attentions": SelfAttention}
     _keep_in_fp32_modules_strict = ["reasoning.gate", "q_head", "model.reasoning.gate", "model.q_head"]
     _keep_in_fp32_modules = _keep_in_fp32_modules_strict  # what quantisers leave alone, by names from the root
 
@@ -152,15 +153,15 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
     def layer_counts(self) -> tuple[int, int]:
         return len(self.encoder.layers) + len(self.decoder.layers), len(self.reasoning.layers)
 
-    def begin(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
         encoded = self.encoder.run(inputs.state, inputs, **layer_kwargs)
-        return super().begin(replace(inputs, state=encoded), initial_state)
+        return super().run_prelude(replace(inputs, state=encoded), initial_state)
 
-    def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
-        answer = self.reasoning.run(inputs.state, inputs, loop=loop, **layer_kwargs)
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+        answer = self.reasoning.run(inputs.state, inputs, **layer_kwargs)
         return self.reasoning.gate(answer, inputs.state)
 
-    def read_out(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         return self.decoder.norm(self.decoder.run(inputs.state, inputs, **layer_kwargs))
 
     def halting_probabilities(

@@ -30,6 +30,9 @@ class OuroConfig(LoopedConfigMixin, PreTrainedConfig):
     }
     attention_bias = False  # Ouro has none
     default_theta = 1_000_000.0
+    served_by = {  # vLLM 0.27 has it no longer; its reader takes the config's class from the base's code
+        "vLLM, in releases up to 0.26": "vllm serve {name} --trust-remote-code"
+    }
 
     vocab_size: int = 49152
     hidden_size: int = 2048
@@ -67,6 +70,11 @@ class OuroConfig(LoopedConfigMixin, PreTrainedConfig):
         if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
             raise ValueError("Only full attention is implemented for Ouro; set `use_sliding_window` to false.")
         super().__post_init__(**kwargs)
+
+    @property
+    def num_layer_runs(self) -> int:
+        """How often an attention layer runs in a forward pass."""
+        return self.num_loops * self.num_hidden_layers
 
     def to_diff_dict(self) -> dict:
         """Return what is saved: RoPE and dtype also under the names that readers other than transformers 5 know."""

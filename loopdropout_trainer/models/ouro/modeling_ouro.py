@@ -22,6 +22,7 @@ from loopdropout_trainer.models.looped_modeling import (
     LoopedForCausalLM,
     LoopedPreTrainedModel,
     RecurrentLayer,
+    every_run,
 )
 from loopdropout_trainer.models.ouro.configuration_ouro import OuroConfig
 from loopdropout_trainer.models.recomputation import recomputable
@@ -58,7 +59,7 @@ class OuroPreTrainedModel(LoopedPreTrainedModel):
     config_class = OuroConfig
     base_model_prefix = "model"
     _no_split_modules = ["OuroDecoderLayer"]
-    _can_record_outputs = {"hidden_states": OuroDecoderLayer, "attentions": SelfAttention}
+    _can_record_outputs = {"hidden_states": every_run(OuroDecoderLayer), "attentions": SelfAttention}
 
 
 class OuroModel(OuroPreTrainedModel, LoopedBackbone):
@@ -81,10 +82,10 @@ class OuroModel(OuroPreTrainedModel, LoopedBackbone):
     def layer_counts(self) -> tuple[int, int]:
         return 0, len(self.layers)
 
-    def one_loop(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         hidden_states = inputs.state
         for layer in self.layers:
-            hidden_states = layer(hidden_states, loop=loop, **inputs.of_layer(), **layer_kwargs)
+            hidden_states = layer(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
         return self.norm(hidden_states)
 
     def exit_distribution(self, readouts: tuple[torch.Tensor, ...]) -> torch.Tensor:

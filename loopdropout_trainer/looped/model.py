@@ -1,0 +1,115 @@
+"""What is known of a looped model: which modules recur, how deep it runs, how each loop is read out; and how to find it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from loopdropout_trainer.looped.state import LoopState
+
+
+class NotLoopedError(ValueError):
+    """The model has no recurrent block that announces its loops."""
+
+
+@dataclass(frozen=True)
+class TrainingPolicy:
+    """How a model may run the micro-batch of a training step; the result is the same, in less time and memory.
+
+    Attributes:
+        packs: whether the examples of a batch may run packed in one row, without their padding.
+        lora_parameters: the adapter's trained parameters, if nothing else is trained; a packed micro-batch's loops before an
+            example's first active gate may then run as the frozen model, without gradient. None: all loops run alike.
+    """
+
+    packs: bool = False
+    lora_parameters: tuple[nn.Parameter, ...] | None = None
+
+
+class LoopedModelMixin:
+    """What is known of a looped model: which modules recur, which loop runs, how deep it runs, how it is read out.
+
+    A model class of one's own subclasses this; one that belongs to others gets a `LoopDescription`. The model reads its
+    depth from `config.num_loops` at every forward call, and announces every loop on `loop_state`, inside the recurrent
+    layers' checkpointed `forward`.
+    """
+
+    loop_state: LoopState
+    config: PreTrainedConfig
+    training_policy = TrainingPolicy()  # written by the trainer, for the time of a training step
+    can_pack = False  # whether the model does what a `TrainingPolicy` allows
+    trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
+
+    def recurrent_linears(self) -> list[str]:
+        """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""
+        raise NotImplementedError
+
+    def loop_readouts(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
+        raise NotImplementedError
+
+    def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a collated batch of examples with what else the model reads of it; by default nothing."""
+        return batch
+
+    def recompute_pointwise(self, enabled: bool = True) -> None:
+        """In training, compute norms and activations once more in the backward pass instead of keeping their results.
+
+        Raises:
+            ValueError: if the model cannot.
+        """
+        if enabled:
+            raise ValueError(
+                f"`recompute_pointwise` needs a model class of this package, and {type(self).__name__} is not one: set it to "
+                "false."
+            )
+
+    def compile_layers(self) -> bool:
+        """Compile the repeated layer, for training: one program for all its runs. Return whether the model can do that."""
+        return False
+
+
+def project(x: torch.Tensor, *linears: nn.Module) -> Sequence[torch.Tensor]:
+    """Return the linear maps of one input [..., in], each [..., out].
+
+    What adapts them may compute them together: a callable `project_together(x, linears)` on the first, which returns their
+    outputs, or None to leave them alone.
+    """
+    together = getattr(linears[0], "project_together", None)
+    outputs = None if together is None else together(x, linears)
+    return [linear(x) for linear in linears] if outputs is None else outputs
+
+
+def find_looped_model(model: nn.Module) -> LoopedModelMixin:
+    """Return the looped model inside PEFT, DDP or other wrappers.
+
+    Raises:
+        NotLoopedError: if there is none.
+    """
+    found = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
+    if found is None:
+        raise NotLoopedError(
+            f"{type(model).__name__} is not a looped model: nothing in it announces its loops. Loop Dropout needs a model "
+            "that applies one block several times, such as `model_type: ouro`, or one that was built after "
+            "`register_looped` described its class."
+        )
+    return found
+
+
+def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
+    """Return `num_loops` if it is a usable recurrence depth K.
+
+    Raises:
+        ValueError: if it is not a positive whole number.
+    """
+    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
+        raise ValueError(
+            f"`{name}` is the number of loops K and must be a whole number of at least 1; got {num_loops!r}."
+        )
+    return num_loops

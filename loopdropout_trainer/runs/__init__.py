@@ -1,0 +1,1 @@
+"""What surrounds a training: the plan before it, the result after it, and sweeps of many."""

@@ -1,0 +1,168 @@
+"""What a training run is about to do: model, depth, rule, parameters, steps, tokens, and an estimate of the work.
+
+Work per token, in floating-point operations (a multiply and an add are two):
+
+    forward   2 (K N + M + K R)
+    backward  2 (K N + M) + 4 K R
+
+N weights of the linear layers inside the recurrent block, run K times; M weights of the linear layers outside, run once;
+R weights of the adapter. Frozen weights need no weight gradients, only input gradients: their backward pass costs as much
+as their forward pass, that of the adapter twice as much. Left out: attention scores, norms, embeddings, recomputation
+by gradient checkpointing, padding, and what loops without an active adapter save.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from loopdropout_trainer.data import LoadedData
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.training.config import LoopDropoutConfig
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A training run before it starts; `print` shows it as a table.
+
+    Attributes:
+        model: name; `num_loops`: recurrence depth K; `parameters`: of the frozen model.
+        rule, p: how gates are drawn; `trainable_parameters`: of the adapter.
+        examples, tokens: of the training data, each counted once.
+        batch_size: examples in an optimizer step, over all processes.
+        steps, epochs: of the run.
+        flops_per_token: estimate by the formula of this module.
+    """
+
+    model: str
+    num_loops: int
+    parameters: int
+    rule: str
+    p: float | list[float] | None
+    trainable_parameters: int
+    examples: int
+    tokens: int
+    batch_size: int
+    steps: int
+    epochs: float
+    learning_rate: float
+    seed: int
+    flops_per_token: float
+    data: str = ""
+
+    @property
+    def flops(self) -> float:
+        """Estimated floating-point operations of the whole run."""
+        return self.flops_per_token * self.tokens * self.epochs
+
+    def __str__(self) -> str:
+        rule = self.rule if self.p is None else f"{self.rule}, p = {self.p}"
+        share = 100 * self.trainable_parameters / self.parameters
+        lines = {
+            "model": f"{self.model}, {self.parameters:,} parameters, K = {self.num_loops} loops",
+            "rule": rule,
+            "adapter": f"{self.trainable_parameters:,} trainable parameters ({share:.2f}%)",
+            "data": self.data,
+            "examples": f"{self.examples:,} with {self.tokens:,} tokens, {self.tokens / self.examples:.0f} in the mean",
+            "steps": f"{self.steps:,} of {self.batch_size:,} examples ({self.epochs:.4g} epochs)",
+            "learning rate": f"{self.learning_rate:g}, seed {self.seed}",
+            "work": f"{_with_unit(self.flops_per_token)} a token, {_with_unit(self.flops)} in all (estimate)",
+        }
+        width = max(map(len, lines))
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text)
+
+
+def plan_run(
+    model: PreTrainedConfig | PreTrainedModel | PeftModel,
+    data: LoadedData,
+    config: LoopDropoutConfig,
+    peft_config: PeftConfig | None = None,
+    model_name: str | None = None,
+) -> RunPlan:
+    """Work out what a run will do, without loading weights or taking a step.
+
+    Args:
+        model: looped model with or without its adapter, or only its config with the depth that it will run at.
+        data: as loaded for the run.
+        config: training arguments.
+        peft_config: the adapter; default: the one that `model` has.
+        model_name: to be printed; default: the name in its config.
+    """
+    if isinstance(model, PeftModel):
+        peft_config = model.peft_config[model.active_adapter]
+    model_config = model if isinstance(model, PreTrainedConfig) else find_looped_model(model).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+        model = find_looped_model(model if peft_config is None else get_peft_model(model, peft_config))
+    adapter = sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
+
+    num_loops = model.config.num_loops
+    rule = config.make_rule()
+    steps_per_epoch, steps = num_steps(len(data.train), config)
+    return RunPlan(
+        model=model_name or model.config.name_or_path,
+        num_loops=num_loops,
+        parameters=sum(p.numel() for name, p in model.named_parameters() if not _is_adapter(name)),
+        rule=config.rule,
+        p=config.p,
+        trainable_parameters={"per_loop": num_loops * adapter, "learned": num_loops + adapter}.get(
+            rule.adapter, adapter
+        ),
+        examples=len(data.train),
+        tokens=data.report.train_tokens,
+        batch_size=config.train_batch_size * config.gradient_accumulation_steps * config.world_size,
+        steps=steps,
+        epochs=steps / steps_per_epoch,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+        flops_per_token=rule.passes * flops_per_token(model),
+        data=data.description,
+    )
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Return the work of one forward and one backward pass of a looped model with its adapter, in FLOP per token."""
+    model = find_looped_model(model)
+    inside, outside = _linear_weights(model)
+    adapter = sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
+    num_loops = model.config.num_loops
+    return 4 * (num_loops * inside + outside) + 6 * num_loops * adapter
+
+
+def num_steps(num_examples: int, config: LoopDropoutConfig) -> tuple[int, int]:
+    """Return the optimizer steps of one epoch and of the whole run, as transformers' Trainer counts them."""
+    batches = math.ceil(math.ceil(num_examples / config.train_batch_size) / config.world_size)
+    steps_per_epoch = math.ceil(batches / config.gradient_accumulation_steps)
+    if config.max_steps > 0:
+        return steps_per_epoch, config.max_steps
+    return steps_per_epoch, math.ceil(config.num_train_epochs * steps_per_epoch)
+
+
+def _linear_weights(model: nn.Module) -> tuple[int, int]:
+    """Return the number of weights in the linear layers inside and outside the recurrent block."""
+    recurrent = set(model.recurrent_linears())
+    inside = outside = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not _is_adapter(name):
+            if name.removesuffix(".base_layer") in recurrent:
+                inside += module.weight.numel()
+            else:
+                outside += module.weight.numel()
+    return inside, outside
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _with_unit(flops: float) -> str:
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if flops < 1000:
+            return f"{flops:.3g} {unit}FLOP"
+        flops /= 1000
+    return f"{flops:.3g} EFLOP"

@@ -1,0 +1,1 @@
+"""Adapters and merged models on disk and on the Hub."""

@@ -1,0 +1,157 @@
+"""Adapters on disk: the depth they were trained at is saved beside them, and checked with their rank and base on loading."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from peft import LoraConfig, PeftConfig, PeftModel
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.cards import adapter_card, card_fields
+
+
+logger = logging.get_logger(__name__)
+
+ADAPTER_METADATA = "loop_dropout.json"
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def save_adapter_metadata(folder: str | Path, **facts) -> None:
+    """Write what an adapter was trained with (`num_loops`, `rule`, `p`, ...) beside it."""
+    (Path(folder) / ADAPTER_METADATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def adapter_metadata(folder: str | Path) -> dict:
+    """Return what an adapter was trained with; an adapter without such a file was trained with something unknown: {}."""
+    file = Path(folder) / ADAPTER_METADATA
+    if not file.exists():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is not the JSON object that was saved with the adapter: {error}.") from None
+
+
+def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool = False) -> PeftModel:
+    """Put a saved adapter of any kind on its base model, at the depth that the model is set to.
+
+    A shared update runs at any depth: one that differs from training is logged. Factors or learned gates for each loop
+    run at their own depth only.
+
+    Args:
+        model: looped base model.
+        folder: where `save_model`, a checkpoint or PEFT's `save_pretrained` put the adapter.
+        is_trainable: whether to train it further.
+
+    Raises:
+        NotLoopedError: for a model without loops.
+        ValueError: if the folder holds no safetensors adapter, one of another base model, or one whose loops have factors
+            or gates of their own at another depth; one sentence.
+    """
+    config = read_adapter_config(folder)
+    check_shapes(model, folder)
+    looped, metadata = find_looped_model(model), adapter_metadata(folder)
+    looped.trained_with = {key: metadata[key] for key in ("rule", "p") if key in metadata}
+    num_loops, trained = looped.config.num_loops, metadata.get("num_loops")
+    if trained is not None and trained != num_loops:
+        logger.warning(f"The adapter in {folder} was trained at depth {trained}; the model runs {num_loops} loops.")
+    base = model.config.name_or_path
+    if base and config.base_model_name_or_path and base != config.base_model_name_or_path:
+        logger.warning(
+            f"The adapter in {folder} was trained on {config.base_model_name_or_path}; it is put on {base}."
+        )
+    return attach_adapter(model, folder, is_trainable)
+
+
+def check_resumable(model: PeftModel, folder: str | Path) -> None:
+    """Refuse to resume a run from a checkpoint of another one.
+
+    Raises:
+        ValueError: if the checkpoint's adapter has another rank, scale, target, base model or depth.
+    """
+    saved, adapter = read_adapter_config(folder), model.active_adapters[0]
+    running = model.peft_config[adapter]
+    for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
+        old, new = getattr(saved, field), getattr(running, field)
+        if old != new:
+            shown = (sorted(old), sorted(new)) if field == "target_modules" else (old, new)
+            raise ValueError(
+                f"The adapter in {folder} has `{field}` {shown[0]}, this run's has {shown[1]}: resume with the settings that "
+                "the run was started with."
+            )
+    check_shapes(model.get_base_model(), folder)
+    num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
+    if trained is not None and trained != num_loops:
+        raise ValueError(
+            f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: set `num_loops` to "
+            f"{trained} to resume it, or start a new run from its adapter with `load_adapter`."
+        )
+
+
+def save_adapter_card(model: PeftModel, folder: str | Path, repo_id: str | None = None) -> None:
+    """Write the card of a saved adapter over the one that PEFT or TRL wrote, which knows neither base nor rule.
+
+    Args:
+        model: with the adapter.
+        folder: that the adapter was saved in.
+        repo_id: its name on the Hub, if it is going there.
+    """
+    card = adapter_card(card_fields(model), repo_id or str(folder), find_looped_model(model).config)
+    card.save(Path(folder) / "README.md")
+
+
+def read_adapter_config(folder: str | Path) -> LoraConfig:
+    """Return the LoRA configuration of a saved adapter.
+
+    Raises:
+        ValueError: if there is none, or weights are missing or in another format than safetensors.
+    """
+    folder = Path(folder)
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
+    if not (folder / _WEIGHTS).is_file():
+        pickled = "; a pickled .bin file is not read, since it could run code" if any(folder.glob("*.bin")) else ""
+        raise ValueError(f"{folder} holds no {_WEIGHTS}{pickled}.")
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{folder / 'adapter_config.json'} cannot be read: {error}.") from None
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
+    return config
+
+
+def check_shapes(base: nn.Module, folder: str | Path) -> None:
+    """Refuse an adapter whose factors do not fit the linear maps of `base` (an unwrapped model, or a PEFT model's base).
+
+    Raises:
+        ValueError: naming the first that does not.
+    """
+    modules = dict(base.named_modules())
+    try:
+        with safe_open(str(Path(folder) / _WEIGHTS), framework="pt") as tensors:
+            shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{Path(folder) / _WEIGHTS} cannot be read: {error}.") from None
+    for key, shape in shapes.items():
+        name, _, factor = key.removeprefix("base_model.model.").rpartition(".lora_")
+        if any(kind.is_own(key) for kind in ADAPTER_KINDS.values()):
+            continue
+        linear = modules.get(name)
+        if not hasattr(linear, "in_features"):
+            raise ValueError(
+                f"The adapter in {folder} is for another base model: this one has no linear map `{name}`."
+            )
+        # [r, in] and [out, r], or [K, r, in] and [K, out, r] if each loop has its own.
+        width, side = (shape[-1], "in_features") if factor.startswith("A") else (shape[-2], "out_features")
+        if width != getattr(linear, side):
+            raise ValueError(
+                f"The adapter in {folder} is for another base model: its `{name}` has {side} {width}, this model's has "
+                f"{getattr(linear, side)}."
+            )

@@ -1,0 +1,164 @@
+"""Merge the adapter into the base model at unit gates, save the result with its card, and push it to the Hub.
+
+At unit gates the adapter is ordinary LoRA, so that W + (alpha / r) B A is an ordinary checkpoint of the base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraLayer
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from loopdropout_trainer.adapters import check_adapter, merged_update
+from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, merged_card
+from loopdropout_trainer.saving.hub_code import copy_code, portable_auto_map
+
+
+class PushError(RuntimeError):
+    """The Hub did not take the model; it is on disk all the same."""
+
+
+@torch.no_grad()
+def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
+    """Return the base model's state dict with the adapter added at unit gates; the model is left as it is.
+
+    W + Delta is summed in float32 and rounded once to the base's dtype.
+
+    Raises:
+        ValueError: if the adapter cannot be merged (learned gates, a pair of factors for each loop), or the base weights
+            are quantised or sharded.
+    """
+    adapter = check_adapter(model)
+    base = model.get_base_model()
+    layers = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    merged = {}
+    for name, tensor in base.state_dict().items():
+        module_name, _, parameter = name.rpartition(".")
+        if module_name.endswith(".base_layer"):
+            module_name = module_name.removesuffix(".base_layer")
+            if parameter == "weight":
+                tensor = _merged_weight(module_name, layers[module_name], adapter, tensor)
+        elif any(
+            f".lora_{part}." in f".{name}" for part in ("A", "B", "embedding_A", "embedding_B", "magnitude_vector")
+        ):
+            continue
+        merged[f"{module_name}.{parameter}"] = tensor
+    return merged
+
+
+def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tensor) -> torch.Tensor:
+    if type(layer) is not LoraLinear or not weight.is_floating_point():
+        raise ValueError(
+            f"`{name}` is a {type(layer).__name__} over {weight.dtype} weights: load the base model unquantised, put the "
+            "saved adapter on it with `PeftModel.from_pretrained`, and merge that."
+        )
+    delta = merged_update(layer, adapter)
+    if weight.shape != delta.shape:
+        raise ValueError(
+            f"`{name}` holds {list(weight.shape)} of a {list(delta.shape)} weight: it is sharded over processes. Save the "
+            "adapter, and merge it in one process."
+        )
+    return (weight.float() + delta.float()).to(weight.dtype)
+
+
+def merge_and_save(
+    model: PeftModel,
+    output_dir: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    facts: ModelCardFields | None = None,
+    repo_id: str | None = None,
+) -> Path:
+    """Save the unit-gate merged model as an ordinary checkpoint of its base: weights, tokenizer, generation config, card.
+
+    The weights are safetensors in the base's dtype under the base's own key names. `model` itself stays unmerged.
+
+    Args:
+        model: PEFT model over a looped model.
+        output_dir: new or existing folder.
+        tokenizer: saved beside the weights if given.
+        facts: for the model card; base model, depth and adapter are filled in from `model`.
+        repo_id: name on the Hub for the card, if the model is going there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: if the adapter cannot be merged.
+    """
+    output_dir = Path(output_dir)
+    weights = merged_state_dict(model)
+    fields = card_fields(model, facts)
+    base = model.get_base_model()
+    with _config_to_save(base.config, fields.base_model):
+        base.save_pretrained(output_dir, state_dict=weights)
+        copy_code(getattr(base.config, "auto_map", None) or {}, fields.base_model, output_dir)
+        card = merged_card(fields, repo_id or output_dir.name, base.config)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output_dir)
+    card.save(output_dir / "README.md")
+    return output_dir
+
+
+@contextmanager
+def _config_to_save(config: PreTrainedConfig, base_model: str | None) -> Iterator[None]:
+    """Inside the block a base's config is as its merged model's: with the cache, and an `auto_map` that finds the code."""
+    before = {name: vars(config)[name] for name in ("use_cache", "auto_map") if name in vars(config)}
+    config.use_cache = True  # off for training only
+    if getattr(config, "auto_map", None):
+        config.auto_map = portable_auto_map(config, base_model)
+        if not config.auto_map:
+            del config.auto_map
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def push_merged_to_hub(
+    folder: str | Path, repo_id: str, *, token: str | None = None, private: bool | None = None
+) -> str:
+    """Upload a folder written by `merge_and_save` to the Hub.
+
+    Args:
+        folder: of the merged model; it must hold the weights already, so that a refused push loses nothing.
+        repo_id: `user/name`; created if it does not exist.
+        token: default: the one of the logged-in user.
+        private: of a newly created repository.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        FileNotFoundError: if the folder holds no merged model.
+        PushError: if there is no valid token or the Hub refuses; one sentence, without the token.
+    """
+    folder = Path(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"{folder} holds no merged model: call `merge_and_save` first.")
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        return str(
+            api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload merged model").repo_url
+        )
+    except Exception as error:  # whatever the Hub's client raises, offline or refused: nothing may be lost here
+        raise push_error(error, repo_id, f"The merged model is safe in {folder}", token) from None
+
+
+def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -> PushError:
+    """Say in one sentence, without any of the tokens, why the Hub did not take a model, and what is `safe`."""
+    reason = " ".join(str(error).split())
+    for token in filter(None, tokens):
+        reason = reason.replace(token, "***")
+    return PushError(
+        f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). {safe}; log in with `hf auth login` or set "
+        "HF_TOKEN, then push it again."
+    )

@@ -1,0 +1,1 @@
+"""YAML recipes and command lines, and the dataclasses that they fill."""

@@ -1,0 +1,173 @@
+"""The fields of a recipe that are no trainer's own: model, adapter, benchmarks, and what happens around a training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
+"""A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
+
+
+@dataclass
+class ModelArguments:
+    """Which looped model to train."""
+
+    model_name_or_path: str = field(
+        metadata={
+            "help": "Hub name or local folder of a looped model; `tiny-ouro` is the small one inside this package."
+        }
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
+    num_loops: int | None = field(
+        default=None, metadata={"help": "Recurrence depth K to train at. Default: the model's own."}
+    )
+    dtype: str = field(
+        default="bfloat16",
+        metadata={
+            "help": "Dtype of the frozen weights; adapters are float32.",
+            "choices": ["bfloat16", "float16", "float32"],
+        },
+    )
+    attn_implementation: str = field(
+        default="sdpa", metadata={"help": "Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ..."}
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "Chat template instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file."
+        },
+    )
+
+    def __post_init__(self):
+        if self.model_name_or_path == "tiny-ouro":
+            self.model_name_or_path = str(TINY_OURO_PATH)
+
+    @property
+    def base_name(self) -> str:
+        """The model's name for a card: its hub name, or the name of its folder."""
+        path = Path(self.model_name_or_path)
+        return path.name if path.is_dir() else self.model_name_or_path
+
+    @property
+    def init_kwargs(self) -> dict[str, Any]:
+        """The keywords of `from_pretrained`."""
+        fields = {
+            "revision": self.model_revision,
+            "dtype": self.dtype,
+            "attn_implementation": self.attn_implementation,
+            "num_loops": self.num_loops,
+        }
+        return {key: value for key, value in fields.items() if value is not None}
+
+
+@dataclass
+class AdapterArguments:
+    """The LoRA adapter. The defaults are the paper's."""
+
+    lora_r: int = field(default=16, metadata={"help": "Rank r of the shared update."})
+    lora_alpha: int = field(default=32, metadata={"help": "alpha; the update is (alpha / r) B A."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "PEFT's dropout on the adapter's input."})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Linear layers to adapt. Default: all in the recurrent block."}
+    )
+    use_rslora: bool = field(default=False, metadata={"help": "Scale the update by alpha / sqrt(r)."})
+
+    @property
+    def lora_fields(self) -> dict[str, Any]:
+        """The fields of PEFT's `LoraConfig`."""
+        fields = {
+            "r": self.lora_r,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+            "target_modules": self.lora_target_modules,
+            "use_rslora": self.use_rslora,
+        }
+        return {key: value for key, value in fields.items() if value is not None}
+
+
+@dataclass
+class BenchmarkArguments:
+    """What to answer by greedy generation."""
+
+    benchmarks: list[str] | None = field(
+        default=None,
+        metadata={"help": "Benchmarks to answer, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval."},
+    )
+    benchmark_files: dict[str, str] | str | None = field(
+        default=None,
+        metadata={"help": "Local files or folders of benchmarks, as a mapping name: path (JSON on the command line)."},
+    )
+    benchmark_limit: int | None = field(
+        default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
+    )
+    benchmark_batch_size: int = field(
+        default=16, metadata={"help": "Problems that one process answers at a time; no answer depends on it."}
+    )
+    decoding: str = field(
+        default="eager",
+        metadata={
+            "help": "How answers are decoded: `eager`, `compiled` (the same, with compiled steps) or `generate` "
+            "(transformers' own)."
+        },
+    )
+    apply_chat_template: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Ask every benchmark in turns of the chat template. Default: as each one's protocol has it."
+        },
+    )
+    system_instruction: str | None = field(
+        default=None, metadata={"help": "Text of a system turn, with `apply_chat_template: true`."}
+    )
+    max_new_tokens: int | None = field(
+        default=None, metadata={"help": "Most tokens of an answer. Default: as each benchmark's protocol has it."}
+    )
+
+    allow_code_execution: bool = field(
+        default=False, metadata={"help": "Run the programs that the model writes for code benchmarks, contained."}
+    )
+
+    def __post_init__(self):
+        if isinstance(self.benchmark_files, str):
+            self.benchmark_files = json.loads(self.benchmark_files)
+        if self.benchmark_batch_size < 1:
+            raise ValueError(f"`benchmark_batch_size` must be at least 1; got {self.benchmark_batch_size}.")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` must be at least 1; got {self.max_new_tokens}.")
+        if self.decoding not in ("eager", "compiled", "generate"):
+            raise ValueError(f"`decoding` must be eager, compiled or generate; got {self.decoding!r}.")
+
+
+@dataclass
+class RunArguments(BenchmarkArguments):
+    """What happens around the training; benchmarks are answered before and after it."""
+
+    compare_with: list[str] | None = field(
+        default=None,
+        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
+    )
+    evaluate_base: bool = field(
+        default=True, metadata={"help": "Answer the benchmarks before training, too: with the base model."}
+    )
+    single_loop_batches: int = field(
+        default=0,
+        metadata={
+            "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+        },
+    )
+    depths: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Recurrence depths at which the first benchmark is answered after training, beside the training depth.",
+            "nargs": "+",
+        },
+    )
+    merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
+    push_merged_to_hub: bool = field(
+        default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})

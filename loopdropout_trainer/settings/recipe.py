@@ -1,0 +1,223 @@
+"""Recipes: YAML files that set the fields of a script's dataclasses, and the command line that overrides them.
+
+A recipe is flat: one key for each field. `extends: other.yaml` (a path relative to the recipe) names the recipe that it
+builds on, so that a variant states only what differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+from loopdropout_trainer.gates import RULES
+
+
+class RecipeError(ValueError):
+    """A recipe or command line that cannot be run, in one sentence."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars: `1e-4` is a number, `no` and `on` are words. Repeated keys are errors."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_regexp = yaml.reader.re.compile
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", _regexp(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    _regexp(
+        r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise RecipeError(f"`{key}` stands twice in the recipe{_where(node)}.")
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+def _where(node: yaml.Node) -> str:
+    return f" (near line {node.start_mark.line + 1})"
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
+
+
+def load_recipe(path: str | Path) -> dict[str, Any]:
+    """Read a recipe and those that it extends; the extending file's keys win.
+
+    Raises:
+        RecipeError: if a file is missing, is not a flat YAML mapping, or extends itself.
+    """
+    return _load(Path(path), ())
+
+
+def _load(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise RecipeError(f"The recipe {path} extends itself.")
+    try:
+        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except OSError as error:
+        raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"The recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(recipe, dict):
+        raise RecipeError(f"The recipe {path} must be a mapping `field: value`; got {type(recipe).__name__}.")
+    base = recipe.pop("extends", None)
+    if base is None:
+        return recipe
+    return {**_load(path.parent / base, (*seen, path.resolve())), **recipe}
+
+
+def parse_recipe(
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    unread_types: Sequence[type] = (),
+) -> tuple[list[Any], dict[str, Any]]:
+    """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
+
+    Another `--rule` than the recipe's keeps of the recipe's `p` and `rule_args` what it has as well.
+
+    Args:
+        dataclass_types: whose fields are the valid keys; no field name may occur twice.
+        argv: arguments after the script's name; default: the process's.
+        description: shown by `--help`.
+        unread_types: whose fields may stand in the recipe too, without a meaning for this script: one recipe then serves
+            several scripts.
+
+    Returns:
+        One instance for each type, and the settings that were given (recipe and command line together).
+
+    Raises:
+        RecipeError: for an unknown or misspelt key (the nearest valid one is named), a wrong type, a missing field, or a
+            value that a dataclass refuses.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    path = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    command_line = _parse_command_line(dataclass_types, argv, description)
+    recipe = load_recipe(path) if path is not None else {}
+
+    hints = {name: hint for cls in dataclass_types for name, hint in typing.get_type_hints(cls).items()}
+    valid = [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
+    unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - set(valid)
+    recipe = {key: value for key, value in recipe.items() if key not in unread}
+    if isinstance(recipe.get("resume_from_checkpoint"), bool):  # a string to transformers, `true` to everybody else
+        recipe["resume_from_checkpoint"] = str(recipe["resume_from_checkpoint"]).lower()
+    for key, value in recipe.items():
+        if key not in valid:
+            raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
+        _check_type(key, value, hints[key], path)
+    if "rule" in command_line:
+        recipe = _without_fields_of_another_rule(recipe, command_line["rule"])
+    settings = {**recipe, **command_line}
+    return [build(cls, settings) for cls in dataclass_types], settings
+
+
+def _without_fields_of_another_rule(recipe: dict[str, Any], rule: str) -> dict[str, Any]:
+    if rule not in RULES:  # an error that names the valid ones comes later
+        return recipe
+    taken = {f.name for f in dataclasses.fields(RULES[rule])}
+    recipe = {key: value for key, value in recipe.items() if key != "p" or "p" in taken}
+    if isinstance(recipe.get("rule_args"), Mapping):
+        recipe["rule_args"] = {key: value for key, value in recipe["rule_args"].items() if key in taken}
+    return recipe
+
+
+def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without anything secret."""
+    return {
+        key: public_settings(value) if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if "token" not in str(key).split("_")
+    }
+
+
+def settings_yaml(settings: Mapping[str, Any]) -> str:
+    """Return the settings of a run as a recipe that repeats it, without anything secret."""
+    return yaml.safe_dump(public_settings(settings), sort_keys=False, allow_unicode=True)
+
+
+def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], description: str | None) -> dict[str, Any]:
+    parser = HfArgumentParser(
+        dataclass_types,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="%(prog)s [RECIPE.yaml] [--field value ...]",
+    )
+    for action in parser._actions:
+        if action.dest != "help":
+            action.required = False
+            if action.help and action.default not in (None, argparse.SUPPRESS) and "%(default)" not in action.help:
+                action.help += f" (default: {str(action.default).replace('%', '%%')})"
+            action.default = argparse.SUPPRESS  # so that only what was typed comes back
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        valid = [option for action in parser._actions for option in action.option_strings]
+        raise RecipeError(f"Unknown option `{unknown[0]}`{_nearest(unknown[0].split('=')[0], valid)}")
+    return vars(given)
+
+
+def _nearest(word: str, valid: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, valid, n=1)
+    return f"; did you mean `{near[0]}`?" if near else "; `--help` lists the valid ones."
+
+
+def _check_type(key: str, value: Any, hint: Any, path: str | None) -> None:
+    """Check plain scalar fields; argparse does it for the command line, the dataclasses for the rest."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if value is None:
+        if type(None) not in options:
+            raise RecipeError(f"`{key}` in {path} must not be empty.")
+        return
+    scalars = [option for option in options if option in (bool, int, float, str)]
+    if not scalars or len(scalars) != len([option for option in options if option is not type(None)]):
+        return
+    accepted = tuple(scalars) + ((int,) if float in scalars else ())
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in scalars):
+        names = " or ".join(scalar.__name__ for scalar in scalars)
+        raise RecipeError(f"`{key}` in {path} must be of type {names}; got {value!r}.")
+
+
+def build(cls: type, settings: dict[str, Any]) -> Any:
+    """Return an instance of the dataclass `cls` from those of the settings that are its fields.
+
+    Raises:
+        RecipeError: for a missing field, or a value that the dataclass refuses.
+    """
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    for f in fields:
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in settings:
+            raise RecipeError(f"`{f.name}` is required: {f.metadata.get('help', '')}")
+        choices = f.metadata.get("choices")
+        if choices and settings.get(f.name) is not None and settings[f.name] not in choices:
+            raise RecipeError(f"`{f.name}` must be one of {', '.join(choices)}; got {settings[f.name]!r}.")
+    try:
+        return cls(**{f.name: settings[f.name] for f in fields if f.name in settings})
+    except (ValueError, TypeError) as error:
+        raise RecipeError(str(error)) from error

@@ -1,0 +1,185 @@
+"""`LoopDropoutConfig` and `LoopDropoutDPOConfig`: TRL's `SFTConfig` and `DPOConfig` with the gate rule and its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from trl import DPOConfig, SFTConfig
+
+from loopdropout_trainer.gates import GateRule, make_rule
+
+
+@dataclass
+class LoopDropoutArguments:
+    """How gates are drawn: the fields that this package adds to TRL's training arguments.
+
+    The defaults are the paper's method: Loop Dropout with p = 0.5 and inverse-survival rescaling.
+
+    Raises:
+        ValueError: for an unknown rule, a field that it does not take, or a value that it refuses.
+    """
+
+    rule: str = field(
+        default="loop_dropout",
+        metadata={
+            "help": "How gates are drawn in training: `loop_dropout` (the paper's method), `lora` (unit gates), or another; "
+            "`python -m loopdropout_trainer.gates` lists them with their fields."
+        },
+    )
+    p: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Drop probability of an adapter application: one number in [0, 1), or one for each loop. "
+            "Default: the rule's own (0.5 for `loop_dropout`).",
+            "nargs": "+",
+        },
+    )
+    rule_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further fields of the rule, as a mapping (JSON on the command line)."}
+    )
+    gate_seed: int | None = field(
+        default=None,
+        metadata={"help": "Seed of the gate draws, which never touch the global random stream. Default: `seed`."},
+    )
+
+    remove_padding: bool = field(
+        default=True,
+        metadata={
+            "help": "In training, run the examples of a micro-batch packed in one row, without their padding, each attending "
+            "to itself only: the same result in less time and memory."
+        },
+    )
+    skip_frozen_loops: bool = field(
+        default=True,
+        metadata={
+            "help": "Run an example's loops before its first active gate without gradient and adapter: the same result in "
+            "less time and memory. Needs `remove_padding`; off by itself under ZeRO and FSDP, and where more than the adapter "
+            "is trained."
+        },
+    )
+    fused_lora: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute adapted projections of one input, with their gradients, in one function that keeps its input and "
+            "what has the adapter's rank. Off by itself under ZeRO and FSDP."
+        },
+    )
+    recompute_pointwise: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute norms and activations of the recurrent block once more in the backward pass, instead of keeping "
+            "their results: the same gradients in less memory. `gradient_checkpointing` recomputes whole layers: still less "
+            "memory, at the price of another forward pass."
+        },
+    )
+    compile_layers: bool = field(
+        default=False,
+        metadata={
+            "help": "In training, compile the repeated layer with `torch.compile`: once for all layers, loops and lengths. "
+            "The first step takes longer. For GPUs; needs `remove_padding` and a single process or DDP."
+        },
+    )
+    stop_on_nan: bool = field(
+        default=True,
+        metadata={"help": "Stop, before the step is taken, when the loss is NaN or infinite."},
+    )
+    loraplus_lr_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "LoRA+: learning rate of B as a multiple of A's, which is `learning_rate`. The paper uses 4."
+        },
+    )
+
+    def __post_init__(self):
+        if self.loraplus_lr_ratio is not None and not self.loraplus_lr_ratio >= 1:
+            raise ValueError(
+                f"`loraplus_lr_ratio` must be a number of at least 1, or empty; got {self.loraplus_lr_ratio!r}."
+            )
+        if isinstance(self.p, list) and len(self.p) == 1:
+            self.p = self.p[0]
+        if isinstance(self.rule_args, str):
+            self.rule_args = json.loads(self.rule_args)
+        rule = self.make_rule()
+        self.p = list(rule.p) if isinstance(getattr(rule, "p", None), tuple) else getattr(rule, "p", None)
+        # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+
+    def make_rule(self) -> GateRule:
+        """Build the gate rule that these arguments describe."""
+        fields = self.rule_args or {}
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"`rule_args` must be a mapping of the rule's fields; got {fields!r}.")
+        if "p" in fields:
+            raise ValueError("Give `p` as a field of its own, not inside `rule_args`.")
+        if self.p is not None:
+            fields = {"p": self.p, **fields}
+        return make_rule(self.rule, **fields)
+
+    @classmethod
+    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> LoopDropoutArguments:
+        """Return `args` as an instance of this class; TRL's own arguments get the paper's defaults.
+
+        Raises:
+            ValueError: if they are the arguments of another kind of trainer.
+        """
+        if args is None:
+            return cls(output_dir)
+        if isinstance(args, cls):
+            return args
+        trl_class = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
+        if not isinstance(args, trl_class) and type(args) is not TrainingArguments:
+            raise ValueError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
+        # Not `to_dict`, which puts words such as <PAD_TOKEN> in the place of all tokens.
+        return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainer pickles its arguments into every checkpoint, which may be pushed: never with a secret.
+        state = {**self.__dict__, "hub_token": None}
+        if isinstance(self.model_init_kwargs, dict):
+            state["model_init_kwargs"] = {k: v for k, v in self.model_init_kwargs.items() if k != "token"}
+        return state
+
+    def to_dict(self) -> dict[str, Any]:
+        # What loggers such as W&B are given.
+        fields = super().to_dict()
+        if isinstance(fields.get("model_init_kwargs"), dict):
+            fields["model_init_kwargs"] = {k: v for k, v in fields["model_init_kwargs"].items() if k != "token"}
+        return fields
+
+
+@dataclass
+class LoopDropoutConfig(LoopDropoutArguments, SFTConfig):
+    """Training arguments of `LoopDropoutSFTTrainer`: everything that `SFTConfig` has, and how gates are drawn."""
+
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args"]
+
+    live_diagnostics_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Measure and log what the adapter does in each loop every so many steps and at the end, on a few fixed "
+            "rows (docs/diagnostics.md); 0: never. Training is the same with and without it."
+        },
+    )
+    live_diagnostics_rows: int = field(
+        default=16, metadata={"help": "Evaluation rows, from the first on, that the live diagnostics measure on."}
+    )
+
+    def __post_init__(self):
+        for name, least in (("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}; got {getattr(self, name)}.")
+        super().__post_init__()
+
+
+@dataclass
+class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
+    """Training arguments of `LoopDropoutDPOTrainer`: everything that `DPOConfig` has, and how gates are drawn."""
+
+    _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]

@@ -1,0 +1,196 @@
+"""Ways to spread a run over processes, memory and rows that would change its result silently: put right, or refused."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from loopdropout_trainer.looped import example_starts
+
+
+logger = logging.get_logger(__name__)
+
+_CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # new name, old name
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse layouts in which an example's place in the global batch, or in its row, is not known.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if getattr(args, "packing", False) and args.packing_strategy != "bfd":
+        raise ValueError(
+            f"`packing_strategy` {args.packing_strategy!r} cuts examples in two, and one example has one gate vector: "
+            "use 'bfd', which keeps examples whole."
+        )
+    if args.recompute_pointwise:
+        excluded = {
+            "`gradient_checkpointing` (on by default), which recomputes whole layers": args.gradient_checkpointing,
+            "`torch_compile`, which chooses by itself what to recompute": args.torch_compile,
+            "`compile_layers`, which chooses by itself what to recompute": args.compile_layers,
+            "ZeRO-3 and FSDP, which take weights away that are needed again": divides_weights(args),
+        }
+        for other in (name for name, found in excluded.items() if found):
+            raise ValueError(f"`recompute_pointwise` cannot be combined with {other}: leave one of them out.")
+    parallelism = getattr(args, "parallelism_config", None)
+    for size in ("tp_size", "cp_size", "sp_size"):
+        if (getattr(parallelism, size, 1) or 1) > 1:
+            raise ValueError(
+                f"`parallelism_config.{size}` above 1 is not supported: several processes would share rows."
+            )
+    if args.ddp_static_graph and args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            "`ddp_static_graph` fails with `gradient_accumulation_steps` above 1, where only the last micro-batch "
+            "synchronises gradients: leave it out."
+        )
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Refuse a launch whose processes would train on their own, each to another result.
+
+    Raises:
+        ValueError: if the launcher asked for more processes, or for another way to share the work, than came about.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"This is one of {launched} launched processes, but it found {accelerator.num_processes}: they would train "
+            "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe; for a single "
+            "process unset WORLD_SIZE."
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return
+    if accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value}, whose processes would not "
+            "share gradients: FSDP needs several processes with an accelerator each."
+        )
+    if "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
+        raise ValueError(
+            "`fsdp_state_dict_type` SHARDED_STATE_DICT would save no adapter that can be loaded: set FULL_STATE_DICT."
+        )
+
+
+def divides_weights(args: TrainingArguments) -> bool:
+    """Return whether each process holds a part of the frozen weights only: under ZeRO-3 and FSDP."""
+    plugin = args.deepspeed_plugin
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return fsdp or (plugin is not None and plugin.zero_stage == 3)
+
+
+def non_reentrant_checkpointing(args: TrainingArguments) -> None:
+    """Make gradient checkpointing non-reentrant under both names of its field.
+
+    Reentrant checkpointing reports the gradient of a layer once for each of its K runs: DDP fails or its ranks drift
+    apart, ZeRO-3 sums wrongly. TRL asks for it under ZeRO-3 with an adapter, in the dict that the user may have given, so
+    both names get a dict of their own after TRL's constructor.
+    """
+    given = next((getattr(args, name, None) for name in _CHECKPOINTING_KWARGS if getattr(args, name, None)), {})
+    for name in _CHECKPOINTING_KWARGS:
+        if hasattr(args, name):
+            setattr(args, name, {**given, "use_reentrant": False})
+
+
+def whole_parameters(accelerator: Accelerator) -> bool:
+    """Return whether each process has all parameters and gradients by itself: one process, or DDP."""
+    kind = accelerator.distributed_type
+    return kind == DistributedType.NO or kind.value.startswith("MULTI_")
+
+
+def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
+    """Return whether examples may run different layers with gradient: in one process, and in DDP without a static graph.
+
+    DDP only asks that every adapter take part in every backward pass. ZeRO-3 and FSDP2 hang or crash when a process runs a
+    layer less often, and ZeRO-2 was silently wrong when an adapter was left out of one of its loops.
+    """
+    return whole_parameters(accelerator) and not args.ddp_static_graph and not args.torch_compile
+
+
+def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Keep the trained weights in float32 where TRL rounds them to bfloat16 (under ZeRO-3, and over quantised weights).
+
+    Args:
+        model: whose weights may have been rounded.
+        before: what they were, by name, if they had been trained before.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
+
+
+def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, torch.Tensor] | None:
+    """Return `state_dict` with the trained weights in float32, which DeepSpeed keeps beside its own bfloat16 copies.
+
+    A collective call: all processes must make it, also those that have no `state_dict`.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if all(parameter.dtype == torch.float32 for parameter in trained.values()):
+        return state_dict
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    full = {name: safe_get_full_fp32_param(parameter) for name, parameter in trained.items()}
+    if state_dict is None:
+        return None
+    return {**state_dict, **{name: tensor.cpu() for name, tensor in full.items() if tensor is not None}}
+
+
+def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tensor | None) -> None:
+    """Refuse a micro-batch with several examples in a row whose examples would see one another.
+
+    Args:
+        inputs: of the model.
+        example_ids: of the packed examples, or None for one example in each row.
+
+    Raises:
+        ValueError: naming the input.
+    """
+    if example_ids is None:
+        positions = inputs.get("position_ids")
+        if positions is None or not bool(_starts_inside_rows(positions, inputs.get("attention_mask")).any()):
+            return
+        raise ValueError(
+            "`position_ids` start again inside a row, so it holds several examples, but which gates are theirs is not "
+            "known: pack with `packing: true` or `padding_free: true` instead of a collator of your own."
+        )
+    if inputs.get("position_ids") is None:
+        raise ValueError(
+            "A packed micro-batch came without `position_ids`, so attention would run across its examples; `cu_seq_lens_q` "
+            "alone does not separate them."
+        )
+    if inputs.get("attention_mask") is not None:
+        raise ValueError(
+            "A packed micro-batch came with an `attention_mask`, which hides where its examples begin, so attention would "
+            "run across them: leave the mask out."
+        )
+
+
+def _starts_inside_rows(positions: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return whether an example begins right after another token of its row, [B, S - 1]; padding is no token."""
+    starts = example_starts(positions)[:, 1:]
+    if attention_mask is None or attention_mask.dim() != 2:
+        return starts
+    real = attention_mask.bool()
+    return starts & real[:, 1:] & real[:, :-1]
+
+
+def check_quantised_base(model: nn.Module, accelerator: Accelerator) -> None:
+    """Refuse to train on over 4-bit weights that bitsandbytes has packed for inference on a CPU, without gradients.
+
+    Raises:
+        ValueError: if an evaluation came before.
+    """
+    if accelerator.device.type != "cpu":
+        return
+    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
+    if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+        raise ValueError(
+            "bitsandbytes packed the 4-bit weights for inference on a CPU during an evaluation, and gives no gradients "
+            "through them: set `eval_strategy: no`, or train on a GPU."
+        )
