@@ -246,6 +246,7 @@ def table(details: dict) -> list[str]:
         + ("." if details["on_gpu"] else "; time is the process's own, on one thread.")
         + " First runs are by the clock on the wall; that of the compiled row compiles, without any cache.",
         "",
+        *([details["note"], ""] if details.get("note") else []),
         "| | Time | to `generate` | Tokens/s | First run | Same answers |"
         + (" Peak memory |" if details["on_gpu"] else ""),
         "|---|---:|---:|---:|---:|---:|" + ("---:|" if details["on_gpu"] else ""),
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
     parser.add_argument("--rounds", type=int, help="runs of each row; default: the preset's")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
+    parser.add_argument("--note", help="what a reader of the results must know of the machine")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch._inductor.config.force_disable_caches = True
@@ -292,6 +294,7 @@ def main() -> None:
         "versions": versions(),
         "shape": asdict(preset),
         "rounds": rounds,
+        "note": options.note,
         "lengths": [lengths[0], statistics.median(lengths), lengths[-1]],
         "rows": records,
     }
