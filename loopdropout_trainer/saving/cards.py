@@ -75,7 +75,7 @@ def merged_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) ->
         f'model = AutoModelForCausalLM.from_pretrained({_string(name)}, dtype="auto")\n'
         f"tokenizer = AutoTokenizer.from_pretrained({_string(name)})\n```"
     ]
-    if config.auto_map:
+    if getattr(config, "auto_map", None):
         loading.append(
             "Without it, by the base model's own code, on the transformers release that this code was written for:\n\n"
             "```python\n"
