@@ -150,6 +150,9 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         description.set_num_loops(config, check_num_loops(num_loops))
 
     model_class.config_class.num_loops = property(description.get_num_loops, set_num_loops)
+    for field in ("auto_map", "served_by"):  # what the configurations of this package's own families have
+        if not hasattr(model_class.config_class, field):
+            setattr(model_class.config_class, field, {})
     DESCRIPTIONS[model_class] = functools.partial(_describe, description=description)
 
 

@@ -75,13 +75,15 @@ def merged_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) ->
         f'model = AutoModelForCausalLM.from_pretrained({_string(name)}, dtype="auto")\n'
         f"tokenizer = AutoTokenizer.from_pretrained({_string(name)})\n```"
     ]
-    if getattr(config, "auto_map", None):
+    if config.auto_map:
         loading.append(
             "Without it, by the base model's own code, on the transformers release that this code was written for:\n\n"
             "```python\n"
             "from transformers import AutoModelForCausalLM\n\n"
             f"model = AutoModelForCausalLM.from_pretrained({_string(name)}, trust_remote_code=True)\n```"
         )
+    elif type(config).__module__.startswith("transformers."):
+        loading.append("Without it: transformers has the class itself, so that the first line may be left out.")
     else:
         loading.append("There is no code of the base model behind this checkpoint: it needs the package.")
     for program, command in config.served_by.items():
