@@ -37,9 +37,11 @@ class _AtDepths(Diagnostic):
     """What both depth diagnostics share."""
 
     def why_not(self, context: Context) -> str | None:
-        kind = context.subject.rule
-        if kind in ("independent", "learned"):
-            return f"its loops have {'factors' if kind == 'independent' else 'gates'} of their own, for one depth only"
+        looped = find_looped_model(context.model)
+        if looped.loop_state.learned is not None:
+            return "its loops have gates of their own, for one depth only"
+        if any(".lora_" in name and parameter.dim() == 3 for name, parameter in looped.named_parameters()):
+            return "its loops have factors of their own, for one depth only"
         return super().why_not(context)
 
     def settings(self, context: Context) -> dict[str, Any]:
