@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import attach_adapter
+from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.cards import adapter_card, card_fields
 
@@ -141,7 +141,7 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
         raise ValueError(f"{Path(folder) / _WEIGHTS} cannot be read: {error}.") from None
     for key, shape in shapes.items():
         name, _, factor = key.removeprefix("base_model.model.").rpartition(".lora_")
-        if factor == "loop_gates":
+        if any(kind.is_own(key) for kind in ADAPTER_KINDS.values()):
             continue
         linear = modules.get(name)
         if not hasattr(linear, "in_features"):
