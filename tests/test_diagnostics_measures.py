@@ -110,7 +110,7 @@ def test_adapters_for_one_depth_are_left_out_of_the_depths():
         model = adapted(tiny_ouro())
         add_gates(model, rule=make_rule(rule))
         context = Context(Subject("method", "adapter"), 4, ROWS, [], (1,), all_processes(), model=model)
-        assert "of their own, for one depth only" in DIAGNOSTICS["depth"]().why_not(context)
+        assert "parameters of its own, for one depth only" in DIAGNOSTICS["depth"]().why_not(context)
         assert np.isfinite(measure("patterns", model)["frozen"])
 
 
