@@ -28,7 +28,7 @@ from loopdropout_trainer.training.distributed import (
     non_reentrant_checkpointing,
     whole_parameters,
 )
-from loopdropout_trainer.training.preflight import check_dataset, check_run, default_peft_config
+from loopdropout_trainer.training.preflight import check_dataset, check_run, complete_peft_config
 
 
 logger = logging.get_logger(__name__)
@@ -55,8 +55,8 @@ class GateSamplingMixin:
         model, peft_config = given["model"], given.get("peft_config")
         args = self.args_class.from_arguments(given.get("args"), _output_dir(model))
         config = check_run(model, args, peft_config)
-        if peft_config is None and not isinstance(model, PeftModel):
-            peft_config = default_peft_config(config if isinstance(model, str) else model)
+        if not isinstance(model, PeftModel):
+            peft_config = complete_peft_config(peft_config, config if isinstance(model, str) else model)
         self.rule = args.make_rule()
         if not given.get("formatting_func"):
             check_dataset(given.get("train_dataset"), self.dataset_formats(args))
