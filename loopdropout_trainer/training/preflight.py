@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from transformers import (
@@ -25,6 +26,9 @@ from loopdropout_trainer.settings.ranges import check_folder, check_number, chec
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import check_arguments
 
+
+IGNORED = -100
+"""The label of a token that is not trained on."""
 
 _PACKAGES = {  # of the programs that a run can report to, by the name in `report_to`
     "clearml": ["clearml"],
@@ -209,3 +213,19 @@ def check_dataset(dataset: Any, formats: list[set[str]]) -> None:
         valid = " or ".join(" and ".join(map(repr, sorted(wanted))) for wanted in formats)
         found = ", ".join(map(repr, sorted(columns)))
         raise ValueError(f"`train_dataset` has the columns {found}; it needs {valid}.")
+
+
+def check_labels(dataset: Any, name: str) -> None:
+    """Refuse prepared data (token ids and labels) of which nothing would be trained on.
+
+    Raises:
+        ValueError: in one sentence.
+    """
+    if not isinstance(dataset, Dataset) or "labels" not in dataset.column_names:
+        return
+    if not any(label != IGNORED for labels in dataset["labels"] for label in labels):
+        raise ValueError(
+            f"{name} has no token to train on: every label is masked. Look at one example with "
+            "`python -m loopdropout_trainer.data RECIPE.yaml`, and at `max_length`, `completion_only_loss` and "
+            "`assistant_only_loss`."
+        )
