@@ -6,6 +6,9 @@ At unit gates the adapter is ordinary LoRA, so that W + (alpha / r) B A is an or
 from __future__ import annotations
 
 import dataclasses
+import html
+import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,7 +208,7 @@ def model_card(facts: ModelCardFields, name: str) -> ModelCard:
     table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items() if value is not None)
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {name}",
+        f"# {_text(name)}",
         "A looped language model, fine-tuned with LoRA on its recurrent block and merged at unit gates: an ordinary "
         "checkpoint of its base model, without extra parameters or inference cost.",
         f"| | |\n|---|---|\n{table}",
@@ -217,14 +220,26 @@ def model_card(facts: ModelCardFields, name: str) -> ModelCard:
         "## Loading\n\n```python\n"
         "import loopdropout_trainer  # registers the model family with transformers\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
+        f'model = AutoModelForCausalLM.from_pretrained({json.dumps(name)}, dtype="auto")\n'
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})\n```"
     )
     if facts.recipe:
-        parts.append(f"## Recipe\n\n```yaml\n{facts.recipe.strip()}\n```")
+        parts.append(f"## Recipe\n\n{_fenced(facts.recipe.strip(), 'yaml')}")
     return ModelCard("\n\n".join(parts) + "\n", ignore_metadata_errors=True)
 
 
 def _cell(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return _text(f"{value:.4g}" if isinstance(value, float) else str(value))
+
+
+def _text(value: str) -> str:
+    """Return text for a line of Markdown: no HTML, links, code or table cells of its own come out of it."""
+    value = html.escape(" ".join(value.split()), quote=False)
+    return re.sub(r"([\\`|\[\]])", r"\\\1", value)
+
+
+def _fenced(text: str, language: str) -> str:
+    """Return text as a block of code that no line of the text can close."""
+    longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
