@@ -11,7 +11,12 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from loopdropout_trainer.saving.adapter_files import adapter_metadata, check_resumable, save_adapter_metadata
+from loopdropout_trainer.saving.adapter_files import (
+    adapter_metadata,
+    check_resumable,
+    save_adapter_card,
+    save_adapter_metadata,
+)
 from loopdropout_trainer.saving.hub import push_error
 from loopdropout_trainer.training.checkpoints import (
     CheckpointError,
@@ -105,6 +110,7 @@ class FaultToleranceMixin:
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             save_adapter_metadata(output_dir or self.args.output_dir, **self._training_facts())
+            save_adapter_card(self.model, output_dir or self.args.output_dir, self.args.hub_model_id)
 
     def _save_checkpoint(self, model, trial) -> None:
         args = self.args
