@@ -21,9 +21,9 @@ from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.settings.field_types import (
     described,
     fits,
-    is_list_of_numbers,
     json_of,
     shown,
+    stands_for_a_list,
     takes_mapping,
 )
 from loopdropout_trainer.settings.secrets import is_secret, public_settings
@@ -284,7 +284,7 @@ def build(cls: type, settings: dict[str, Any]) -> Any:
     hints = typing.get_type_hints(cls)
     values = {f.name: settings[f.name] for f in fields if f.name in settings}
     for name, value in values.items():
-        if is_list_of_numbers(hints[name]) and isinstance(value, (int, float)):  # `p: 0.5`
+        if stands_for_a_list(value, hints[name]):  # `p: 0.5`
             values[name] = [value]
     try:
         return cls(**values)
