@@ -30,6 +30,7 @@ def fits(value: Any, hint: Any) -> bool:
     options = _options(hint)
     if len(options) > 1:
         return any(fits(value, option) for option in options)
+    (hint,) = options
     origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (int, float):
         return isinstance(value, (int, origin)) and not isinstance(value, bool)
