@@ -6,16 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.settings.field_types import json_of, shown
 from loopdropout_trainer.settings.ranges import check_list, check_number, check_whole
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
 """A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
-
-
-MOST_LOOPS = 1024
-"""A depth above this is a mistake, or a damaged configuration: the deepest published model was run at 128."""
 
 
 @dataclass

@@ -20,7 +20,6 @@ from transformers import (
 
 from loopdropout_trainer.adapters import check_adapter, check_peft_config
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
-from loopdropout_trainer.settings.arguments import MOST_LOOPS
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.field_types import shown
 from loopdropout_trainer.settings.ranges import check_folder, check_number, check_whole
@@ -207,7 +206,7 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
         )
     if num_loops is not None:
         config.num_loops = num_loops
-    check_whole("num_loops", config.num_loops, 1, MOST_LOOPS)
+    check_num_loops(config.num_loops)
     return config
 
 
