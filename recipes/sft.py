@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
+from tqdm.auto import tqdm
+
 from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.help import answer_help
 
@@ -33,11 +35,13 @@ if __name__ == "__main__":
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
-from loopdropout_trainer.diagnostics.plots import plot_single_loop
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.runs.plan import plan_run
-from loopdropout_trainer.runs.result import RunResult, print_report, show_log, write_results
+from loopdropout_trainer.runs.progress import SHORT, hide_short_bars, show_training
+from loopdropout_trainer.runs.report import plot_report, print_report
+from loopdropout_trainer.runs.result import RunResult, show_log, write_results
 from loopdropout_trainer.saving.cards import ModelCardFields
 from loopdropout_trainer.saving.hub import push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
@@ -69,6 +73,12 @@ class Run:
                 "ZeRO-3 and FSDP divide the weights among the processes, which cannot be merged there: leave `merge` and "
                 "`push_merged_to_hub` out, then merge the saved adapter with recipes/merge.py."
             )
+        if self.script.depths and not (self.script.benchmarks and all(c.make_rule().mergeable for c in self.configs)):
+            raise RecipeError(
+                "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."
+            )
+        if min(self.script.depths or [1]) < 1:
+            raise RecipeError(f"`depths` must be at least 1; got {min(self.script.depths)}.")
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
 
@@ -81,6 +91,7 @@ class Run:
         """Load tokenizer, data and benchmarks."""
         self.tokenizer = load_tokenizer(self.model, self.configs[0].trust_remote_code)
         config = self.configs[0]
+        hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, config.max_length)
         self.benchmarks = [self.load_benchmark(name) for name in self.script.benchmarks or ()]
@@ -116,6 +127,7 @@ class Run:
             )
         if base_benchmarks is None:  # a new adapter changes nothing yet
             base_benchmarks = self.evaluate(trainer) if self.script.evaluate_base else []
+        show_training(trainer, config.rule)
         began = time.perf_counter()
         result = trainer.train(resume_from_checkpoint=checkpoint_of(config))
         outcome = RunResult(
@@ -132,6 +144,7 @@ class Run:
         trainer.save_model()  # before anything else can go wrong
         outcome.saved["adapter"] = config.output_dir
         outcome.benchmarks = self.evaluate(trainer)
+        outcome.by_depth = self.evaluate_depths(trainer, outcome.benchmarks)
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
             batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
             outcome.single_loop = single_loop_activation(trainer.model, batches)
@@ -144,13 +157,35 @@ class Run:
 
     def evaluate(self, trainer: LoopDropoutSFTTrainer) -> list[BenchmarkResult]:
         """Answer every benchmark by greedy generation at unit gates."""
-        script = self.script
-        return [
-            evaluate_benchmark(
-                trainer.model, self.tokenizer, each, script.benchmark_batch_size, decoding=script.decoding
-            )
-            for each in self.benchmarks
-        ]
+        return [self.answer(trainer, each) for each in self.benchmarks]
+
+    def evaluate_depths(
+        self, trainer: LoopDropoutSFTTrainer, at_own_depth: list[BenchmarkResult]
+    ) -> dict[int, BenchmarkResult]:
+        """Answer the first benchmark at other recurrence depths, without further training."""
+        results: dict[int, BenchmarkResult] = {}
+        config = find_looped_model(trainer.model).config
+        own = config.num_loops
+        try:
+            for depth in tqdm(self.script.depths or (), desc="depths", disable=trainer.args.disable_tqdm or None):
+                config.num_loops = depth
+                results[depth] = (
+                    at_own_depth[0] if depth == own else self.answer(trainer, self.benchmarks[0], progress=False)
+                )
+        finally:
+            config.num_loops = own
+        return results
+
+    def answer(self, trainer: LoopDropoutSFTTrainer, benchmark: Benchmark, progress: bool = True) -> BenchmarkResult:
+        """Answer one benchmark by greedy generation at unit gates."""
+        return evaluate_benchmark(
+            trainer.model,
+            self.tokenizer,
+            benchmark,
+            self.script.benchmark_batch_size,
+            progress=progress,
+            decoding=self.script.decoding,
+        )
 
     def merge(self, trainer: LoopDropoutSFTTrainer, outcome: RunResult) -> None:
         """Save the merged model with its card."""
@@ -187,13 +222,11 @@ def main(argv: list[str] | None = None) -> None:
     config = run.configs[0]
     if not config.should_save:  # the other processes
         return
-    if outcomes[0].single_loop is not None:
+    if outcomes[0].single_loop is not None or outcomes[0].by_depth:
         if find_spec("matplotlib") is None:
-            print('No chart of single-loop activation without matplotlib: pip install -e ".[plots]"')
+            print('No figure without matplotlib: pip install -e ".[plots]"')
         else:
-            chart = Path(config.output_dir) / "single_loop.png"
-            plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart)
-            outcomes[0].saved["chart of single-loop activation"] = str(chart)
+            outcomes[0].saved["figure"] = str(plot_report(outcomes, Path(config.output_dir) / "figure.png"))
     print_report(outcomes)
     if run.script.push_merged_to_hub:
         address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)

@@ -38,6 +38,10 @@ class LoopedModelMixin:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
         raise NotImplementedError
 
+    def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a collated batch of examples with what else the model reads of it; by default nothing."""
+        return batch
+
     def recompute_pointwise(self, enabled: bool = True) -> None:
         """In training, compute norms and activations once more in the backward pass instead of keeping their results.
 
