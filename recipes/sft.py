@@ -35,7 +35,7 @@ if __name__ == "__main__":
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
-from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, load_benchmark, put_to
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.runs.plan import plan_run
@@ -156,7 +156,7 @@ class Run:
         return outcome
 
     def evaluate(self, trainer: LoopDropoutSFTTrainer) -> list[BenchmarkResult]:
-        """Answer every benchmark by greedy generation at unit gates."""
+        """Answer every benchmark at unit gates."""
         return [self.answer(trainer, each) for each in self.benchmarks]
 
     def evaluate_depths(
@@ -177,15 +177,8 @@ class Run:
         return results
 
     def answer(self, trainer: LoopDropoutSFTTrainer, benchmark: Benchmark, progress: bool = True) -> BenchmarkResult:
-        """Answer one benchmark by greedy generation at unit gates."""
-        return evaluate_benchmark(
-            trainer.model,
-            self.tokenizer,
-            benchmark,
-            self.script.benchmark_batch_size,
-            progress=progress,
-            decoding=self.script.decoding,
-        )
+        """Answer one benchmark at unit gates."""
+        return put_to(Subject.of(trainer.model, self.tokenizer, self.script), benchmark, progress=progress)
 
     def merge(self, trainer: LoopDropoutSFTTrainer, outcome: RunResult) -> None:
         """Save the merged model with its card."""
