@@ -9,7 +9,6 @@ the run are printed at the end and saved in `output_dir`.
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from importlib.util import find_spec
@@ -17,6 +16,21 @@ from itertools import islice
 from pathlib import Path
 
 from tqdm.auto import tqdm
+
+from loopdropout_trainer.settings.command import run_command, user_supplied
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (
+    ("Model", "settings/arguments.py", "ModelArguments"),
+    ("Adapter", "settings/arguments.py", "AdapterArguments"),
+    ("Rule and speed", "training/config.py", "LoopDropoutArguments"),
+    ("Data", "data/arguments.py", "DataArguments"),
+    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
+    ("Around the training", "settings/arguments.py", "RunArguments"),
+)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP, trains=True)  # before the imports that take seconds
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
@@ -29,13 +43,11 @@ from loopdropout_trainer.runs.progress import SHORT, hide_short_bars, show_train
 from loopdropout_trainer.runs.report import plot_report, print_report
 from loopdropout_trainer.runs.result import RunResult, show_log, write_results
 from loopdropout_trainer.saving.cards import ModelCardFields
-from loopdropout_trainer.saving.hub import PushError, push_merged_to_hub
+from loopdropout_trainer.saving.hub import push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import RecipeError, build, parse_recipe, settings_yaml
-from loopdropout_trainer.training.checkpoints import CheckpointError
 from loopdropout_trainer.training.distributed import divides_weights
-from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
-from loopdropout_trainer.training.gate_sampling import check_run
+from loopdropout_trainer.training.preflight import check_run
 
 
 class Run:
@@ -77,7 +89,7 @@ class Run:
 
     def load(self) -> None:
         """Load tokenizer, data and benchmarks."""
-        self.tokenizer = load_tokenizer(self.model)
+        self.tokenizer = load_tokenizer(self.model, self.configs[0].trust_remote_code)
         config = self.configs[0]
         hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
@@ -104,14 +116,15 @@ class Run:
             config: rule and hyperparameters.
             base_benchmarks: results before training if they are known; they are the same for every rule.
         """
-        trainer = LoopDropoutSFTTrainer(
-            self.model.model_name_or_path,
-            args=config,
-            train_dataset=self.data.train,
-            eval_dataset=self.data.eval,
-            processing_class=self.tokenizer,
-            peft_config=self.peft_config,
-        )
+        with user_supplied("The training cannot begin"):
+            trainer = LoopDropoutSFTTrainer(
+                self.model.model_name_or_path,
+                args=config,
+                train_dataset=self.data.train,
+                eval_dataset=self.data.eval,
+                processing_class=self.tokenizer,
+                peft_config=self.peft_config,
+            )
         if base_benchmarks is None:  # a new adapter changes nothing yet
             base_benchmarks = self.evaluate(trainer) if self.script.evaluate_base else []
         show_training(trainer, config.rule)
@@ -215,7 +228,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
-    try:
-        main()
-    except (ValueError, PushError, CheckpointError, NonFiniteLossError) as error:  # one sentence, to be put right
-        sys.exit(f"sft.py: {error}")
+    run_command(main, "sft.py")
