@@ -9,11 +9,12 @@ import torch
 from trl import SFTTrainer
 
 from loopdropout_trainer.training.config import LoopDropoutConfig
+from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 
 
-class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
+class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies
