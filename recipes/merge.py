@@ -18,7 +18,8 @@ from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_t
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.run import load_model
 from loopdropout_trainer.saving.adapter_files import adapter_metadata
-from loopdropout_trainer.saving.hub import ModelCardFields, PushError
+from loopdropout_trainer.saving.cards import ModelCardFields
+from loopdropout_trainer.saving.hub import PushError
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 

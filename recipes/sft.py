@@ -24,7 +24,8 @@ from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.result import RunResult, print_report, show_log, write_results
-from loopdropout_trainer.saving.hub import ModelCardFields, PushError, push_merged_to_hub
+from loopdropout_trainer.saving.cards import ModelCardFields
+from loopdropout_trainer.saving.hub import PushError, push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import RecipeError, build, parse_recipe, settings_yaml
 from loopdropout_trainer.training.checkpoints import CheckpointError

@@ -1,8 +1,12 @@
 """Merging at unit gates, the model card, and pushes that lose nothing."""
 
+import ast
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +18,17 @@ from peft import get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from loopdropout_trainer import default_peft_config, merge_and_save, push_merged_to_hub, use_gates
+from loopdropout_trainer import (
+    LoopDropoutSFTTrainer,
+    default_peft_config,
+    load_adapter,
+    merge_and_save,
+    push_merged_to_hub,
+    use_gates,
+)
 from loopdropout_trainer.adapters import add_gates
-from loopdropout_trainer.saving.hub import ModelCardFields, PushError
+from loopdropout_trainer.saving.cards import ModelCardFields
+from loopdropout_trainer.saving.hub import PushError
 
 
 IDS = torch.arange(2, 42).view(4, 10)
@@ -138,3 +150,151 @@ def test_a_push_offline_is_refused_and_an_empty_folder_too(tmp_path):
     folder = merge_and_save(adapted(), tmp_path / "merged")
     with pytest.raises(PushError, match="The merged model is safe"):  # tests run with HF_HUB_OFFLINE=1
         push_merged_to_hub(folder, "someone/model")
+
+
+# --- the base model's own code ------------------------------------------------------------------------------------------
+
+HUB_CODE = Path(__file__).parent / "samples" / "modeling_plain_ouro.py"
+AUTO_MAP = {
+    "AutoConfig": "modeling_plain_ouro.PlainOuroConfig",
+    "AutoModelForCausalLM": "modeling_plain_ouro.PlainOuroForCausalLM",
+}
+
+
+def saved_auto_map(folder):
+    return json.loads((folder / "config.json").read_text()).get("auto_map")
+
+
+def test_the_auto_map_names_the_base_repository_and_the_model_in_hand_keeps_its_own(tmp_path):
+    model = adapted()
+    config = model.get_base_model().config
+    config.auto_map = dict(AUTO_MAP)
+    folder = merge_and_save(model, tmp_path, facts=ModelCardFields("ByteDance/Ouro-1.4B"))
+    assert saved_auto_map(folder) == {key: f"ByteDance/Ouro-1.4B--{value}" for key, value in AUTO_MAP.items()}
+    assert config.auto_map == AUTO_MAP
+    assert "trust_remote_code=True" in (folder / "README.md").read_text()
+    # A model that was merged from a merged one still finds the first one's code.
+    config.auto_map = saved_auto_map(folder)
+    again = merge_and_save(model, tmp_path / "again", facts=ModelCardFields("someone/merged"))
+    assert saved_auto_map(again) == saved_auto_map(folder)
+
+
+@pytest.mark.parametrize("base", [None, "no-such-folder"])
+def test_a_base_without_code_leaves_no_auto_map_and_the_card_says_so(tmp_path, base):
+    model = adapted()
+    model.get_base_model().config.auto_map = dict(AUTO_MAP)
+    folder = merge_and_save(model, tmp_path, facts=ModelCardFields(base))
+    assert saved_auto_map(folder) is None
+    card = (folder / "README.md").read_text()
+    assert "trust_remote_code" not in card
+    assert "it needs the package" in card
+
+
+def test_a_model_merged_from_a_folder_with_code_loads_without_this_package(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    shutil.copy(HUB_CODE, base)
+    model = adapted()
+    model.get_base_model().config.auto_map = dict(AUTO_MAP)
+    folder = merge_and_save(model, tmp_path / "merged", facts=ModelCardFields(str(base)))
+    code = f"""
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True).eval()
+assert type(model).__name__ == "PlainOuroForCausalLM" and "loopdropout_trainer" not in sys.modules
+torch.save(model(torch.arange(2, 42).view(4, 10)).logits, {str(tmp_path / "logits.pt")!r})
+"""
+    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=True, timeout=120)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(IDS).logits, atol=2e-5, rtol=1e-4)
+
+
+# What other programs read of an Ouro checkpoint. vLLM: `model_executor/models/ouro.py` of 0.25.0 (0.27 has none), read in
+# November 2026; it stacks q/k/v and gate/up by these names, and its attention takes one cache for each (loop, layer).
+VLLM_OURO_FIELDS = {
+    "total_ut_steps", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "hidden_act", "rms_norm_eps", "vocab_size", "tie_word_embeddings",
+    "rope_theta", "rope_scaling", "torch_dtype",
+}  # fmt: skip
+OURO_TENSORS = {
+    "model.embed_tokens.weight", "model.norm.weight", "model.early_exit_gate.weight", "model.early_exit_gate.bias",
+    "lm_head.weight",
+    *(f"model.layers.{{}}.self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"model.layers.{{}}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"model.layers.{{}}.{name}.weight" for name in ("input_layernorm", "input_layernorm_2",
+      "post_attention_layernorm", "post_attention_layernorm_2")),
+}  # fmt: skip
+
+
+def test_a_merged_ouro_has_the_tensors_and_fields_that_vllm_reads(tmp_path):
+    folder = merge_and_save(adapted(), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert set(config) >= VLLM_OURO_FIELDS
+    assert config["architectures"] == ["OuroForCausalLM"]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    layers = range(config["num_hidden_layers"])
+    assert names == {name.format(layer) for name in OURO_TENSORS for layer in layers}
+    assert "vllm serve" in (folder / "README.md").read_text()
+
+
+def test_an_adapter_has_the_names_by_which_vllm_serves_it_unmerged(tmp_path):
+    model = adapted()
+    add_gates(model)
+    model.save_pretrained(tmp_path)
+    lora = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert lora["peft_type"] == "LORA"
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        names = set(file.keys())
+    modules = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    assert names == {
+        f"base_model.model.model.layers.{layer}.{module}.lora_{factor}.weight"
+        for layer in range(2) for module in modules for factor in "AB"
+    }  # fmt: skip
+
+
+# --- cards ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trainers_cards_say_base_rule_and_p(tmp_path, config, dataset, tokenizer):
+    base = tiny_ouro()
+    base.config.name_or_path = base.name_or_path = "ByteDance/Ouro-1.4B"
+    args = config(p=0.25, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer = LoopDropoutSFTTrainer(base, args, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    merge_and_save(trainer.model, tmp_path / "merged", tokenizer)
+    reloaded = load_adapter(tiny_ouro(), args.output_dir)
+    merge_and_save(reloaded, tmp_path / "merged_later", tokenizer)
+    for folder in (Path(args.output_dir), Path(args.output_dir, "checkpoint-1"), tmp_path / "merged"):
+        card = (folder / "README.md").read_text()
+        assert "base_model: ByteDance/Ouro-1.4B" in card
+        assert "| Training rule | Loop Dropout |" in card
+        assert "| Drop probability p | 0.25 |" in card
+        assert "None" not in card
+    assert "| Drop probability p | 0.25 |" in (tmp_path / "merged_later" / "README.md").read_text()
+
+
+def test_a_local_base_is_named_without_its_path(tmp_path):
+    (tmp_path / "my_base").mkdir()
+    folder = merge_and_save(adapted(), tmp_path / "merged", facts=ModelCardFields(str(tmp_path / "my_base")))
+    card = (folder / "README.md").read_text()
+    assert "| Base model | my\\_base |" in card or "| Base model | my_base |" in card
+    assert str(tmp_path) not in card
+    assert "\nbase_model:" not in card
+
+
+def test_nothing_that_a_card_quotes_breaks_out_of_its_place(tmp_path):
+    recipe = "a: 1\n```\n<script>alert(1)</script>\n````\n# Not a heading"
+    facts = ModelCardFields("x/y", "<img src=x onerror=alert(2)>", data="[a](javascript:b)|c", recipe=recipe)
+    facts.results = {"<b>acc</b>": "`1`"}
+    name = 'x/y"); import os  # ```'
+    folder = merge_and_save(adapted(), tmp_path / "merged", facts=facts, repo_id=name)
+    before, _, block = (folder / "README.md").read_text().partition("`````yaml\n")
+    assert block.split("\n`````")[0] == recipe
+    for harmful in ("<script", "<img", "<b>", "[a](javascript", 'y"); import os'):
+        assert harmful not in before.partition("## Loading")[0].partition("# x/y")[2]
+    assert "vllm serve MODEL" in before
+    code = before.split("```python\n")[1].split("```")[0]
+    names = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert names.count(name) == 2  # the whole of it is one string, twice

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class LoopedModelMixin:
     loop_state: LoopState
     config: PreTrainedConfig
     can_pack = False  # whether batches run as `LoopState.pack` and `LoopState.factors` allow
+    trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
 
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""

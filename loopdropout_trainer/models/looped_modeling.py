@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -60,6 +61,8 @@ class LoopedConfigMixin:
 
     # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
     auto_map = {}
+    # Other programs that read the family's checkpoints, and how: a command with {name}, for the card of a merged model.
+    served_by: ClassVar[dict[str, str]] = {}
 
     def __setattr__(self, name, value):
         if name in ("num_loops", self.attribute_map.get("num_loops")):

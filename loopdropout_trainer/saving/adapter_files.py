@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import attach_adapter
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.cards import adapter_card, card_fields
 
 
 logger = logging.get_logger(__name__)
@@ -55,7 +56,9 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
     """
     config = read_adapter_config(folder)
     check_shapes(model, folder)
-    num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
+    looped, metadata = find_looped_model(model), adapter_metadata(folder)
+    looped.trained_with = {key: metadata[key] for key in ("rule", "p") if key in metadata}
+    num_loops, trained = looped.config.num_loops, metadata.get("num_loops")
     if trained is not None and trained != num_loops:
         logger.warning(f"The adapter in {folder} was trained at depth {trained}; the model runs {num_loops} loops.")
     base = model.config.name_or_path
@@ -91,6 +94,18 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
             f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: set `num_loops` to "
             f"{trained} to resume it, or start a new run from its adapter with `load_adapter`."
         )
+
+
+def save_adapter_card(model: PeftModel, folder: str | Path, repo_id: str | None = None) -> None:
+    """Write the card of a saved adapter over the one that PEFT or TRL wrote, which knows neither base nor rule.
+
+    Args:
+        model: with the adapter.
+        folder: that the adapter was saved in.
+        repo_id: its name on the Hub, if it is going there.
+    """
+    card = adapter_card(card_fields(model), repo_id or str(folder), find_looped_model(model).config)
+    card.save(Path(folder) / "README.md")
 
 
 def read_adapter_config(folder: str | Path) -> LoraConfig:

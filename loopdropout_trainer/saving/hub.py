@@ -5,46 +5,25 @@ At unit gates the adapter is ordinary LoRA, so that W + (alpha / r) B A is an or
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import HfApi
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
+from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, merged_card
+from loopdropout_trainer.saving.files import written_whole
+from loopdropout_trainer.saving.hub_code import copy_code, portable_auto_map
 
 
 class PushError(RuntimeError):
     """The Hub did not take the model; it is on disk all the same."""
-
-
-@dataclass
-class ModelCardFields:
-    """What a model card states about the run behind a model; unknown facts are left out of the card.
-
-    Attributes:
-        base_model: hub name or path of the model that was fine-tuned.
-        rule, p: gate rule and drop probability; rank, alpha: of the adapter; num_loops: recurrence depth K.
-        recipe: YAML text of the run's settings.
-        data: name of the training data.
-        results: measured numbers by name.
-    """
-
-    base_model: str | None = None
-    rule: str | None = None
-    p: float | list[float] | None = None
-    rank: int | None = None
-    alpha: int | None = None
-    num_loops: int | None = None
-    recipe: str | None = None
-    data: str | None = None
-    results: dict[str, Any] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -113,33 +92,37 @@ def merge_and_save(
 
     Raises:
         ValueError: if the adapter cannot be merged.
+        WriteError: if the disk refuses; what was there before is untouched.
     """
     output_dir = Path(output_dir)
     weights = merged_state_dict(model)
+    fields = card_fields(model, facts)
     base = model.get_base_model()
-    use_cache, base.config.use_cache = base.config.use_cache, True  # off for training only
-    try:
-        base.save_pretrained(output_dir, state_dict=weights)
-    finally:
-        base.config.use_cache = use_cache
-    if tokenizer is not None:
-        tokenizer.save_pretrained(output_dir)
-    model_card(facts_of(model, facts), repo_id or output_dir.name).save(output_dir / "README.md")
+    with written_whole(output_dir, "The merged model") as partial:
+        with _config_to_save(base.config, fields.base_model):
+            base.save_pretrained(partial, state_dict=weights)
+            copy_code(base.config.auto_map, fields.base_model, partial)
+            card = merged_card(fields, repo_id or output_dir.name, base.config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        card.save(partial / "README.md")
     return output_dir
 
 
-def facts_of(model: PeftModel, facts: ModelCardFields | None = None) -> ModelCardFields:
-    """Return `facts` with what `model` itself tells filled in."""
-    lora = model.peft_config[model.active_adapters[0]]
-    config = model.get_base_model().config
-    known = {
-        "base_model": lora.base_model_name_or_path or config.name_or_path or None,
-        "rank": lora.r,
-        "alpha": lora.lora_alpha,
-        "num_loops": config.num_loops,
-    }
-    given = {key: value for key, value in dataclasses.asdict(facts or ModelCardFields()).items() if value is not None}
-    return ModelCardFields(**{**known, **given})
+@contextmanager
+def _config_to_save(config: PreTrainedConfig, base_model: str | None) -> Iterator[None]:
+    """Inside the block a base's config is as its merged model's: with the cache, and an `auto_map` that finds the code."""
+    before = {name: vars(config)[name] for name in ("use_cache", "auto_map") if name in vars(config)}
+    config.use_cache = True  # off for training only
+    if config.auto_map:
+        config.auto_map = portable_auto_map(config, base_model)
+        if not config.auto_map:
+            del config.auto_map
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def push_merged_to_hub(
@@ -182,49 +165,3 @@ def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -
         f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). {safe}; log in with `hf auth login` or set "
         "HF_TOKEN, then push it again."
     )
-
-
-def model_card(facts: ModelCardFields, name: str) -> ModelCard:
-    """Write the card of a merged model."""
-    is_hub_name = facts.base_model is not None and not Path(facts.base_model).is_absolute()
-    metadata = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        base_model=facts.base_model if is_hub_name else None,
-        tags=["looped-language-model", "lora", "loop-dropout"],
-    )
-    method = "Loop Dropout" if facts.rule == "loop_dropout" else facts.rule
-    rows = {
-        "Base model": facts.base_model,
-        "Training rule": method,
-        "Drop probability p": facts.p,
-        "LoRA rank / alpha": None if facts.rank is None else f"{facts.rank} / {facts.alpha}",
-        "Recurrence depth K": facts.num_loops,
-        "Training data": facts.data,
-    }
-    table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items() if value is not None)
-    parts = [
-        f"---\n{metadata.to_yaml()}\n---",
-        f"# {name}",
-        "A looped language model, fine-tuned with LoRA on its recurrent block and merged at unit gates: an ordinary "
-        "checkpoint of its base model, without extra parameters or inference cost.",
-        f"| | |\n|---|---|\n{table}",
-    ]
-    if facts.results:
-        results = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in facts.results.items())
-        parts.append(f"## Results\n\n| | |\n|---|---|\n{results}")
-    parts.append(
-        "## Loading\n\n```python\n"
-        "import loopdropout_trainer  # registers the model family with transformers\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
-    )
-    if facts.recipe:
-        parts.append(f"## Recipe\n\n```yaml\n{facts.recipe.strip()}\n```")
-    return ModelCard("\n\n".join(parts) + "\n", ignore_metadata_errors=True)
-
-
-def _cell(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

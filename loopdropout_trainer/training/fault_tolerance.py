@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from loopdropout_trainer.saving.adapter_files import save_adapter_metadata
+from loopdropout_trainer.saving.adapter_files import save_adapter_card, save_adapter_metadata
 from loopdropout_trainer.saving.files import is_about_files, written_whole
 from loopdropout_trainer.saving.hub import push_error
 from loopdropout_trainer.saving.lock import LockedError, only_process_in
@@ -192,6 +192,7 @@ class FaultToleranceMixin(ResumingMixin):
         super()._save(str(folder), state_dict)
         if self.args.should_save:
             save_adapter_metadata(folder, **self._training_facts())
+            save_adapter_card(self.model, folder, self.args.hub_model_id)
 
     def _training_facts(self) -> dict[str, Any]:
         args = self.args

@@ -29,6 +29,7 @@ from loopdropout_trainer.adapters import (
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import Place
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
+from loopdropout_trainer.saving.adapter_files import save_adapter_card
 from loopdropout_trainer.training.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import (
@@ -108,7 +109,9 @@ class GateSamplingMixin:
             seed=self.args.seed,
             fused=self.args.fused_lora and whole_parameters(self.accelerator),
         )
-        find_looped_model(self.model).recompute_pointwise(self.args.recompute_pointwise)
+        looped = find_looped_model(self.model)
+        looped.trained_with = {"rule": self.args.rule, "p": self.args.p}
+        looped.recompute_pointwise(self.args.recompute_pointwise)
         self.physical_layers = physical_layers(self.model)  # [M]
         self.unit_gates_callback = UnitGatesCallback(self.loop_state)
         self.rule_callback = RuleCallback(self.rule, self.accelerator)
@@ -181,6 +184,11 @@ class GateSamplingMixin:
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             save_rule_state(self.rule, output_dir or self.args.output_dir)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the adapter's own card: TRL's knows neither its base model nor its rule."""
+        if self.is_world_process_zero():
+            save_adapter_card(self.model, self.args.output_dir, self.args.hub_model_id)
 
     def create_optimizer(self, model=None):
         ratio = self.args.loraplus_lr_ratio

@@ -30,6 +30,9 @@ class OuroConfig(LoopedConfigMixin, PreTrainedConfig):
     }
     attention_bias = False  # Ouro has none
     default_theta = 1_000_000.0
+    served_by = {  # vLLM 0.27 has it no longer; its reader takes the config's class from the base's code
+        "vLLM, in releases up to 0.26": "vllm serve {name} --trust-remote-code"
+    }
 
     vocab_size: int = 49152
     hidden_size: int = 2048

@@ -1,0 +1,6 @@
+"""The command `loopdropout` for `python -m` and, on several GPUs, `accelerate launch -m loopdropout_trainer COMMAND`."""
+
+from loopdropout_trainer.command_line import main
+
+
+main()

@@ -1,0 +1,174 @@
+"""Model cards of adapters and of merged models: what was trained on what, and how to load it.
+
+What a card quotes (a recipe, results, names) may come from a stranger's file: it is escaped, so that no Markdown or HTML
+of theirs takes effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from peft import PeftModel
+from transformers import PreTrainedConfig
+
+from loopdropout_trainer.looped import find_looped_model
+
+
+@dataclass
+class ModelCardFields:
+    """What a model card states about the run behind a model; unknown facts are left out of the card.
+
+    Attributes:
+        base_model: hub name or path of the model that was fine-tuned.
+        rule, p: gate rule and drop probability; rank, alpha: of the adapter; num_loops: recurrence depth K.
+        recipe: YAML text of the run's settings.
+        data: name of the training data.
+        results: measured numbers by name.
+    """
+
+    base_model: str | None = None
+    rule: str | None = None
+    p: float | list[float] | None = None
+    rank: int | None = None
+    alpha: int | None = None
+    num_loops: int | None = None
+    recipe: str | None = None
+    data: str | None = None
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+def card_fields(model: PeftModel, given: ModelCardFields | None = None) -> ModelCardFields:
+    """Return `given` with what `model` itself tells filled in: base, depth, adapter, and the rule that trained it."""
+    adapter = model.active_adapters[0]
+    lora, looped = model.peft_config[adapter], find_looped_model(model)
+    known = {
+        **looped.trained_with,
+        "base_model": lora.base_model_name_or_path or looped.config.name_or_path or None,
+        "rank": lora.r,
+        "alpha": lora.lora_alpha,
+        "num_loops": looped.config.num_loops,
+    }
+    stated = {key: value for key, value in dataclasses.asdict(given or ModelCardFields()).items() if value is not None}
+    names = {f.name for f in dataclasses.fields(ModelCardFields)}
+    return ModelCardFields(**{key: value for key, value in {**known, **stated}.items() if key in names})
+
+
+def merged_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) -> ModelCard:
+    """Write the card of a merged model.
+
+    Args:
+        fields: of the run.
+        name: hub name or folder that the card's code loads.
+        config: of the merged model: it says which other programs read it.
+    """
+    loading = [
+        "With this package, on transformers 5:\n\n```python\n"
+        "import loopdropout_trainer  # registers the model family with transformers\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained({_string(name)}, dtype="auto")\n'
+        f"tokenizer = AutoTokenizer.from_pretrained({_string(name)})\n```"
+    ]
+    if config.auto_map:
+        loading.append(
+            "Without it, by the base model's own code, on the transformers release that this code was written for:\n\n"
+            "```python\n"
+            "from transformers import AutoModelForCausalLM\n\n"
+            f"model = AutoModelForCausalLM.from_pretrained({_string(name)}, trust_remote_code=True)\n```"
+        )
+    else:
+        loading.append("There is no code of the base model behind this checkpoint: it needs the package.")
+    for program, command in config.served_by.items():
+        loading.append(f"{program}:\n\n```bash\n{command.format(name=_word(name))}\n```")
+    return _card(
+        fields,
+        name,
+        "transformers",
+        "A looped language model, fine-tuned with LoRA on its recurrent block and merged at unit gates: an ordinary "
+        "checkpoint of its base model, without extra parameters or inference cost.",
+        loading,
+    )
+
+
+def adapter_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) -> ModelCard:
+    """Write the card of an adapter; see `merged_card` for the arguments."""
+    base = fields.base_model or "BASE_MODEL"
+    if Path(base).is_dir():
+        base = Path(base).name
+    loading = [
+        "```python\n"
+        "from loopdropout_trainer import load_adapter, merge_and_save\n"
+        "from transformers import AutoModelForCausalLM\n\n"
+        f"base = AutoModelForCausalLM.from_pretrained({_string(base)}, num_loops={config.num_loops})\n"
+        f"model = load_adapter(base, {_string(name)})\n"
+        'merge_and_save(model, "merged")  # optional: an ordinary checkpoint of the base model\n```'
+    ]
+    return _card(
+        fields,
+        name,
+        "peft",
+        "A LoRA adapter on the recurrent block of a looped language model: one shared update that every loop applies. At "
+        "inference all gates are one, so that it is ordinary LoRA under PEFT's names.",
+        loading,
+    )
+
+
+def _card(fields: ModelCardFields, name: str, library: str, what: str, loading: list[str]) -> ModelCard:
+    base = fields.base_model
+    is_hub_name = base is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()
+    metadata = ModelCardData(
+        library_name=library,
+        pipeline_tag="text-generation",
+        base_model=base if is_hub_name else None,
+        tags=["looped-language-model", "lora", "loop-dropout"],
+    )
+    rows = {
+        "Base model": base if base is None or is_hub_name else Path(base).name,
+        "Training rule": "Loop Dropout" if fields.rule == "loop_dropout" else fields.rule,
+        "Drop probability p": fields.p,
+        "LoRA rank / alpha": None if fields.rank is None else f"{fields.rank} / {fields.alpha}",
+        "Recurrence depth K": fields.num_loops,
+        "Training data": fields.data,
+    }
+    parts = [f"---\n{metadata.to_yaml()}\n---", f"# {_text(name)}", what, _table(rows)]
+    if fields.results:
+        parts.append(f"## Results\n\n{_table(fields.results)}")
+    parts.append("## Loading\n\n" + "\n\n".join(loading))
+    if fields.recipe:
+        parts.append(f"## Recipe\n\n{_fenced(fields.recipe, 'yaml')}")
+    return ModelCard("\n\n".join(parts) + "\n", ignore_metadata_errors=True)
+
+
+def _table(rows: dict[str, Any]) -> str:
+    lines = [f"| {_text(key)} | {_text(value)} |" for key, value in rows.items() if value is not None]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _text(value: Any) -> str:
+    """Return a value as text of a heading or a table's cell, with nothing in it that Markdown or HTML would act on."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*\[\]|!~])", r"\\\1", text)
+
+
+def _fenced(text: str, language: str) -> str:
+    """Return a code block whose fence is longer than any in the text, so that none of it breaks out."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text.strip()}\n{fence}"
+
+
+def _string(name: str) -> str:
+    """Return a Python string literal that stays inside its code block."""
+    return json.dumps(name).replace("`", "\\u0060")
+
+
+def _word(name: str) -> str:
+    """Return one word of a shell command."""
+    return name if re.fullmatch(r"[\w./-]+", name) else "MODEL"

@@ -1,0 +1,94 @@
+"""The command `loopdropout`: from a clone, and from a wheel that is installed far away from it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loopdropout_trainer import command_line
+from loopdropout_trainer.command_line import commands, main, recipe_path, recipes_folder
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_script_is_a_command_and_help_says_what_it_does(capsys):
+    main(["--help"])
+    out = capsys.readouterr().out
+    for path in (ROOT / "recipes").glob("*.py"):
+        assert (path.stem in commands()) == (not path.stem.startswith("make_"))
+    for name, script in commands().items():
+        assert f"  {name} " in out
+        assert command_line.summary(script) in out
+
+
+def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
+    main(["recipes"])
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    shipped = {path.relative_to(recipes_folder()).as_posix() for path in recipes_folder().rglob("*.yaml")}
+    assert listed == shipped
+    assert {"quickstart.yaml", "metamath_gsm/lora.yaml"} <= listed
+    main(["recipes", "copy", str(tmp_path / "mine")])
+    assert (tmp_path / "mine" / "metamath_gsm" / "lora.yaml").is_file()
+    (tmp_path / "mine" / "sft.py").write_text("changed")
+    with pytest.raises(SystemExit) as exit:
+        main(["recipes", "copy", str(tmp_path / "mine")])
+    assert exit.value.code == 2
+    assert (tmp_path / "mine" / "sft.py").read_text() == "changed"
+
+
+def test_an_unknown_command_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "x.yaml"])
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert "`train x.yaml`" in error
+    assert "sft" in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_of_the_users_goes_before_a_shipped_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart.yaml", "recipes/quickstart.yaml"):
+        assert recipe_path(name) == str(recipes_folder() / "quickstart.yaml")
+    Path("quickstart.yaml").write_text("p: 0.1\n")
+    assert recipe_path("quickstart.yaml") == "quickstart.yaml"
+    assert recipe_path("missing.yaml") == "missing.yaml"
+
+
+def test_a_wheel_works_outside_of_the_clone(tmp_path):
+    """Build and install it with the standard tools, without their isolation, which would need a network."""
+    pytest.importorskip("setuptools")
+    run = lambda *command, **keywords: (
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, **keywords).stdout
+    )
+    source, site = tmp_path / "source", tmp_path / "site"
+    files = run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).split("\n")
+    for name in filter(None, files):
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source))
+    (wheel,) = tmp_path.glob("*.whl")
+    run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script = site / "bin" / "loopdropout"
+    assert "quickstart.yaml" in run(sys.executable, str(script), "recipes", env=env, cwd=elsewhere)
+    plan = run(
+        sys.executable,
+        "-m",
+        "loopdropout_trainer",
+        "sft",
+        "quickstart.yaml",
+        "--dry_run",
+        "true",
+        env=env,
+        cwd=elsewhere,
+    )
+    assert "tiny_ouro" in plan
+    assert "trainable parameters" in plan
