@@ -1,4 +1,4 @@
-"""A TRL trainer that loses nothing: whole checkpoints only, no step on a NaN, one run in a folder, and a Hub that may refuse."""
+"""A TRL trainer that loses nothing: whole files only, no step on a NaN, one run in a folder, and a Hub that may refuse."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class FaultToleranceMixin(ResumingMixin):
         scaled = getattr(self.accelerator, "scaler", None) is not None  # float16: it skips such steps and scales less
         if not self.args.stop_on_nan or not (loss_is_broken or gradient_is_broken and not scaled):
             return
-        what, number = ("gradient", norm) if not loss_is_broken else ("loss", losses[(~torch.isfinite(losses)).nonzero()])
+        what, number = ("loss", losses[~torch.isfinite(losses)]) if loss_is_broken else ("gradient", norm)
         where = f" ({number.flatten()[0].item()})" if number.numel() else " in another process"
         taken = "nothing was saved after it" if self.is_deepspeed_enabled else "the step was not taken"
         raise NonFiniteLossError(
@@ -182,17 +182,17 @@ class FaultToleranceMixin(ResumingMixin):
             state_dict = float32_state_dict(self.model, state_dict)
         folder = Path(output_dir or self.args.output_dir)
         if not self.args.should_save or self._saving == folder:  # a checkpoint is whole when it is sealed
-            self._save_files(folder, state_dict)
+            self._save_files(folder, state_dict, folder)
             return
         advice = f"{_what_is_safe(self._newest_checkpoint_here())} Free some space and resume or save again."
         with written_whole(folder, "The adapter", advice) as partial:
-            self._save_files(partial, state_dict)
+            self._save_files(partial, state_dict, folder)
 
-    def _save_files(self, folder: Path, state_dict: dict | None) -> None:
+    def _save_files(self, folder: Path, state_dict: dict | None, name: Path) -> None:
         super()._save(str(folder), state_dict)
         if self.args.should_save:
             save_adapter_metadata(folder, **self._training_facts())
-            save_adapter_card(self.model, folder, self.args.hub_model_id)
+            save_adapter_card(self.model, folder, self.args.hub_model_id or str(name))
 
     def _training_facts(self) -> dict[str, Any]:
         args = self.args

@@ -24,29 +24,33 @@ from loopdropout_trainer.looped import find_looped_model
 
 # Fields of training arguments that leave the trained weights as they are: what is logged, evaluated, saved, pushed, and
 # how fast things go. All others count, so that a field that nobody thought of is compared rather than overlooked.
-WITHOUT_EFFECT = {
-    *("output_dir", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-    *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter"),
-    *("log_level", "log_level_replica", "disable_tqdm", "report_to", "debug", "include_num_input_tokens_seen"),
-    *("eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only", "eval_on_start"),
-    *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
-    *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "eval_packing", "do_train", "do_eval", "do_predict"),
-    *("save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
-    *("enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "resume_from_checkpoint"),
-    *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
-    *("use_cpu", "local_rank", "parallelism_config", "deepspeed", "fsdp", "fsdp_config", "skip_memory_metrics"),
-    *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
-    *("ddp_timeout", "full_determinism", "torch_empty_cache_steps", "auto_find_batch_size", "activation_offloading"),
-    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    *("dataloader_multiprocessing_context", "dataloader_in_order", "dataset_num_proc", "remove_unused_columns"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs", "use_cache"),
-    *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config"),
-    *("remove_padding", "skip_frozen_loops", "fused_lora", "recompute_pointwise", "compile_layers", "stop_on_nan"),
-    "resume_with_changed_settings",
-    # Counted in another way: what they make of the model, and the examples in a step.
-    *("model_init_kwargs", "trust_remote_code", "per_device_train_batch_size", "gradient_accumulation_steps"),
-}
+_WITHOUT_EFFECT = """
+output_dir run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
+logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica
+disable_tqdm report_to debug include_num_input_tokens_seen skip_memory_metrics
+do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_packing
+eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size prediction_loss_only include_for_metrics
+batch_eval_metrics bf16_full_eval fp16_full_eval
+save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint
+restore_callback_states_from_checkpoint resume_from_checkpoint resume_with_changed_settings
+push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+use_cpu local_rank parallelism_config deepspeed fsdp fsdp_config full_determinism auto_find_batch_size
+ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
+dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+dataloader_multiprocessing_context dataloader_in_order dataset_num_proc remove_unused_columns
+torch_empty_cache_steps activation_offloading activation_checkpointing activation_checkpointing_kwargs use_cache
+gradient_checkpointing gradient_checkpointing_kwargs use_liger_kernel liger_kernel_config
+torch_compile torch_compile_backend torch_compile_mode
+remove_padding skip_frozen_loops fused_lora recompute_pointwise compile_layers stop_on_nan
+"""
+# These count in another way: by what they make of the model, and by the examples in a step.
+_COUNTED_ELSEWHERE = (
+    "model_init_kwargs",
+    "trust_remote_code",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)
+_NOT_COMPARED = {*_WITHOUT_EFFECT.split(), *_COUNTED_ELSEWHERE}
 _OF_NO_RUN = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type")
 _OF_NO_MODEL = ("transformers_version", "dtype", "torch_dtype", "use_cache")
 _MAY_BE_UNKNOWN = ("weights", "sha256", "rows")
@@ -70,12 +74,12 @@ def run_identity(args: TrainingArguments, model: PeftModel, dataset: Any, whole:
     adapter = model.active_adapters[0]
     base = find_looped_model(model)
     frozen = {name: p for name, p in base.named_parameters() if ".lora_" not in name}
-    config = {key: value for key, value in base.config.to_dict().items() if _is_plain(value) and key not in _OF_NO_MODEL}
+    lora, config = model.peft_config[adapter].to_dict(), base.config.to_dict()
     identity = {
         "settings": _settings(args),
-        "adapter": {k: v for k, v in model.peft_config[adapter].to_dict().items() if k not in _OF_NO_RUN and v is not None},
+        "adapter": {key: value for key, value in lora.items() if key not in _OF_NO_RUN and value is not None},
         "model": {
-            **{key: value for key, value in config.items() if not key.startswith("_") and not key.endswith("token_id")},
+            **{key: value for key, value in config.items() if _describes_the_model(key, value)},
             "dtype": str(next(iter(frozen.values())).dtype).removeprefix("torch."),
             "weights": _weights_sha256(frozen) if whole else None,
         },
@@ -116,11 +120,12 @@ def _settings(args: TrainingArguments) -> dict[str, Any]:
 
 def _is_field(args: TrainingArguments, name: str) -> bool:
     field = type(args).__dataclass_fields__.get(name)
-    return field is not None and field.init and name not in WITHOUT_EFFECT
+    return field is not None and field.init and name not in _NOT_COMPARED
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
+def _describes_the_model(key: str, value: Any) -> bool:
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return plain and key not in _OF_NO_MODEL and not key.startswith("_") and not key.endswith("token_id")
 
 
 def _plain(value: Any) -> Any:

@@ -107,8 +107,8 @@ class ResumingMixin:
         stopped_early = self._restore_callbacks()
         if self.state.global_step > max_steps:
             raise CheckpointError(
-                f"The checkpoint {resume_from_checkpoint} is of step {self.state.global_step}, beyond the {max_steps} steps of "
-                "this run: raise `max_steps` (or `num_train_epochs`), or resume from an earlier checkpoint."
+                f"The checkpoint {resume_from_checkpoint} is of step {self.state.global_step}, beyond the {max_steps} steps "
+                "of this run: raise `max_steps` (or `num_train_epochs`), or resume from an earlier checkpoint."
             )
         if self.state.global_step == max_steps or stopped_early:
             logger.info(f"The run is finished at step {self.state.global_step}: nothing is left to train.")
@@ -117,7 +117,8 @@ class ResumingMixin:
 
     def _restore_callbacks(self) -> bool:
         """Give callbacks such as `EarlyStoppingCallback` their state back; return whether one of these had stopped the run."""
-        saved = {name: each if isinstance(each, list) else [each] for name, each in self.state.stateful_callbacks.items()}
+        table = self.state.stateful_callbacks
+        saved = {name: each if isinstance(each, list) else [each] for name, each in table.items()}
         stopped = False
         for callback in self.callback_handler.callbacks:
             if not isinstance(callback, ExportableState) or isinstance(callback, TrainerControl):
@@ -137,9 +138,7 @@ class ResumingMixin:
         table: dict[str, Any] = {}
         for callback in stateful:
             table.setdefault(type(callback).__name__, []).append(callback.state())
-        self.state.stateful_callbacks = {
-            name: states[0] if len(states) == 1 else [] for name, states in table.items()
-        }
+        self.state.stateful_callbacks = {name: states[0] if len(states) == 1 else [] for name, states in table.items()}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         scheduler = self.lr_scheduler
