@@ -10,7 +10,8 @@ from loopdropout_trainer.saving.adapter_files import load_adapter
 from loopdropout_trainer.saving.hub import merge_and_save, push_merged_to_hub
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig
 from loopdropout_trainer.training.dpo_trainer import LoopDropoutDPOTrainer
-from loopdropout_trainer.training.gate_sampling import GateSamplingMixin, default_peft_config
+from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.preflight import default_peft_config
 from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
 
 

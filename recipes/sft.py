@@ -31,7 +31,7 @@ from loopdropout_trainer.settings.recipe import RecipeError, build, parse_recipe
 from loopdropout_trainer.training.checkpoints import CheckpointError
 from loopdropout_trainer.training.distributed import divides_weights
 from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
-from loopdropout_trainer.training.gate_sampling import check_run
+from loopdropout_trainer.training.preflight import check_run
 
 
 class Run:

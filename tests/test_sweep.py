@@ -218,7 +218,7 @@ def test_refusals(lab):
         lab.sweep(["--benchmarks", "development"], select_on="test", output_dir=str(lab.folder / "other")).run()
     for message, fields in {
         "`seeds` must be one or more different values": {"seeds": [1, 1]},
-        "`learning_rates` must be positive": {"learning_rates": [0.0, 1.0]},
+        "`learning_rates` must be a number above 0; got 0.0": {"learning_rates": [0.0, 1.0]},
         "`methods` must have different names": {"methods": ["a/x.yaml", "b/x.yaml"]},
         "`rate_factors` names `x`": {"rate_factors": {"x": 2.0}},
     }.items():

@@ -14,7 +14,9 @@ from loopdropout_trainer.adapters.per_loop import PerLoopLora
 from loopdropout_trainer.looped import find_looped_model
 
 
-def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool = False) -> PeftModel:
+def attach_adapter(
+    model: PreTrainedModel, folder: str | Path, is_trainable: bool = False, config: PeftConfig | None = None
+) -> PeftModel:
     """Put a saved adapter on a looped model: shared, independent for each loop, or with learned gates.
 
     PEFT itself does that for shared adapters. It refuses independent ones, whose factors have another shape, and ignores
@@ -24,11 +26,12 @@ def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: boo
         model: looped model without adapter.
         folder: local path or hub name of the adapter.
         is_trainable: False freezes it.
+        config: its configuration; default: as PEFT reads it from the folder.
 
     Raises:
         ValueError: if each loop has factors or a gate of its own, for another number of loops than the model runs.
     """
-    config = PeftConfig.from_pretrained(str(folder))
+    config = PeftConfig.from_pretrained(str(folder)) if config is None else config
     weights = load_peft_weights(str(folder), device="cpu")
     kinds: dict[type[GatedLora], int] = {}  # number of loops that each was trained for
     for name, weight in weights.items():
@@ -37,7 +40,7 @@ def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: boo
         elif name.endswith("lora_loop_gates"):
             kinds[LearnedGatesLora] = len(weight)
     if not kinds:
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=config)
 
     num_loops = find_looped_model(model).config.num_loops
     config.inference_mode = not is_trainable

@@ -25,6 +25,8 @@ from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA, load_adapter
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
+from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import RecipeError, public_settings
 from loopdropout_trainer.settings.versions import library_versions
 
@@ -48,6 +50,7 @@ class EvaluationArguments(BenchmarkArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        check_folder("output_dir", self.output_dir)
         if not isinstance(self.benchmarks, list) or not self.benchmarks:
             raise ValueError(
                 f"`benchmarks` must name one or more of {', '.join(BENCHMARKS)}; got {self.benchmarks!r}."
@@ -135,19 +138,20 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
     """Load a looped model at its evaluation depth, with an adapter on it if there is one, and its tokenizer.
 
     Raises:
-        RecipeError: if there is no such model or adapter, or the adapter is of another kind of model or method.
+        ValueError: if there is no such model or adapter, or the adapter is of another kind of model or method.
     """
-    try:
-        tokenizer = load_tokenizer(model)
-        base = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **model.init_kwargs)
-        find_looped_model(base)
-        if adapter is None:
-            return base.eval(), tokenizer
+    tokenizer = load_tokenizer(model)
+    with user_supplied(f"The model {model.model_name_or_path} cannot be loaded"):
+        base = AutoModelForCausalLM.from_pretrained(
+            model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
+        )
+    find_looped_model(base)
+    if adapter is None:
+        return base.eval(), tokenizer
+    with user_supplied(f"The adapter {adapter} cannot be loaded"):
         adapted = load_adapter(base, _local_folder(adapter))
-        add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
-        return adapted.eval(), tokenizer
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(_one_line(error)) from error
+    add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
+    return adapted.eval(), tokenizer
 
 
 def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | None = None) -> dict[str, Any]:

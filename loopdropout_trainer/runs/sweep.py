@@ -18,7 +18,10 @@ from typing import Any
 
 from rich.table import Table
 
+from loopdropout_trainer.settings.field_types import json_of
+from loopdropout_trainer.settings.ranges import check_folder, check_list, check_number, check_whole
 from loopdropout_trainer.settings.recipe import load_recipe
+from loopdropout_trainer.settings.secrets import public_settings, public_words
 
 
 class SweepError(RuntimeError):
@@ -63,14 +66,21 @@ class SweepArguments:
 
     def __post_init__(self):
         if isinstance(self.rate_factors, str):
-            self.rate_factors = json.loads(self.rate_factors)
+            self.rate_factors = json_of("rate_factors", self.rate_factors)
+        check_folder("output_dir", self.output_dir)
+        check_list("methods", self.methods)
+        check_list("test_benchmarks", self.test_benchmarks)
         for name in ("learning_rates", "methods", "seeds"):
             values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
+            if not values or len(set(map(str, values))) != len(values):
                 raise ValueError(f"`{name}` must be one or more different values; got {values!r}.")
+        for rate in self.learning_rates:
+            check_number("learning_rates", rate, above=True)
+        for seed in self.seeds:
+            check_whole("seeds", seed, 0)
+        for factor in (self.rate_factors or {}).values():
+            check_number("rate_factors", factor, above=True)
         self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
-        if self.learning_rates[0] <= 0:
-            raise ValueError(f"`learning_rates` must be positive; got {self.learning_rates[0]!r}.")
         names = [method_name(method) for method in self.methods]
         if len(set(names)) != len(names):
             raise ValueError(f"`methods` must have different names; got {', '.join(names)}.")
@@ -231,15 +241,17 @@ class Sweep:
         Raises:
             SweepError: if the folder's runs were made with other settings; methods, rates and seeds may grow.
         """
-        recipes = {method_name(method): load_recipe(self.recipe(method)) for method in self.arguments.methods}
+        recipes = {
+            method_name(method): public_settings(load_recipe(self.recipe(method))) for method in self.arguments.methods
+        }
         mine = {
             "recipes": json.loads(json.dumps(recipes)),
-            "passed_on": list(self.passed_on),
+            "passed_on": public_words(self.passed_on),
             "select_on": self.arguments.select_on,
         }
         path = self.output_dir / "sweep.json"
         if path.exists():
-            theirs = json.loads(path.read_text(encoding="utf-8"))
+            theirs = _sweep_file(path)
             for name in ("passed_on", "select_on"):
                 if theirs[name] != mine[name]:
                     raise SweepError(_other_sweep(self.output_dir, name, theirs[name], mine[name]))
@@ -306,6 +318,17 @@ def _mean_and_sd(scores: Sequence[float]) -> str:
     return f"{statistics.mean(scores):.2f}{spread} ({len(scores)})"
 
 
+def _sweep_file(path: Path) -> dict[str, Any]:
+    try:
+        sweep = json.loads(path.read_text(encoding="utf-8"))
+        if {"passed_on", "select_on", "recipes"} <= set(sweep) and isinstance(sweep["recipes"], dict):
+            return sweep
+        reason = "it is not a sweep's"
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error)
+    raise SweepError(f"{path} cannot be read ({reason}): remove it, and the sweep goes on with the runs beside it.")
+
+
 def _other_sweep(folder: Path, name: str, before: Any, now: Any) -> str:
     return (
         f"The runs in {folder} were made with `{name}` {before!r}, and now it is {now!r}: put it back, or choose another "
@@ -319,7 +342,7 @@ def execute(command: Sequence[str]) -> None:
     Raises:
         SweepError: if it fails.
     """
-    print(f"\n$ {shlex.join(command)}", flush=True)
+    print(f"\n$ {shlex.join(public_words(command))}", flush=True)
     process = subprocess.Popen(command)
     try:
         status = process.wait()
@@ -329,7 +352,7 @@ def execute(command: Sequence[str]) -> None:
         raise
     if status:
         raise SweepError(
-            f"{shlex.join(command)} failed with exit status {status}; the same sweep command goes on from there."
+            f"{shlex.join(public_words(command))} failed with exit status {status}; the same sweep command goes on from there."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
+from loopdropout_trainer.settings.field_types import json_of
 
 
 @dataclass
@@ -111,7 +111,7 @@ class LoopDropoutArguments:
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
         if isinstance(self.rule_args, str):
-            self.rule_args = json.loads(self.rule_args)
+            self.rule_args = json_of("rule_args", self.rule_args)
         rule = self.make_rule()
         self.p = list(rule.p) if isinstance(getattr(rule, "p", None), tuple) else getattr(rule, "p", None)
         # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.
