@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -17,7 +17,7 @@ from transformers.utils import logging
 from loopdropout_trainer.saving.adapter_files import save_adapter_card, save_adapter_metadata
 from loopdropout_trainer.saving.files import is_about_files, written_whole
 from loopdropout_trainer.saving.hub import push_error
-from loopdropout_trainer.saving.lock import LockedError, only_process_in
+from loopdropout_trainer.saving.lock import only_process_in
 from loopdropout_trainer.training.checkpoints import (
     CheckpointError,
     newest_whole_checkpoint,
@@ -68,7 +68,7 @@ class FaultToleranceMixin(ResumingMixin):
             TrainingInterrupted: after a checkpoint, if the run was asked to stop.
         """
         wanted = resume_from_checkpoint or None
-        with self._only_run_in_output_dir():
+        with self.only_run_in_output_dir():
             checkpoint = None if wanted is None else self._checkpoint_to_resume(wanted)
             self._stopping = False
             with StopSignals() as self._signals:
@@ -81,23 +81,16 @@ class FaultToleranceMixin(ResumingMixin):
         return output
 
     @contextmanager
-    def _only_run_in_output_dir(self):
-        """Hold the lock of `output_dir` in the main process, and fail in all if it is taken."""
-        lock, error = None, None
-        if self.accelerator.is_main_process:
-            lock = only_process_in(self.args.output_dir)
-            try:
-                lock.__enter__()
-            except (LockedError, OSError) as taken:
-                lock, error = None, taken
-        (error,) = broadcast_object_list([error])
-        if error is not None:
-            raise error
-        try:
+    def only_run_in_output_dir(self) -> Iterator[None]:
+        """Keep other processes' runs out of `output_dir` inside the block; all processes of this run enter it.
+
+        Raises:
+            LockedError: if another run is at work there.
+        """
+        lock = ExitStack()
+        self.from_main_process(lambda: lock.enter_context(only_process_in(self.args.output_dir)))
+        with lock:
             yield
-        finally:
-            if lock is not None:
-                lock.__exit__(None, None, None)
 
     # Numbers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -165,16 +166,22 @@ class ResumingMixin:
             CheckpointError: if it is not whole, or belongs to another run.
             ValueError: if it belongs to another adapter, base model or depth.
         """
-        chosen: list[Any] = [None, False]
+        choose = self._newest_of_this_run if wanted is True else lambda: self._given(str(wanted))
+        checkpoint, self._goes_on_changed = self.from_main_process(choose)
+        return checkpoint
+
+    def from_main_process(self, compute: Callable[[], Any]) -> Any:
+        """Return on all processes what the main one computes, or raise what it raises."""
+        outcome: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             try:
-                chosen = list(self._newest_of_this_run() if wanted is True else self._given(str(wanted)))
-            except (CheckpointError, ValueError) as error:
-                chosen = [error, False]
-        checkpoint, self._goes_on_changed = broadcast_object_list(chosen)
-        if isinstance(checkpoint, Exception):
-            raise checkpoint
-        return checkpoint
+                outcome = [compute(), None]
+            except (OSError, RuntimeError, ValueError) as error:
+                outcome = [None, error]
+        result, error = broadcast_object_list(outcome)
+        if error is not None:
+            raise error
+        return result
 
     def _newest_of_this_run(self) -> tuple[str | None, bool]:
         own = newest_whole_checkpoint(self.args.output_dir, self.run_identity)
@@ -208,11 +215,8 @@ class ResumingMixin:
 
     def _newest_checkpoint(self) -> str | None:
         """Return the newest whole checkpoint of this run, as the main process finds it, on all processes."""
-        found = [None]
-        if self.accelerator.is_main_process:
-            newest = newest_whole_checkpoint(self.args.output_dir, self.run_identity)
-            found = [None if newest is None else str(newest)]
-        return broadcast_object_list(found)[0]
+        newest = self.from_main_process(lambda: newest_whole_checkpoint(self.args.output_dir, self.run_identity))
+        return None if newest is None else str(newest)
 
 
 class _OnTrainBegin(TrainerCallback):
