@@ -214,7 +214,7 @@ def test_asked_to_a_run_goes_on_with_changed_settings_which_count(make_trainer, 
     assert trainer.steps_taken == 2
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates == pytest.approx([1e-2] * 6 + [3e-2] * 2)
-    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.1}
+    assert max(group["weight_decay"] for group in trainer.optimizer.param_groups) == 0.1
 
 
 def test_a_checkpoint_that_does_not_say_whose_it_is_is_resumed_with_a_word(make_trainer, log):

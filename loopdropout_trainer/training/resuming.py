@@ -153,7 +153,9 @@ class ResumingMixin:
             group.update(asked)
         if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
             scheduler.base_lrs = rates
-            now = [rate * each(scheduler.last_epoch) for rate, each in zip(rates, scheduler.lr_lambdas, strict=True)]
+            scheduler._last_lr = now = [
+                rate * each(scheduler.last_epoch) for rate, each in zip(rates, scheduler.lr_lambdas, strict=True)
+            ]
             for group, rate in zip(self.optimizer.param_groups, now, strict=True):
                 group["lr"] = rate
 
