@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from loopdropout_trainer.data.arithmetic import pretraining_texts
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
+from loopdropout_trainer.settings.command import run_command
 
 
 VOCAB_SIZE = 512
@@ -147,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "make_tiny_ouro.py")

@@ -11,12 +11,26 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import warnings
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from loopdropout_trainer.settings.command import run_command, user_supplied
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (
+    ("Model", "settings/arguments.py", "ModelArguments"),
+    ("Adapter", "settings/arguments.py", "AdapterArguments"),
+    ("Rule and speed", "training/config.py", "LoopDropoutArguments"),
+    ("Data", "data/arguments.py", "DataArguments"),
+    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
+    ("Around the training", "settings/arguments.py", "RunArguments"),
+)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP, trains=True)  # before the imports that take seconds
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
@@ -35,12 +49,10 @@ from loopdropout_trainer.runs.result import (
     write_results,
 )
 from loopdropout_trainer.saving.cards import ModelCardFields
-from loopdropout_trainer.saving.files import WriteError, sha256, write_atomically
-from loopdropout_trainer.saving.hub import PushError, push_merged_to_hub
-from loopdropout_trainer.saving.lock import LockedError
+from loopdropout_trainer.saving.files import sha256, write_atomically
+from loopdropout_trainer.saving.hub import push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
-from loopdropout_trainer.training.checkpoints import CheckpointError
 from loopdropout_trainer.training.distributed import divides_weights
 from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
 from loopdropout_trainer.training.preflight import check_run
@@ -82,7 +94,7 @@ class Run:
 
     def load(self) -> None:
         """Load tokenizer, data and benchmarks."""
-        self.tokenizer = load_tokenizer(self.model)
+        self.tokenizer = load_tokenizer(self.model, self.configs[0].trust_remote_code)
         config = self.configs[0]
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, config.max_length)
@@ -108,14 +120,15 @@ class Run:
             config: rule and hyperparameters.
             base_benchmarks: results before training if they are known; they are the same for every rule.
         """
-        trainer = LoopDropoutSFTTrainer(
-            self.model.model_name_or_path,
-            args=config,
-            train_dataset=self.data.train,
-            eval_dataset=self.data.eval,
-            processing_class=self.tokenizer,
-            peft_config=self.peft_config,
-        )
+        with user_supplied("The training cannot begin"):
+            trainer = LoopDropoutSFTTrainer(
+                self.model.model_name_or_path,
+                args=config,
+                train_dataset=self.data.train,
+                eval_dataset=self.data.eval,
+                processing_class=self.tokenizer,
+                peft_config=self.peft_config,
+            )
         checkpoint = self.checkpoint_for(config)
         with trainer.only_run_in_output_dir():
             finished = trainer.from_main_process(lambda: self.finished(trainer)) if checkpoint else None
@@ -285,18 +298,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
-    try:
-        main()
-    except (
-        ValueError,
-        PushError,
-        CheckpointError,
-        NonFiniteLossError,
-        WriteError,
-        LockedError,
-    ) as error:  # one sentence, to be put right
-        sys.exit(f"sft.py: {error}")
-    except KeyboardInterrupt as error:
-        sys.exit(
-            f"sft.py: {str(error) or 'interrupted; the same command with `--resume_from_checkpoint true` continues.'}"
-        )
+    run_command(main, "sft.py")

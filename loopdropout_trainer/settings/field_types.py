@@ -23,11 +23,14 @@ shown = _repr.repr
 def fits(value: Any, hint: Any) -> bool:
     """Say whether a value from YAML or JSON fits a field's type; what the hint does not say is accepted.
 
-    A whole number is a number, true and false are not; a bare number stands for a list of one.
+    A whole number is a number, true and false are not; a bare number or text stands for a list of one.
     """
+    if stands_for_a_list(value, hint):
+        value = [value]
     options = _options(hint)
     if len(options) > 1:
         return any(fits(value, option) for option in options)
+    (hint,) = options
     origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (int, float):
         return isinstance(value, (int, origin)) and not isinstance(value, bool)
@@ -38,8 +41,6 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is typing.Literal:
         return value in args
     if origin is list:
-        if is_list_of_numbers(hint) and isinstance(value, (int, float)):
-            return fits(value, args[0])
         return isinstance(value, (list, tuple)) and (not args or all(fits(item, args[0]) for item in value))
     if origin is dict:
         return isinstance(value, dict) and (
@@ -50,11 +51,13 @@ def fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def is_list_of_numbers(hint: Any) -> bool:
-    """Say whether a field takes a list of numbers."""
-    return any(
-        typing.get_origin(option) is list and typing.get_args(option)[0] in (int, float) for option in _options(hint)
-    )
+def stands_for_a_list(value: Any, hint: Any) -> bool:
+    """Say whether a bare number or text is given where a list of such is expected, and nothing else would take it."""
+    lists = [option for option in _options(hint) if typing.get_origin(option) is list]
+    kinds = [option for option in _options(hint) if option not in (type(None), *lists)]
+    if len(lists) != 1 or kinds or not isinstance(value, (int, float, str)):
+        return False
+    return fits(value, typing.get_args(lists[0])[0])
 
 
 def takes_mapping(hint: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,9 @@ from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.settings.field_types import (
     described,
     fits,
-    is_list_of_numbers,
     json_of,
     shown,
+    stands_for_a_list,
     takes_mapping,
 )
 from loopdropout_trainer.settings.secrets import is_secret, public_settings
@@ -127,7 +128,8 @@ def _load(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 def _why_invalid(error: yaml.YAMLError) -> str:
     """Return what is wrong and where, without the lines themselves: they may hold a token."""
     mark = getattr(error, "problem_mark", None)
-    reason = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
+    parts = [getattr(error, name, None) for name in ("context", "problem", "reason")]
+    reason = ", ".join(filter(None, parts)) or type(error).__name__
     return one_line(ValueError(reason)) + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark else "")
 
 
@@ -257,9 +259,12 @@ def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], descri
 
 
 def _refuse_command_line(message: str) -> typing.NoReturn:
-    secret = message.startswith("argument --") and is_secret(message.split(":")[0].removeprefix("argument --"))
-    message = message.split(":")[0] if secret else message
-    raise RecipeError(f"The command line cannot be read: {message}.")
+    """Raise what argparse would print with a page of usage."""
+    about = re.match(r"argument (--\w+)[^:]*: (.*)", message, re.DOTALL)
+    if about is None:
+        raise RecipeError(f"The command line cannot be read: {message}.")
+    option, reason = about.groups()
+    raise RecipeError(f"`{option}` cannot be read" + ("." if is_secret(option) else f": {reason}."))
 
 
 def _nearest(word: str, valid: Sequence[str]) -> str:
@@ -293,7 +298,7 @@ def build(cls: type, settings: dict[str, Any]) -> Any:
     hints = typing.get_type_hints(cls)
     values = {f.name: settings[f.name] for f in fields if f.name in settings}
     for name, value in values.items():
-        if is_list_of_numbers(hints[name]) and isinstance(value, (int, float)):  # `p: 0.5`
+        if stands_for_a_list(value, hints[name]):  # `p: 0.5`
             values[name] = [value]
     try:
         return cls(**values)

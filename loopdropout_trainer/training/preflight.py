@@ -22,6 +22,7 @@ from loopdropout_trainer.adapters import check_adapter, check_peft_config
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
 from loopdropout_trainer.settings.arguments import MOST_LOOPS
 from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.field_types import shown
 from loopdropout_trainer.settings.ranges import check_folder, check_number, check_whole
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import check_arguments
@@ -101,11 +102,26 @@ def check_run(
     check_arguments(args)
     if peft_config is not None:
         check_peft_config(peft_config)
+        _check_targets(peft_config, config if isinstance(model, str) else model)
     elif isinstance(model, PeftModel):
         check_adapter(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError("The adapter is frozen, so nothing would be trained: load it with `is_trainable=True`.")
     return config
+
+
+def _check_targets(peft_config: LoraConfig, model: PreTrainedModel | PreTrainedConfig) -> None:
+    """Raise ValueError for a name in `target_modules` that is no linear projection of the recurrent block."""
+    if not isinstance(peft_config.target_modules, (list, set, tuple)):
+        return
+    linears = _recurrent_linears(model)
+    for target in sorted(peft_config.target_modules):
+        if not any(name == target or name.endswith(f".{target}") for name in linears):
+            valid = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+            raise ValueError(
+                f"`target_modules` (`lora_target_modules`) must name linear projections of the recurrent block ({valid}); got "
+                f"{shown(target)}."
+            )
 
 
 def _check_numbers(args: TrainingArguments) -> None:
