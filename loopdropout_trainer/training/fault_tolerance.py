@@ -68,6 +68,7 @@ class FaultToleranceMixin(ResumingMixin):
             TrainingInterrupted: after a checkpoint, if the run was asked to stop.
         """
         wanted = resume_from_checkpoint or None
+        vars(self).pop("run_identity", None)  # arguments may have been changed since
         with self.only_run_in_output_dir():
             checkpoint = None if wanted is None else self._checkpoint_to_resume(wanted)
             self._stopping = False
@@ -112,7 +113,6 @@ class FaultToleranceMixin(ResumingMixin):
         """
         device = self.accelerator.device
         losses = torch.stack([loss.to(device).float() for loss in self._losses])
-        self._losses = []
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         norm = torch.zeros((), device=device) if norm is None else torch.as_tensor(norm, device=device).float()
         facts = torch.stack(
@@ -271,6 +271,9 @@ class _StopCallback(TrainerCallback):
 
     def __init__(self, trainer: FaultToleranceMixin) -> None:
         self.trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer._losses = []
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer._stopping:

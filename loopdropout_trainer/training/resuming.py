@@ -67,7 +67,7 @@ class ResumingMixin:
         return {
             "seconds": self._earlier.get("seconds", 0.0) + time.time() - self._began,
             "step_seconds": self.unit_gates_callback.train_seconds,
-            "num_tokens": self._total_train_tokens,
+            "num_tokens": getattr(self, "_total_train_tokens", 0),  # not every trainer of TRL's counts them
             "peak_memory_bytes": max(peaks, default=None),
             "loss_sum": self._total_loss_scalar,
             "loss_since_log": self.accelerator.reduce(self._tr_loss, "mean").item(),
@@ -85,7 +85,7 @@ class ResumingMixin:
         self._globalstep_last_logged = self._earlier["last_logged_step"]
         self._total_train_tokens = self._earlier["num_tokens"]
         self.unit_gates_callback.train_seconds = self._earlier["step_seconds"]
-        self._logged = (self._total_train_tokens, self._earlier["step_seconds"])
+        self._logged = (self._earlier["num_tokens"], self._earlier["step_seconds"])
 
     def _save_progress(self, folder: Path) -> None:
         progress = self.progress()
