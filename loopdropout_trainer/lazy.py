@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 
-_ALONE = ("settings", "command_line", "__main__")  # parts of the package that need no model
+_ALONE = ("settings", "reports", "command_line", "__main__")  # parts of the package that need no model
 
 
 def late_imports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

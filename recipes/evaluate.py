@@ -1,10 +1,11 @@
-"""Answer benchmarks by greedy generation with a base model, a merged model or an adapter, and score the answers.
+"""Put benchmarks to a base model, a merged model or adapters, score the answers, and write the row of a table.
 
     accelerate launch recipes/evaluate.py recipes/evaluation/metamath.yaml --adapter outputs/metamath_gsm
+    accelerate launch recipes/evaluate.py recipes/evaluation/tulu2.yaml --adapter none lora=outputs/lora ours=outputs/tulu2
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --num_loops 6
 
 A recipe of sft.py will do, too: what concerns only the training is not read. `output_dir`/evaluation.json gets settings,
-versions, scores and every prediction. The same command continues an evaluation that was killed.
+versions, scores and every prediction (docs/results.md). The same command continues an evaluation that was killed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ if __name__ == "__main__":
 
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.evaluation.averages import results_table
+from loopdropout_trainer.evaluation.results import read_results
 from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
@@ -42,12 +45,15 @@ def main(argv: list[str] | None = None) -> None:
     show_log()
     results = run_evaluation(model, arguments)
     if IS_FIRST:
-        for result in results:
-            print(
-                f"{result.name}: {result.correct}/{result.total} = {result.score:.2f}% correct, "
-                f"{result.missing_rate:.2f}% without an answer, {result.errors} unreadable"
-            )
-        print(f"Everything is in {os.path.join(arguments.output_dir, RESULTS_FILE)}")
+        for row, benchmarks in results.items():
+            for result in benchmarks:
+                print(
+                    f"{row}, {result.name}: {result.score:.2f}% of {result.total}, {result.missing_rate:.2f}% without an "
+                    f"answer, {result.errors} unreadable"
+                )
+        path = os.path.join(arguments.output_dir, RESULTS_FILE)
+        print(f"\n{results_table(read_results(path)['rows'], list(results), list(arguments.averages))}\n")
+        print(f"Everything is in {path}")
 
 
 if __name__ == "__main__":

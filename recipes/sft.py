@@ -17,6 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.help import answer_help
 
@@ -35,19 +37,14 @@ if __name__ == "__main__":
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
-from loopdropout_trainer.diagnostics.plots import plot_single_loop
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
-from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.runs.plan import plan_run
-from loopdropout_trainer.runs.result import (
-    DIVERGED_FILE,
-    RunResult,
-    print_report,
-    read_results,
-    show_log,
-    write_results,
-)
+from loopdropout_trainer.runs.progress import SHORT, hide_short_bars, show_training
+from loopdropout_trainer.runs.report import plot_report, print_report
+from loopdropout_trainer.runs.result import DIVERGED_FILE, RunResult, read_results, show_log, write_results
 from loopdropout_trainer.saving.cards import ModelCardFields
 from loopdropout_trainer.saving.files import sha256, write_atomically
 from loopdropout_trainer.saving.hub import push_merged_to_hub
@@ -84,6 +81,12 @@ class Run:
                 "ZeRO-3 and FSDP divide the weights among the processes, which cannot be merged there: leave `merge` and "
                 "`push_merged_to_hub` out, then merge the saved adapter with recipes/merge.py."
             )
+        if self.script.depths and not (self.script.benchmarks and all(c.make_rule().mergeable for c in self.configs)):
+            raise RecipeError(
+                "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."
+            )
+        if min(self.script.depths or [1]) < 1:
+            raise RecipeError(f"`depths` must be at least 1; got {min(self.script.depths)}.")
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
 
@@ -96,6 +99,7 @@ class Run:
         """Load tokenizer, data and benchmarks."""
         self.tokenizer = load_tokenizer(self.model, self.configs[0].trust_remote_code)
         config = self.configs[0]
+        hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, config.max_length)
         self.benchmarks = [self.load_benchmark(name) for name in self.script.benchmarks or ()]
@@ -142,7 +146,7 @@ class Run:
         """Return the results of this very run if it was finished before."""
         outcome = read_results(self.settings, trainer.args.output_dir, trainer.run_identity)
         if outcome is not None:
-            print(f"{outcome.name} is finished: its results are read from {trainer.args.output_dir}.", flush=True)
+            print(f"{outcome.title} is finished: its results are read from {trainer.args.output_dir}.", flush=True)
         return outcome
 
     def train_and_measure(
@@ -151,6 +155,7 @@ class Run:
         config, is_main = trainer.args, trainer.accelerator.is_main_process
         diverged = Path(config.output_dir, DIVERGED_FILE)
         try:
+            show_training(trainer, config.rule)
             result = trainer.train(resume_from_checkpoint=checkpoint)
             progress = trainer.progress()
             trainer.save_model()  # before anything else can go wrong
@@ -171,13 +176,14 @@ class Run:
             train_seconds=result.metrics["train_runtime"],
             step_seconds=progress["step_seconds"],
             num_tokens=progress["num_tokens"],
-            peak_memory_bytes=progress["peak_memory_bytes"],
+            peak_memory_gb=progress["peak_memory_gb"],
             base_benchmarks=base_benchmarks,
             adapter={**self.adapter.lora_fields, **training_facts(trainer)},
             model=self.model_facts(trainer),
         )
         outcome.saved["adapter"] = config.output_dir
         outcome.benchmarks = self.evaluate(trainer, AFTER)
+        outcome.by_depth = self.evaluate_depths(trainer, outcome.benchmarks)
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
             batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
             outcome.single_loop = single_loop_activation(trainer.model, batches)
@@ -223,7 +229,28 @@ class Run:
         """
         return [self.answer(trainer, each, moment) for each in self.benchmarks]
 
-    def answer(self, trainer: LoopDropoutSFTTrainer, benchmark: Benchmark, moment: str) -> BenchmarkResult:
+    def evaluate_depths(
+        self, trainer: LoopDropoutSFTTrainer, at_own_depth: list[BenchmarkResult]
+    ) -> dict[int, BenchmarkResult]:
+        """Answer the first benchmark at other recurrence depths, without further training."""
+        results: dict[int, BenchmarkResult] = {}
+        config = find_looped_model(trainer.model).config
+        own = config.num_loops
+        try:
+            for depth in tqdm(self.script.depths or (), desc="depths", disable=trainer.args.disable_tqdm or None):
+                config.num_loops = depth
+                results[depth] = (
+                    at_own_depth[0]
+                    if depth == own
+                    else self.answer(trainer, self.benchmarks[0], f"{AFTER}/{depth}_loops", progress=False)
+                )
+        finally:
+            config.num_loops = own
+        return results
+
+    def answer(
+        self, trainer: LoopDropoutSFTTrainer, benchmark: Benchmark, moment: str, progress: bool = True
+    ) -> BenchmarkResult:
         folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
         for _ in range(2):
             try:
@@ -234,6 +261,7 @@ class Run:
                     self.script.benchmark_batch_size,
                     log_dir=folder,
                     settings=trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment)),
+                    progress=progress,
                     decoding=self.script.decoding,
                 )
             except SettingsChangedError:  # of a run that this one takes the place of
@@ -245,7 +273,10 @@ class Run:
     def answers_depend_on(self, trainer: LoopDropoutSFTTrainer, moment: str) -> dict[str, Any]:
         """Return what tells the evaluated weights from others."""
         adapter = Path(trainer.args.output_dir, "adapter_model.safetensors")
-        return {"model": trainer.run_identity["model"], "adapter": sha256(adapter) if moment == AFTER else None}
+        return {
+            "model": trainer.run_identity["model"],
+            "adapter": sha256(adapter) if moment.startswith(AFTER) else None,
+        }
 
     def merge(self, trainer: LoopDropoutSFTTrainer, outcome: RunResult) -> None:
         """Save the merged model with its card."""
@@ -283,13 +314,11 @@ def main(argv: list[str] | None = None) -> None:
     config = run.configs[0]
     if not config.should_save:  # the other processes
         return
-    if outcomes[0].single_loop is not None:
+    if outcomes[0].single_loop is not None or outcomes[0].by_depth:
         if find_spec("matplotlib") is None:
-            print('No chart of single-loop activation without matplotlib: pip install -e ".[plots]"')
+            print('No figure without matplotlib: pip install -e ".[plots]"')
         else:
-            chart = Path(config.output_dir) / "single_loop.png"
-            plot_single_loop({each.name: each.single_loop.reductions for each in outcomes}, chart)
-            outcomes[0].saved["chart of single-loop activation"] = str(chart)
+            outcomes[0].saved["figure"] = str(plot_report(outcomes, Path(config.output_dir) / "figure.png"))
     print_report(outcomes)
     if run.script.push_merged_to_hub:
         address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)

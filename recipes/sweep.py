@@ -48,4 +48,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "sweep.py")
+    run_command(main, "sweep.py", interrupted="interrupted; the same command continues.")

@@ -20,6 +20,8 @@ from loopdropout_trainer.models import (
     HuginnForCausalLM,
     LoopusConfig,
     LoopusForCausalLM,
+    NanbeigeConfig,
+    NanbeigeForCausalLM,
     OuroConfig,
     OuroForCausalLM,
 )
@@ -32,7 +34,12 @@ FAMILIES = {
     "ouro": (OuroConfig, OuroForCausalLM),
     "huginn": (HuginnConfig, HuginnForCausalLM),
     "loopus": (LoopusConfig, LoopusForCausalLM),
+    "nanbeige": (NanbeigeConfig, NanbeigeForCausalLM),
+    "nanbeige_skip": (NanbeigeConfig, NanbeigeForCausalLM),
+    "raven_llama": (HuginnConfig, HuginnForCausalLM),
+    "raven_olmo": (HuginnConfig, HuginnForCausalLM),
 }
+LAYOUTS = {"raven_llama": "llama", "raven_olmo": "olmo"}  # what no field of the hub's says
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +47,7 @@ def golden():
     """`golden(family)`: metadata and tensors of one family."""
 
     def load(family):
-        meta = json.loads((GOLDEN / f"{family}.json").read_text())
+        meta = {**json.loads((GOLDEN / f"{family}.json").read_text()), "name": family}
         return SimpleNamespace(meta=meta, tensors=load_file(GOLDEN / f"{family}.safetensors"))
 
     return load
@@ -59,8 +66,10 @@ def family(request, golden):
 
 def golden_model(data, **config):
     """The tiny model of the reference with its weights; `data` is what `golden(family)` gives."""
-    config_class, model_class = FAMILIES[data.meta["family"]]
-    model = model_class(config_class(**{**data.meta["config"], **config}))
+    name = data.meta["name"]
+    config_class, model_class = FAMILIES[name]
+    layout = {"block_layout": LAYOUTS[name]} if name in LAYOUTS else {}
+    model = model_class(config_class(**{**data.meta["config"], **layout, **config}))
     prefix = "weights/"
     model.load_state_dict({k[len(prefix) :]: v for k, v in data.tensors.items() if k.startswith(prefix)})
     return model.eval()
@@ -162,7 +171,54 @@ def tiny_loopus(**config):
     return LoopusForCausalLM(LoopusConfig(**{**fields, **config}))
 
 
-TINY = {"ouro": tiny_ouro, "huginn": tiny_huginn, "loopus": tiny_loopus}
+def tiny_nanbeige(**config):
+    """A random Nanbeige over the byte tokenizer; the same weights at every call."""
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "pad_token_id": 1,
+        "eos_token_id": 0,
+        "num_loops": 4,
+    }
+    return NanbeigeForCausalLM(NanbeigeConfig(**{**fields, **config}))
+
+
+def tiny_llama_conversion(**config):
+    """A random Llama in Huginn's frame over the byte tokenizer; the same weights at every call."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    fields = {
+        "block_layout": "llama",
+        "num_key_value_heads": 2,
+        "tie_embeddings": False,
+        "qk_bias": False,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {**scaling, "rope_type": "llama3"},
+        "init_values": {"std": 0.1, "embed_scale": 1.0},
+    }
+    return tiny_huginn(**{**fields, **config})
+
+
+def tiny_olmo_conversion(**config):
+    """A random OLMo-2 in Huginn's frame over the byte tokenizer; the same weights at every call."""
+    fields = {"block_layout": "olmo", "num_key_value_heads": 4, "rope_scaling": None, "head_dim": 12}
+    return tiny_llama_conversion(**{**fields, **config})
+
+
+TINY = {
+    "ouro": tiny_ouro,
+    "huginn": tiny_huginn,
+    "loopus": tiny_loopus,
+    "nanbeige": tiny_nanbeige,
+    "raven_llama": tiny_llama_conversion,
+    "raven_olmo": tiny_olmo_conversion,
+}
 
 
 @pytest.fixture(params=TINY)
@@ -202,3 +258,69 @@ def config(tmp_path):
         return LoopDropoutConfig(**{**defaults, **fields})
 
     return make
+
+
+# Published sizes
+
+NANBEIGE_3B = {  # what its config.json says
+    "hidden_size": 3072,
+    "intermediate_size": 10752,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "kv_channels": 128,
+    "vocab_size": 166144,
+    "num_loops": 2,
+    "loop_loss_weights": [],
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 70_000_000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 262144,
+    "pad_token_id": 0,
+    "bos_token_id": 166100,
+    "eos_token_id": 166101,
+}
+
+_CONVERTED = {
+    "tie_embeddings": False,
+    "qk_bias": False,
+    "mean_recurrence": 32,
+    "init_values": {"std": 0.008703882797784892, "embed_scale": 1.0},
+    "n_layers_in_prelude": 4,
+    "n_layers_in_coda": 4,
+    "n_embd": 2048,
+}
+_LLAMA = {**_CONVERTED, "block_layout": "llama", "n_heads": 32, "head_dim": 64}
+_LLAMA_3_2 = {
+    **_LLAMA,
+    "vocab_size": 128256,
+    "intermediate_size": 8192,
+    "num_key_value_heads": 8,
+    "n_layers_in_recurrent_block": 6,
+    "rope_theta": 500_000.0,
+}
+_TINY_LLAMA = {
+    **_LLAMA,
+    "vocab_size": 32000,
+    "intermediate_size": 5632,
+    "num_key_value_heads": 4,
+    "n_layers_in_recurrent_block": 8,
+    "rope_theta": 10_000.0,
+}
+_OLMO_2 = {
+    **_CONVERTED,
+    "block_layout": "olmo",
+    "vocab_size": 100352,
+    "intermediate_size": 8192,
+    "n_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "n_layers_in_recurrent_block": 6,
+    "rope_theta": 500_000.0,
+}
+CONVERSIONS = {  # recipe: config, parameters, trainable ones of the default adapter (core blocks + `transformer.adapter`)
+    "recurrent_llama": (_LLAMA_3_2, 1_385_228_288, 3_637_248 + 98_304),
+    "recurrent_tinyllama": (_TINY_LLAMA, 844_171_264, 3_801_088 + 98_304),
+    "recurrent_olmo": (_OLMO_2, 1_359_071_232, 3_932_160 + 98_304),
+}

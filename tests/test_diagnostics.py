@@ -6,6 +6,7 @@ from conftest import golden_adapted
 
 from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
 from loopdropout_trainer.diagnostics.plots import plot_single_loop
+from loopdropout_trainer.diagnostics.style import method_styles
 
 
 @pytest.fixture
@@ -50,5 +51,16 @@ def test_batches_without_targets_are_refused(ouro, batches):
 
 
 def test_the_chart_is_a_picture(tmp_path):
-    path = plot_single_loop({"Loop Dropout": [5.0, 6.0, -1.0], "LoRA": [1.0, 2.0, 9.0]}, tmp_path / "chart.png", "rho")
-    assert path.read_bytes().startswith(b"\x89PNG")
+    png, pdf = plot_single_loop({"Loop Dropout": [5.0, 6.0, -1.0], "LoRA": [1.0, 2.0, 9.0]}, tmp_path / "chart")
+    assert png == tmp_path / "chart.png" and png.read_bytes().startswith(b"\x89PNG")
+    assert pdf == tmp_path / "chart.pdf" and pdf.read_bytes().startswith(b"%PDF")
+
+
+def test_a_method_looks_the_same_in_every_figure():
+    everything = method_styles(["base", "LoRA", "Loop Dropout (p=0.5)", "coto", "unscaled"])
+    assert method_styles(["loop_dropout"])["loop_dropout"] == everything["Loop Dropout (p=0.5)"]
+    assert method_styles(["coto", "LoRA"]) == {name: everything[name] for name in ("coto", "LoRA")}
+    for look in ("color", "marker", "linestyle", "hatch"):  # each alone tells methods apart
+        assert len({str(getattr(style, look)) for style in everything.values()}) == 5
+    two_rates = method_styles(["LoRA (1e-4)", "LoRA (3e-4)"])  # one known look cannot serve both
+    assert two_rates["LoRA (1e-4)"] != two_rates["LoRA (3e-4)"]

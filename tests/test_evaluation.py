@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,8 @@ from test_generation import PROMPTS, adapted, varied
 from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
 from loopdropout_trainer.evaluation import (
     BENCHMARKS,
-    Benchmark,
     BenchmarkResult,
+    GeneratedBenchmark,
     Prediction,
     decompose_difference,
     evaluate_benchmark,
@@ -33,10 +34,10 @@ from loopdropout_trainer.evaluation import (
     summarize_groups,
     summarize_seeds,
 )
+from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict
 from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
 from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
-from loopdropout_trainer.evaluation.prediction_log import SettingsChangedError
 from loopdropout_trainer.evaluation.run import EvaluationArguments, load_model
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
@@ -136,7 +137,9 @@ def test_prompts_budgets_and_references_of_real_problems():
     direct = load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl", limit=2)
     assert direct.prompts[1].startswith("Question: A robe takes") and direct.prompts[1].endswith("it take?\nAnswer:")
     assert direct.references[1].endswith("#### 3") and direct.max_new_tokens == 256
-    assert load_benchmark("arithmetic_hard", limit=2).references[0].count("\n") in (4, 5)
+    assert load_benchmark("arithmetic_hard", limit=2).references[0].count("\n") in (6, 7)
+    assert load_benchmark("arithmetic_wording", limit=2).prompts[0].startswith("Question: At first ")
+    assert int(re.search(r"\d+", load_benchmark("arithmetic_larger", limit=1).prompts[0])[0]) > 20
     own = make_benchmark("gsm8k", [{"question": "1 + 1?", "answer": "#### 2"}])
     assert (own.prompts, own.references) == (["Question: 1 + 1?\nAnswer:"], ["#### 2"])
 
@@ -161,7 +164,7 @@ def test_bad_benchmarks_are_refused_with_file_and_line(tmp_path):
 
 def test_continuing_an_evaluation_generates_only_what_is_missing(tokenizer, tmp_path):
     model = varied(tiny_ouro())
-    benchmark = Benchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 10)
+    benchmark = GeneratedBenchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 10)
     want = evaluate_benchmark(model, tokenizer, benchmark, batch_size=1, log_dir=tmp_path, progress=False)
     assert want == evaluate_benchmark(model, tokenizer, benchmark, batch_size=16, progress=False)
     assert (want.total, want.correct, want.missing, want.score, want.missing_rate) == (5, 0, 5, 0, 100)
@@ -184,7 +187,7 @@ def test_continuing_an_evaluation_generates_only_what_is_missing(tokenizer, tmp_
 def test_sharded_weights_are_refused(tokenizer):
     model = tiny_ouro()
     model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters so
-    benchmark = Benchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 4)
+    benchmark = GeneratedBenchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 4)
     with pytest.raises(ValueError, match="sharded over processes"):
         evaluate_benchmark(model, tokenizer, benchmark, progress=False)
 
@@ -225,7 +228,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUD
 
 def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, tokenizer, tmp_path):
     arguments = command(saved, tmp_path, adapter=saved / "adapter")
-    answers = tmp_path / "answers" / "gsm8k" / "00000.jsonl"
+    answers = tmp_path / "answers" / "adapter" / "gsm8k" / "00000.jsonl"
     script = [str(RECIPES / "evaluate.py"), *arguments, "--benchmark_batch_size"]
     with (tmp_path / "killed.log").open("w") as log:
         process = subprocess.Popen([sys.executable, *script, "1"], env=ENVIRONMENT, stdout=log, stderr=log)
@@ -241,7 +244,7 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     done = subprocess.run(two, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert answers.read_text().startswith(before[: before.rfind("\n") + 1])
-    assert all((tmp_path / "answers" / "gsm8k" / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
+    assert all((answers.parent / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
 
     model = PeftModel.from_pretrained(steady(), saved / "adapter")
     results = load_results(tmp_path / "evaluation.json")
@@ -250,9 +253,11 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
         load_benchmark("arithmetic_test", limit=8),
     ):
         assert results[benchmark.name] == evaluate_benchmark(model, tokenizer, benchmark, 16, progress=False)
-    report = json.loads((tmp_path / "evaluation.json").read_text())
-    assert report["num_processes"] == 2 and report["settings"]["benchmark_batch_size"] == 3
-    assert report["versions"]["torch"] == version("torch")
+    row = json.loads((tmp_path / "evaluation.json").read_text())["rows"]["adapter"]
+    run_info = row["benchmarks"]["gsm8k"]["run_info"]
+    assert run_info["num_processes"] == 2 and run_info["settings"]["benchmark_batch_size"] == 3
+    assert run_info["versions"]["torch"] == version("torch")
+    assert row["meta_info"]["num_loops"] == 4 and row["train_info"]["r"] == 4
 
 
 @pytest.fixture
@@ -276,11 +281,16 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
         [str(recipe), "--model_name_or_path", str(saved / "merged"), "--output_dir", str(tmp_path / "m")]
     )
     assert load_results(tmp_path / "run/evaluation.json") == load_results(tmp_path / "m/evaluation.json")
-    with pytest.raises(SettingsChangedError, match="`adapter` was '[0-9a-f]+' and is None"):
-        evaluate_script.main([str(recipe)])
+    with pytest.raises(SettingsChangedError, match="row `adapter`.*`adapter` was '[0-9a-f]+' and is None"):
+        evaluate_script.main([str(recipe), "--adapter", "adapter=none"])
     for arguments, message in (
         (["--adapter", str(tmp_path / "nothing")], "nothing"),
         (["--benchmarks", "gsm9k"], "`benchmarks` must be among"),
+        (["--gates", "1-0"], "`gates` must be a number for each of the 4 loops"),
+        (["--readout", "5"], "`readout` must be one of the loops 1 to 4; got 5"),
+        (["--system_instruction", "Be brief."], "set `apply_chat_template` to true"),
+        (["--apply_chat_template", "true"], "has no chat template: set `chat_template`"),
+        (["--adapter", "none", "base=none"], "a name of its own, as NAME=PATH"),
         (["--benchmark_batch_size", "0"], "at least 1"),
         (["--num_loops", "0"], "num_loops|total_ut_steps"),
         (["--benchmark_limits", "3"], "did you mean `--benchmark_limit`"),
@@ -288,7 +298,7 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
         with pytest.raises(RecipeError, match=message) as caught:
             evaluate_script.main([str(recipe), *arguments])
         assert "\n" not in str(caught.value)
-    with pytest.raises(RecipeError, match="`benchmarks` must name one or more of metamath_gsm8k"):
+    with pytest.raises(RecipeError, match="`benchmarks` must name one or more"):
         evaluate_script.main([str(RECIPES / "gsm8k.yaml")])
     recipe.write_text(recipe.read_text() + "benchmark: gsm8k\n")
     with pytest.raises(RecipeError, match="did you mean `benchmarks`"):

@@ -34,9 +34,10 @@ EXAMPLE = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
+    shipped = DESCRIPTIONS[HrmTextForCausalLM]
     exec(EXAMPLE, {"__name__": "example"})
     yield
-    del DESCRIPTIONS[HrmTextForCausalLM], HrmTextConfig.num_loops
+    DESCRIPTIONS[HrmTextForCausalLM] = shipped
 
 
 def tiny_hrm(**config):

@@ -291,7 +291,11 @@ def test_a_hub_checkpoint_loads_without_remote_code_and_saves_under_its_own_name
     assert not report["missing_keys"] and not report["unexpected_keys"]
     model.save_pretrained(tmp_path / "again")
     saved = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert {name: saved[name] for name in family.meta["config"]} == family.meta["config"]
+    hub = dict(family.meta["config"])
+    if family.meta["name"] == "huginn":
+        hub.pop("tie_word_embeddings")  # the original writes `tie_embeddings`, and its class stops at both
+    assert {name: saved.get(name) for name in hub} == hub
+    assert "tie_word_embeddings" not in saved or "n_embd" not in saved
     with safe_open(tmp_path / "again" / "model.safetensors", "pt") as file:
         assert sorted(file.keys()) == sorted(n[8:] for n in family.tensors if n.startswith("weights/"))
         for name in file.keys():  # noqa: SIM118

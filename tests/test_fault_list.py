@@ -4,7 +4,9 @@ import gzip
 import importlib.util
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,11 +18,13 @@ from peft import PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from loopdropout_trainer import default_peft_config
+from loopdropout_trainer import LoopDropoutConfig, default_peft_config
+from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.data.__main__ import main as data_main
 from loopdropout_trainer.gates.__main__ import main as gates_main
-from loopdropout_trainer.settings import command
-from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
+from loopdropout_trainer.settings import command, help
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.training.config import LoopDropoutArguments
 
 
 ROOT = Path(__file__).parents[1]
@@ -301,3 +305,119 @@ def test_a_mistake_is_one_line_with_exit_code_2(fault, tmp_path, monkeypatch, ca
 def test_the_list_is_long():
     assert len(FAULTS) >= 150
     assert len({title(fault) for fault in FAULTS}) > 0.9 * len(FAULTS)
+
+
+# --- processes ---
+
+ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+}
+
+
+def test_two_launched_processes_say_it_once(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**TRAINING, "lora_alpha": 0}))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
+    launch += ["--config_file", str(ROOT / "recipes/accelerate/ddp.yaml")]
+    done = subprocess.run(
+        [*launch, str(ROOT / "recipes/sft.py"), "recipe.yaml"],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("`lora_alpha` must be a number above 0; got 0.") == 1
+    assert 'recipes/sft.py", line' not in done.stderr  # no traceback of ours; the launcher has its own words
+    assert re.search(r"exitcode\s*: 2", done.stderr)
+
+
+def test_a_script_ends_with_exit_code_2_and_nothing_else(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "recipes/sweep.py"), "nowhere.yaml"],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "sweep.py: The recipe nowhere.yaml cannot be read: No such file or directory." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_answers_without_torch_and_shows_ours_first():
+    code = "import runpy, sys; sys.argv = ['sft.py', '--help']; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = code.replace("sys.argv[0]", repr(str(ROOT / "recipes/sft.py")))
+    code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, 'transformers' in sys.modules)); {code}"
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.endswith("False False\n")
+    assert done.stdout.index("  --lora_r") < done.stdout.index("  --learning_rate\n")
+    assert len(done.stdout.splitlines()) < 260
+
+
+# --- what the one place lets through, and what it does not ---
+
+
+def run(main):
+    command.run_command(main, "script")
+
+
+def test_our_own_faults_keep_their_traceback():
+    def broken():
+        return {}["missing"]
+
+    def of_a_library():
+        torch.zeros(2) @ torch.zeros(3)
+
+    def of_a_builtin():
+        int("x")
+
+    for fault, kind in ((broken, KeyError), (of_a_library, RuntimeError), (of_a_builtin, ValueError)):
+        with pytest.raises(kind):
+            run(fault)
+
+
+def test_ctrl_c_is_one_line(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        run(interrupted)
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "script: interrupted.\n"
+
+
+def test_a_full_disk_and_a_missing_package_are_one_line(capsys):
+    def full():
+        raise OSError(28, "No space left on device", "/data/adapter")
+
+    def missing():
+        import a_package_that_nobody_has  # noqa: F401
+
+    for fault, text in (
+        (full, "script: /data/adapter cannot be used: No space left on device.\n"),
+        (
+            missing,
+            "script: The Python package `a_package_that_nobody_has` is not installed, which these settings need.\n",
+        ),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            run(fault)
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == text
+
+
+def test_every_field_in_the_help_is_one_of_the_scripts():
+    for name in ("sft", "evaluate", "merge", "sweep"):
+        module = sys.modules[f"recipes_{name}"]
+        for _, file, cls in module.HELP:
+            assert help.fields_of(help.PACKAGE / file, cls), cls
+    assert set(help.TRAINER_FIELDS) <= set(LoopDropoutConfig.__dataclass_fields__)
+    shown = help.help_text("", sys.modules["recipes_sft"].HELP, True, "")
+    for cls in (RunArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutArguments):
+        for name in cls.__dataclass_fields__:
+            assert f"  --{name}\n" in shown, name

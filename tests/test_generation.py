@@ -66,7 +66,34 @@ def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tok
     assert len(set(want)) == len(want)
 
 
-def test_generation_uses_unit_gates_and_leaves_model_and_tokenizer_as_they_were(tokenizer):
+@torch.no_grad()
+def of_transformers(model, tokenizer, prompt, max_new_tokens):
+    """What `generate` of PEFT's model says after one prompt."""
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    row = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens)[0]
+    return tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("gates", [[1, 0, 0, 0], [0, 0, 0, 0], [0.5, 2.0, 0.0, 1.3]])
+def test_generation_is_under_the_gates_that_the_caller_applies(make_tiny, tokenizer, gates):
+    model = adapted(varied(make_tiny())).double()
+    unit = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
+    for decoding_form in ("eager", "generate"):
+        with use_gates(model, gates) as loop_state:
+            want = [of_transformers(model, tokenizer, prompt, 12) for prompt in PROMPTS]
+            got = generate_greedy(model, tokenizer, PROMPTS, 12, 3, progress=False, decoding=decoding_form)
+            assert loop_state.gates.flatten().tolist() == pytest.approx(gates)
+        assert got == want != unit
+    assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) == unit
+
+
+def test_gates_that_differ_between_examples_are_refused(tokenizer):
+    model = adapted(varied(tiny_ouro()))
+    with use_gates(model, torch.ones(4, 2) / 2), pytest.raises(ValueError, match="gates for 2 examples are in force"):
+        generate_greedy(model, tokenizer, PROMPTS[:2], 4, progress=False)
+
+
+def test_generation_leaves_model_and_tokenizer_as_they_were(tokenizer):
     model, tokenizer = adapted(varied(tiny_ouro())), copy.deepcopy(tokenizer)
     want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
     tokenizer.pad_token, tokenizer.padding_side = None, "right"
@@ -74,9 +101,7 @@ def test_generation_uses_unit_gates_and_leaves_model_and_tokenizer_as_they_were(
     model.base_model.model.generation_config.repetition_penalty = 1.9
     before = copy.deepcopy(model.base_model.model.generation_config.to_dict())
     model.train()
-    with use_gates(model, torch.zeros(4)) as loop_state:
-        assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) == want
-        assert loop_state.gates.tolist() == [[0]] * 4
+    assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) == want
     assert model.training and all(layer.training for layer in model.modules())
     assert (tokenizer.pad_token, tokenizer.padding_side) == (None, "right")
     assert model.base_model.model.generation_config.to_dict() == before

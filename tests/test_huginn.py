@@ -1,18 +1,28 @@
-"""What is Huginn's own: its initial state, its tied head and stored rotations, core-only adapters, published sizes."""
+"""What is Huginn's own, and its conversions': initial state, tied head, rotations, core-only adapters, published sizes."""
 
 import json
 import math
 
 import pytest
 import torch
-from conftest import golden_adapted, golden_inputs, golden_model, tiny_huginn
+from conftest import (
+    CONVERSIONS,
+    golden_adapted,
+    golden_inputs,
+    golden_model,
+    tiny_huginn,
+    tiny_llama_conversion,
+    tiny_nanbeige,
+)
 from safetensors.torch import load_file, save_file
 from test_families import assert_close, example_nll
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, use_gates
 from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM
 from loopdropout_trainer.models.initial_state import philox, truncated_normals
+from loopdropout_trainer.models.rotary import rotations
 
 
 @pytest.fixture(scope="module")
@@ -20,38 +30,46 @@ def huginn(golden):
     return golden("huginn")
 
 
+@pytest.fixture(scope="module", params=["huginn", "raven_llama", "raven_olmo"])
+def raven(golden, request):
+    """Golden data of Huginn and of the conversions in its frame."""
+    return golden(request.param)
+
+
 @pytest.mark.parametrize("batch", ["unpadded", "padded"])
-def test_prelude_and_latents_agree_with_the_reference(huginn, batch):
-    model, inputs = golden_model(huginn), golden_inputs(huginn, batch)
+def test_prelude_and_latents_agree_with_the_reference(raven, batch):
+    model, inputs = golden_model(raven), golden_inputs(raven, batch)
     valid = inputs["attention_mask"].bool()
     seen = {}
     model.transformer.prelude[-1].register_forward_hook(lambda module, args, output: seen.update(prelude=output))
     with torch.no_grad():
         states = torch.stack(model(**inputs, output_readouts=True).loop_states)
-    assert_close(seen["prelude"][valid], huginn.tensors[f"{batch}/prelude"][valid], atol=1e-4)
+    assert_close(seen["prelude"][valid], raven.tensors[f"{batch}/prelude"][valid], atol=1e-4)
+    if f"{batch}/loop_latent" not in raven.tensors:
+        return  # the conversions' coda reads the state itself
     latents = model.transformer.ln_f(states)
-    assert_close(latents[:, valid], huginn.tensors[f"{batch}/loop_latent"][:, valid], atol=1e-4)
+    assert_close(latents[:, valid], raven.tensors[f"{batch}/loop_latent"][:, valid], atol=1e-4)
 
 
-def test_the_zero_state_agrees_with_the_reference(huginn):
-    model = golden_model(huginn, state_init="zero")
-    ids = huginn.tensors["unpadded/input_ids"]
-    assert_close(model(ids).logits, huginn.tensors["unpadded/zero_state/logits"], atol=1e-4)
+def test_the_zero_state_agrees_with_the_reference(raven):
+    model = golden_model(raven, state_init="zero")
+    ids = raven.tensors["unpadded/input_ids"]
+    assert_close(model(ids).logits, raven.tensors["unpadded/zero_state/logits"], atol=1e-4)
     tokens = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(tokens[:, ids.shape[1] :], huginn.tensors["unpadded/zero_state/generated"])
+    assert torch.equal(tokens[:, ids.shape[1] :], raven.tensors["unpadded/zero_state/generated"])
 
 
-def test_an_adapter_on_the_core_alone_agrees_with_the_oracle(huginn):
-    peft_model = golden_adapted(huginn, modules=huginn.meta["lora"]["modules_core_only"])
-    inputs = golden_inputs(huginn, "oracle/left")
-    with use_gates(peft_model, huginn.tensors["oracle_core_only/gates"]):
+def test_an_adapter_on_the_core_alone_agrees_with_the_oracle(raven):
+    peft_model = golden_adapted(raven, modules=raven.meta["lora"]["modules_core_only"])
+    inputs = golden_inputs(raven, "oracle/left")
+    with use_gates(peft_model, raven.tensors["oracle_core_only/gates"]):
         out = peft_model(**inputs)
         out.loss.backward()
-    assert_close(example_nll(out.logits, inputs["labels"]), huginn.tensors["oracle_core_only/example_nll"], atol=1e-4)
-    for name in huginn.meta["lora"]["modules_core_only"]:
+    assert_close(example_nll(out.logits, inputs["labels"]), raven.tensors["oracle_core_only/example_nll"], atol=1e-4)
+    for name in raven.meta["lora"]["modules_core_only"]:
         layer = peft_model.get_base_model().get_submodule(name)
         for factor in ("lora_A", "lora_B"):
-            want = huginn.tensors[f"oracle_core_only/grad_token_mean/{factor}/{name}"]
+            want = raven.tensors[f"oracle_core_only/grad_token_mean/{factor}/{name}"]
             assert (getattr(layer, factor)["default"].weight.grad - want).norm() <= max(1e-4 * want.norm(), 1e-6)
 
 
@@ -184,6 +202,47 @@ def test_the_head_may_be_stored_twice_and_rotations_stay_float32(huginn, duplica
 def test_what_is_not_implemented_is_refused(field, value):
     with pytest.raises(ValueError, match=f"`{field}`"):
         HuginnConfig(**{field: value})
+
+
+def test_a_conversion_draws_its_state_by_the_stored_deviation():
+    model = tiny_llama_conversion(init_values={"std": 0.008703882797784892, "embed_scale": 1.0})
+    seen = {}
+    model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.setdefault("first", args[0]))
+    model(torch.arange(2, 40)[None])
+    state = seen["first"][..., :32]
+    assert 0.02 < state.abs().max() <= 3 * 0.008703882797784892
+    assert state.std().item() == pytest.approx(0.00858, rel=0.1)  # 0.9866 of the untruncated
+
+
+@pytest.mark.parametrize("place", [0, 6, 90])
+def test_rotations_are_those_of_transformers_llama(place):
+    config = tiny_llama_conversion().config
+    reference = LlamaRotaryEmbedding(LlamaConfig(head_dim=8, rope_parameters=dict(config.rope_parameters)))
+    positions = torch.arange(place, place + 5)[None]
+    for got, want in zip(
+        rotations(config, positions, torch.float32), reference(torch.ones(1), positions), strict=True
+    ):
+        assert_close(got, want, atol=1e-6)
+
+
+def test_rotations_stay_exact_in_a_model_that_is_cast_as_a_whole():
+    positions = torch.arange(400, 410)[None]
+    for model in (tiny_llama_conversion(), tiny_nanbeige()):
+        want = model.base_model.rotate(torch.zeros(1), positions)
+        got = model.bfloat16().base_model.rotate(torch.zeros(1), positions)
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("fields", "parameters", "trainable"), CONVERSIONS.values(), ids=CONVERSIONS)
+def test_sizes_of_conversions_come_out(fields, parameters, trainable):
+    from peft import get_peft_model
+
+    config = HuginnConfig(**fields)
+    with torch.device("meta"):
+        model = HuginnForCausalLM(config)
+        assert sum(p.numel() for p in model.parameters()) == parameters
+        adapted = get_peft_model(model, default_peft_config(config))
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == trainable
 
 
 def test_published_sizes_come_out():

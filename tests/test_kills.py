@@ -72,9 +72,7 @@ def ends(folder):
     """What a run leaves: weights and merged weights as bytes, and its measurements but for the times."""
     results = json.loads((folder / "results.json").read_text())
     timeless = {
-        key: value
-        for key, value in results["train_info"].items()
-        if not key.endswith(("seconds", "per_second", "bytes"))
+        key: value for key, value in results["train_info"].items() if not key.endswith(("seconds", "per_second", "gb"))
     }
     files = ("adapter_model.safetensors", "merged/model.safetensors", "lora/adapter_model.safetensors")
     return (

@@ -1,5 +1,7 @@
 """QLoRA: over a 4-bit base the gates, the losses and the trained adapter are those over the same weights dequantised."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import tiny_ouro
@@ -7,6 +9,7 @@ from transformers import BitsAndBytesConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.saving.hub import merge_and_save
+from loopdropout_trainer.settings.recipe import load_recipe
 
 
 pytest.importorskip("bitsandbytes")
@@ -83,3 +86,13 @@ def test_training_on_over_weights_packed_for_inference_is_refused(saved_model, c
         pytest.skip("bitsandbytes packs weights on processors with AVX512-BF16 only")
     with pytest.raises(ValueError, match="bitsandbytes packed the 4-bit weights .* set `eval_strategy: no`"):
         trainer.train()
+
+
+def test_a_recipe_can_ask_for_a_4_bit_base(saved_model, config, dataset, tokenizer):
+    recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "nanbeige" / "qlora.yaml")
+    args = config(max_steps=1, model_init_kwargs={**recipe["model_init_kwargs"], "dtype": "float32"})
+    trainer = LoopDropoutSFTTrainer(saved_model, args, train_dataset=dataset, processing_class=tokenizer)
+    layer = trainer.model.get_base_model().model.layers[0].mlp.up_proj
+    assert layer.base_layer.weight.quant_type == "nf4" and layer.base_layer.weight.quant_state.nested
+    trainer.train()
+    assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))

@@ -1,5 +1,6 @@
 """The README's first command and the GSM8K recipe, from the command line, a few steps each."""
 
+import hashlib
 import json
 import runpy
 import subprocess
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)
 from loopdropout_trainer.evaluation import evaluate_benchmark, load_benchmark
+from loopdropout_trainer.runs.report import right_by_last_number
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
 
@@ -31,7 +33,8 @@ def run(*words, launcher=(sys.executable,)):
 def quickstart(tmp_path_factory):
     """The quickstart's folder and what it printed, after a few steps."""
     folder = tmp_path_factory.mktemp("quickstart") / "run"
-    short = ("--max_steps", 6, "--num_train_examples", 64, "--num_eval_examples", 8, "--benchmark_limit", 4)
+    short = ("--max_steps", 6, "--num_train_examples", 64, "--num_eval_examples", 8)
+    short += ("--benchmark_limit", 4, "--depths", 1, 2, 3)
     launcher = (sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu")
     done = run(ROOT / "recipes/quickstart.yaml", *short, "--output_dir", folder, launcher=launcher)
     return folder, done.stdout
@@ -41,27 +44,20 @@ def test_it_trains_measures_and_saves_both_methods(quickstart):
     folder, printed = quickstart
     ours, lora = (json.loads((folder / name / "results.json").read_text()) for name in (".", "lora"))
     trained = ours["train_info"]
-    assert (trained["rule"], trained["p"], trained["steps"]) == ("loop_dropout", 0.3, 6)
-    assert ours["meta_info"]["num_loops"] == 4
+    assert (trained["rule"], trained["p"], trained["num_loops"], trained["steps"]) == ("loop_dropout", 0.5, 4, 6)
     assert (lora["train_info"]["rule"], lora["train_info"]["p"]) == ("lora", None)
     assert ours["base_benchmarks"] == lora["base_benchmarks"]
     for results in (ours, lora):
-        assert set(results["benchmarks"]) == {"arithmetic_test", "arithmetic_hard"}
+        assert set(results["benchmarks"]) == {"arithmetic_test"}
         assert all(counts["total"] == 4 for counts in results["benchmarks"].values())
         measured = results["single_loop"]
         rho = [100 * (measured["frozen"] - loss) / measured["frozen"] for loss in measured["only"]]
         assert measured["reductions_percent"] == pytest.approx(rho)
         assert results["run_info"]["versions"]["trl"]
+        assert list(results["by_depth"]) == ["1", "2", "3"]
     assert ours["single_loop"]["frozen"] == lora["single_loop"]["frozen"]  # the same base and problems
-    assert (folder / "single_loop.png").read_bytes().startswith(b"\x89PNG")
-    for said in (
-        "Loop Dropout (p=0.3)",
-        "LoRA",
-        "before training",
-        "arithmetic_hard",
-        "loop 4",
-        str(folder / "merged"),
-    ):
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    for said in ("Loop Dropout", "LoRA", "before training", "last number", "loop 4", "K=3", str(folder / "merged")):
         assert said in printed
 
 
@@ -137,10 +133,42 @@ def test_a_mistake_is_one_line(words, message, tmp_path, monkeypatch):
 
 
 def test_the_tiny_model_is_small_and_reads_any_text():
-    assert sum(path.stat().st_size for path in TINY_OURO_PATH.iterdir()) < 5e6
+    assert sum(path.stat().st_size for path in TINY_OURO_PATH.iterdir()) < 4e6
     tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
     for text in ("Mia has 12 shells.", "naïve – 数学 🙂\n\t#### 7"):
         assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
-    assert len(tokenizer("1234")["input_ids"]) == 4
+    assert len(tokenizer("1234 56")["input_ids"]) == 3  # one or two digits are one token
     model = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH)
     assert (model.config.num_loops, model.dtype) == (4, torch.float32)
+
+
+def test_the_tiny_model_is_what_its_card_says():
+    """Before any fine-tuning it solves some of the task, needs more than one loop, and never writes the task's ending."""
+    card = (TINY_OURO_PATH / "README.md").read_text(encoding="utf-8")
+    assert hashlib.sha256((TINY_OURO_PATH / "model.safetensors").read_bytes()).hexdigest() in card
+    model = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
+    problems = load_benchmark("arithmetic_test", limit=100)
+    right = {}
+    for model.config.num_loops in (1, 4):
+        result = evaluate_benchmark(model, tokenizer, problems, batch_size=100, progress=False)
+        assert result.correct <= 2
+        right[model.config.num_loops] = right_by_last_number(result)
+    assert 10 <= right[4] <= 50
+    assert right[1] <= right[4] - 5
+
+
+@pytest.mark.slow
+def test_pretraining_twice_gives_the_same_bytes(tmp_path):
+    for name in "ab":
+        command = [
+            sys.executable,
+            str(ROOT / "recipes/make_tiny_ouro.py"),
+            "--steps",
+            "20",
+            "--output_dir",
+            tmp_path / name,
+        ]
+        subprocess.run(command, check=True, capture_output=True, timeout=600, cwd=ROOT)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import tiny_ouro
+from conftest import CONVERSIONS, NANBEIGE_3B, tiny_ouro
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -14,7 +14,7 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.data.load import LoadedData
 from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.evaluation import BENCHMARKS
-from loopdropout_trainer.models import OuroConfig
+from loopdropout_trainer.models import HuginnConfig, NanbeigeConfig, OuroConfig
 from loopdropout_trainer.runs.plan import num_steps, plan_run
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, is_recipe
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 TYPES = (ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig, RunArguments)
 PAPER = ("metamath_gsm", "gsm8k", "tulu2", "huginn", "loopus")
-TRAINING = [*RECIPES.glob("*.yaml"), *(path for name in PAPER for path in (RECIPES / name).glob("*.yaml"))]
+OTHERS = ("nanbeige", "recurrent_llama", "recurrent_tinyllama", "recurrent_olmo")
+TRAINING = [*RECIPES.glob("*.yaml"), *(path for name in (*PAPER, *OTHERS) for path in (RECIPES / name).glob("*.yaml"))]
 
 
 def name_of(path):
@@ -46,7 +47,7 @@ def test_recipe_parses_and_names_itself(path):
     if name_of(path) == "quickstart":
         return
     family = name_of(path).split("/")[0]
-    assert config.gradient_checkpointing == (family in ("tulu2", "huginn", "loopus"))
+    assert config.gradient_checkpointing == (family in ("tulu2", "huginn", "loopus", *OTHERS))
 
     # Table "Fine-tuning recipes" and Appendix "Hyperparameters"
     assert (config.adam_beta1, config.adam_beta2, config.weight_decay, config.max_grad_norm) == (0.9, 0.999, 0.0, 1.0)
@@ -177,6 +178,27 @@ class _Planned(Exception):
 class _StopAtTheBeginning(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         raise _Planned(state.max_steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "hub_config", "trainable"),
+    [
+        ("nanbeige", NanbeigeConfig(**NANBEIGE_3B), 23_969_792),
+        *((name, HuginnConfig(**fields), trainable) for name, (fields, _, trainable) in CONVERSIONS.items()),
+    ],
+    ids=OTHERS,
+)
+def test_dry_runs_of_other_families_at_their_real_size(name, hub_config, trainable):
+    paths = [RECIPES / f"{name}.yaml", *(RECIPES / name).glob("*.yaml")]
+    assert len(paths) >= 2
+    for path in paths:
+        model, adapter, _, config, _, _ = parse(path, "--use_cpu", "true")
+        hub_config.num_loops = model.num_loops
+        data = LoadedData(Dataset.from_dict({"text": ["x"] * 8}), None, DataReport(train_tokens=800), "rows")
+        plan = plan_run(hub_config, data, config, default_peft_config(hub_config, **adapter.lora_fields))
+        assert plan.trainable_parameters == trainable
+        assert plan.num_loops == model.num_loops
+    assert load_recipe(RECIPES / "nanbeige.yaml")["p"] ** 2 < 0.05  # of examples without an active loop
 
 
 def test_steps_of_several_processes(config, monkeypatch):

@@ -130,10 +130,12 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
         4,
     )
     assert first["train_info"]["train_loss"] > 1 and first["train_info"]["tokens_per_second"] > 0
-    assert 1e8 < first["train_info"]["peak_memory_bytes"] < 1e11
-    assert [set(each) for each in first["benchmarks"]["development"]["predictions"]] == 2 * [
-        {"prompt", "completion", "reference", "extracted", "correct", "error"}
-    ]
+    assert 0.1 < first["train_info"]["peak_memory_gb"] < 100
+    predictions = first["benchmarks"]["development"]["predictions"]
+    assert len(predictions) == 2
+    assert all(
+        {"prompt", "completion", "reference", "extracted", "correct", "error"} <= set(each) for each in predictions
+    )
 
     files[1].unlink()  # as if the run had been killed in the evaluation of its second rule
     stamp, printed = files[0].stat().st_mtime_ns, capsys.readouterr().out
@@ -148,7 +150,7 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
     assert all(torch.equal(reread[name], tensor) for name, tensor in tensors.items())
     table = lambda text: [line for line in text.splitlines() if "%" in line]
     resumed = capsys.readouterr().out
-    assert "Loop Dropout (p=0.5) is finished: its results are read from" in resumed
+    assert "Loop Dropout is finished: its results are read from" in resumed
     assert table(resumed) == table(printed)
 
     with pytest.raises(Exception, match="`learning_rate` was 0.01 and is 0.02"):

@@ -45,7 +45,7 @@ if option("--adapter"):
 names = [option("--benchmarks")]
 name = "evaluation.json" if option("--adapter") else "results.json"
 result = {{"score": 10.0 * correct, "correct": correct, "total": 10, "missing": 0}}
-cost = {{"train_seconds": 90.0, "peak_memory_bytes": 2_500_000_000}}
+cost = {{"train_seconds": 90.0, "peak_memory_gb": 2.5}}
 (out / name).write_text(json.dumps({{"benchmarks": {{each: result for each in names}}, "train_info": cost}}))
 """
 

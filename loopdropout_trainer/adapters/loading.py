@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from peft import PeftConfig, PeftModel
-from peft.utils import load_peft_weights
+from peft.utils import get_peft_model_state_dict, load_peft_weights
 from transformers import PreTrainedModel
 
 from loopdropout_trainer.adapters.gated import GatedLora, add_gates
@@ -29,10 +30,12 @@ def attach_adapter(
         config: its configuration; default: as PEFT reads it from the folder.
 
     Raises:
-        ValueError: if each loop has factors or a gate of its own, for another number of loops than the model runs.
+        ValueError: if tensors are missing, or not finite; or if each loop has factors or a gate of its own, for another
+            number of loops than the model runs.
     """
     config = PeftConfig.from_pretrained(str(folder)) if config is None else config
     weights = load_peft_weights(str(folder), device="cpu")
+    check_finite(weights, folder)
     kinds: dict[type[GatedLora], int] = {}  # number of loops that each was trained for
     for name, weight in weights.items():
         if weight.dim() == 3:
@@ -40,7 +43,9 @@ def attach_adapter(
         elif name.endswith("lora_loop_gates"):
             kinds[LearnedGatesLora] = len(weight)
     if not kinds:
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=config)
+        peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=config)
+        check_complete(peft_model, weights, folder)
+        return peft_model
 
     num_loops = find_looped_model(model).config.num_loops
     config.inference_mode = not is_trainable
@@ -56,5 +61,34 @@ def attach_adapter(
     for name, parameter in peft_model.named_parameters():
         if "lora_" in name:
             parameter.requires_grad_(is_trainable)
+    check_complete(peft_model, weights, folder)
     add_gates(peft_model)
     return peft_model.eval()
+
+
+def check_finite(weights: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """Refuse an adapter without tensors, or with one that holds NaN or infinity.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not weights:
+        raise ValueError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
+    for name, weight in weights.items():
+        if not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"The adapter in {folder} is damaged: `{name}` holds numbers that are NaN or infinite.")
+
+
+def check_complete(peft_model: PeftModel, weights: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """Refuse an adapter whose tensors are not exactly those that its configuration describes.
+
+    Raises:
+        ValueError: naming the first that is missing or unknown.
+    """
+    expected = set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
+    for found, others, what in ((expected, weights, "lacks"), (weights, expected, "has an unknown tensor,")):
+        if missing := sorted(set(found) - set(others)):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(
+                f"The adapter in {folder} does not fit its adapter_config.json: it {what} `{missing[0]}`{more}."
+            )

@@ -1,6 +1,9 @@
 """Arithmetic word problems made on the spot: a task with several reasoning steps that needs no network.
 
 The answers have GSM8K's form: one line of working for each step, then `#### N`. All numbers lie between 0 and 60.
+
+The tiny Ouro's pretraining texts are made here too: the same language in shorter problems and other forms, so that
+fine-tuning has a skill left to teach, longer chains of steps, beside the form of the answers.
 """
 
 from __future__ import annotations
@@ -16,8 +19,65 @@ NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Noah", "Omar", "Ruth", "Sam", "Zoe"
 OBJECTS = ("apples", "books", "cards", "coins", "cookies", "pens", "shells", "stamps")
 CONTAINERS = ("bags", "boxes", "jars", "baskets")
 LARGEST = 60
-STEPS = {"train": (2, 3), "test": (2, 3), "hard": (4, 5), "pretrain": (1, 2)}
-"""Fewest and most steps of a split's problems; `hard` has more than any problem that is trained on."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The sentences of a story: its first one, and those for each operator."""
+
+    start: str
+    changes: dict[str, tuple[str, ...]]
+
+
+WORDING = Wording(
+    "{name} has {number} {what}.",
+    {
+        "+": (
+            "{name} finds {number} more {what}.",
+            "{name} buys {number} {what}.",
+            "{friend} gives {name} {number} {what}.",
+        ),
+        "-": (
+            "{name} loses {number} {what}.",
+            "{name} gives {friend} {number} {what}.",
+            "{name} sells {number} {what}.",
+        ),
+        "*": ("Then {name} gets {number} times as many.",),
+    },
+)
+OTHER_WORDING = Wording(
+    "At first {name} keeps {number} {what}.",
+    {
+        "+": ("{number} {what} arrive for {name}.", "{friend} adds {number} {what} to those of {name}."),
+        "-": ("{number} {what} of {name} break.", "{friend} takes {number} {what} from {name}."),
+        "*": ("{name} then makes it {number} times the number.",),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """What the problems of a split are like.
+
+    Attributes:
+        steps: fewest and most.
+        start: smallest and largest number that a problem starts from.
+        words: of the sentences; None: those of all kinds of problems that are trained on.
+    """
+
+    steps: tuple[int, int] = (3, 5)
+    start: tuple[int, int] = (2, 20)
+    words: Wording | None = None
+
+
+SPLITS = {
+    "train": Split(),
+    "test": Split(),
+    "hard": Split(steps=(6, 7)),
+    "larger": Split(start=(21, 40)),
+    "wording": Split(words=OTHER_WORDING),
+}
+"""`hard`: more steps than any problem that is trained on; `larger`: larger numbers; `wording`: other sentences."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +97,7 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0) -> Dataset
     """Generate word problems.
 
     Args:
-        split: `train` and `test` (2 to 3 steps, no question in both), or `hard` (4 to 5 steps, the same sentences).
+        split: a name from `SPLITS`; no question is both in `train` and in `test`.
         num_examples: number of problems; more of them start with the same ones.
         seed: of the draw.
 
@@ -47,67 +107,55 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0) -> Dataset
     Raises:
         ValueError: for another split.
     """
-    if split not in ("train", "test", "hard"):
-        raise ValueError(f"`split` must be train, test or hard; got {split!r}.")
-    return Dataset.from_list(_distinct(split, num_examples, seed))
-
-
-def _distinct(split: str, num_examples: int, seed: int) -> list[dict]:
+    if split not in SPLITS:
+        raise ValueError(f"`split` must be one of {', '.join(SPLITS)}; got {split!r}.")
     rng = Random(f"arithmetic/{split}/{seed}")
     problems: dict[str, dict] = {}
     while len(problems) < num_examples:
-        question, steps = _problem(rng, rng.randint(*STEPS[split]))
-        # Each question belongs to one side for every seed, whichever split happens to draw it.
-        is_test = zlib.crc32(question.encode()) % 8 == 0
-        if split == "hard" or is_test == (split == "test"):
+        kind = SPLITS[split]
+        question, steps = _problem(rng, rng.randint(*kind.steps), kind)
+        if split not in ("train", "test") or _is_test(question) == (split == "test"):
             answer = "\n".join(map(str, steps)) + f"\n#### {steps[-1].result}"
             problems[question] = {"question": question, "answer": answer, "num_steps": len(steps)}
-    return list(problems.values())
+    return Dataset.from_list(list(problems.values()))
 
 
-def _problem(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
+def _is_test(question: str) -> bool:
+    """Say on which side a question belongs: for every seed, whichever split happens to draw it."""
+    return zlib.crc32(question.encode()) % 8 == 0
+
+
+def _problem(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
     """Return the text of a problem of the given number of steps, and the steps."""
-    return rng.choice((_changes, _comparisons, _containers))(rng, num_steps)
+    if split.words is not None:
+        return _changes(rng, num_steps, split)
+    kind = rng.choice((_changes, _comparisons, _containers))
+    return kind(rng, num_steps, split)
 
 
-def _changes(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
+def _changes(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
     name, friend = rng.sample(NAMES, 2)
     what = rng.choice(OBJECTS)
-    start = rng.randint(2, 20)
-    sentences = [f"{name} has {start} {what}."]
+    start = rng.randint(*split.start)
+    words = split.words or WORDING
+    sentences = [words.start.format(name=name, number=start, what=what)]
     steps = _walk(rng, start, num_steps, "+-*")
     for step in steps:
-        sentences.append(_change(rng, name, friend, what, step))
+        sentences.append(_change(rng, name, friend, what, step, words))
     sentences.append(f"How many {what} does {name} have now?")
     return " ".join(sentences), steps
 
 
-def _change(rng: Random, name: str, friend: str, what: str, step: Step) -> str:
-    number = step.right
-    if step.operator == "+":
-        return rng.choice(
-            (
-                f"{name} finds {number} more {what}.",
-                f"{name} buys {number} {what}.",
-                f"{friend} gives {name} {number} {what}.",
-            )
-        )
-    if step.operator == "-":
-        return rng.choice(
-            (
-                f"{name} loses {number} {what}.",
-                f"{name} gives {friend} {number} {what}.",
-                f"{name} sells {number} {what}.",
-            )
-        )
-    return f"Then {name} gets {number} times as many."
+def _change(rng: Random, name: str, friend: str, what: str, step: Step, words: Wording = WORDING) -> str:
+    sentence = rng.choice(words.changes[step.operator])
+    return sentence.format(name=name, friend=friend, what=what, number=step.right)
 
 
-def _comparisons(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
+def _comparisons(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
     people = rng.sample(NAMES, num_steps + 1)
     what = rng.choice(OBJECTS)
-    start = rng.randint(2, 20)
-    sentences = [f"{people[0]} has {start} {what}."]
+    start = rng.randint(*split.start)
+    sentences = [WORDING.start.format(name=people[0], number=start, what=what)]
     steps = _walk(rng, start, num_steps, "+-*")
     words = {"+": "{n} more {what} than", "-": "{n} fewer {what} than", "*": "{n} times as many {what} as"}
     for before, after, step in zip(people, people[1:], steps, strict=False):
@@ -116,10 +164,12 @@ def _comparisons(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
     return " ".join(sentences), steps
 
 
-def _containers(rng: Random, num_steps: int) -> tuple[str, list[Step]]:
+def _containers(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
     name, friend = rng.sample(NAMES, 2)
     what, container = rng.choice(OBJECTS), rng.choice(CONTAINERS)
-    count, each = rng.randint(2, 6), rng.randint(2, 9)
+    low, high = split.start
+    pairs = [(count, each) for count in range(2, 7) for each in range(2, 10) if low <= count * each <= max(high, 54)]
+    count, each = rng.choice(pairs)
     steps = [Step(count, "*", each, count * each)]
     sentences = [f"{name} has {count} {container} with {each} {what} each."]
     for step in _walk(rng, each * count, num_steps - 1, "+-"):
@@ -153,14 +203,57 @@ def _largest(value: int, operator: str) -> int:
 
 
 def pretraining_texts(num_texts: int, seed: int = 0) -> list[str]:
-    """Generate texts of a neighbouring distribution: the same sentences and sums in shorter problems of another form.
+    """Generate texts of a neighbouring distribution: the same language in shorter problems, answered in other styles.
 
-    Bare sums; stories that state the new number after each sentence; questions of 1 or 2 steps, answered at once or after
-    working, by a sentence. No text has 3 steps of working or a `####`: that is left to fine-tuning.
+    Questions of 1 to 3 steps with worked answers in 36 styles, none of them the task's own, or with the answer at once;
+    stories, also in the shifted wording, that state the new number after each sentence; bare sums under a heading, and
+    chains of bare sums that end with `#### N`. No question has an answer that ends so, and none is a test problem.
     """
     rng = Random(f"arithmetic/pretrain/{seed}")
-    kinds = (_sums, _story, _short_answer, _worked_answer)
-    return [rng.choices(kinds, weights=(15, 20, 15, 50))[0](rng) for _ in range(num_texts)]
+    kinds = (_worked_answer, _short_answer, _story, _sums, _chain)
+    return [rng.choices(kinds, weights=(55, 20, 10, 8, 7))[0](rng) for _ in range(num_texts)]
+
+
+_STEP_STYLES = (
+    "{0.left} {0.operator} {0.right} = {0.result}",
+    "{0.left} {0.operator} {0.right} is {0.result}",
+    "{0.left} {word} {0.right} is {0.result}",
+)
+_WORDS = {"+": "plus", "-": "minus", "*": "times"}
+_SEPARATORS = ("\n", ". ", ", then ")
+_ENDINGS = ("The answer is {}.", "So the answer is {}.", "Answer: {}", "{} in all.")
+
+
+def _worked_answer(rng: Random) -> str:
+    question, steps = _pretraining_problem(rng, 3)
+    style, separator, ending = rng.choice(_STEP_STYLES), rng.choice(_SEPARATORS), rng.choice(_ENDINGS)
+    working = separator.join(style.format(step, word=_WORDS[step.operator]) for step in steps)
+    before_ending = "\n" if separator == "\n" else ". "
+    return f"Question: {question}\nAnswer: {working}{before_ending}{ending.format(steps[-1].result)}"
+
+
+def _short_answer(rng: Random) -> str:
+    question, steps = _pretraining_problem(rng, 2)
+    return f"Question: {question}\nAnswer: The answer is {steps[-1].result}."
+
+
+def _pretraining_problem(rng: Random, most_steps: int) -> tuple[str, list[Step]]:
+    """Return a short problem that is no test problem."""
+    while True:
+        question, steps = _problem(rng, rng.randint(1, most_steps), Split())
+        if not _is_test(question):
+            return question, steps
+
+
+def _story(rng: Random) -> str:
+    name, friend = rng.sample(NAMES, 2)
+    what = rng.choice(OBJECTS)
+    start = rng.randint(2, 40)
+    words = rng.choice((WORDING, OTHER_WORDING))
+    sentences = [words.start.format(name=name, number=start, what=what)]
+    for step in _walk(rng, start, rng.randint(2, 4), "+-*"):
+        sentences += [_change(rng, name, friend, what, step, words), f"Now {name} has {step.result} {what}."]
+    return " ".join(sentences)
 
 
 def _sums(rng: Random) -> str:
@@ -169,33 +262,9 @@ def _sums(rng: Random) -> str:
         left, right = rng.randint(2, 6), rng.randint(2, 9)
         sums.append(Step(left, "*", right, left * right))
     rng.shuffle(sums)
-    return "\n".join(map(str, sums))
+    return "\n".join(["#### Sums", *map(str, sums)])
 
 
-def _story(rng: Random) -> str:
-    name, friend = rng.sample(NAMES, 2)
-    what = rng.choice(OBJECTS)
-    start = rng.randint(2, 20)
-    sentences = [f"{name} has {start} {what}."]
-    for step in _walk(rng, start, rng.randint(2, 4), "+-*"):
-        sentences += [_change(rng, name, friend, what, step), f"Now {name} has {step.result} {what}."]
-    return " ".join(sentences)
-
-
-def _short_answer(rng: Random) -> str:
-    question, steps = _training_problem(rng)
-    return f"Question: {question}\nAnswer: The answer is {steps[-1].result}."
-
-
-def _worked_answer(rng: Random) -> str:
-    question, steps = _training_problem(rng)
-    working = "\n".join(map(str, steps))
-    return f"Question: {question}\nAnswer: {working}\nThe answer is {steps[-1].result}."
-
-
-def _training_problem(rng: Random) -> tuple[str, list[Step]]:
-    """Return a short problem that is no test problem."""
-    while True:
-        question, steps = _problem(rng, rng.randint(*STEPS["pretrain"]))
-        if len(steps) == 1 or zlib.crc32(question.encode()) % 8:
-            return question, steps
+def _chain(rng: Random) -> str:
+    steps = _walk(rng, rng.randint(0, LARGEST), rng.randint(1, 4), "+-*")
+    return "\n".join(map(str, steps)) + f"\n#### {steps[-1].result}"

@@ -1,42 +1,112 @@
-"""Charts of the diagnostics. Needs matplotlib (`pip install loopdropout-trainer[plots]`)."""
+"""The forms that diagnostics are drawn in: bars and curves by method with their spread over seeds, and heat maps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loopdropout_trainer.diagnostics.style import SEQUENTIAL_MAP, method_styles, new_figure, save_figure
 
 
-def plot_single_loop(reductions: Mapping[str, Sequence[float]], path: str | Path, title: str | None = None) -> Path:
+__all__ = [
+    "draw_bars",
+    "draw_curves",
+    "draw_heat_map",
+    "new_figure",
+    "percent_axis",
+    "plot_single_loop",
+    "save_figure",
+]
+
+Series = Mapping[str, tuple[Sequence[float], Sequence[float] | None]]
+"""Method -> mean, and sample standard deviation over seeds (None for one seed), at each position."""
+
+
+def draw_bars(axes: Any, series: Series, places: Sequence[float], values: bool = False) -> None:
+    """Draw a group of bars at each place, one bar for each method.
+
+    Args:
+        axes: of matplotlib.
+        series: by method, one number for each place.
+        places: on the x axis, one apart.
+        values: write each bar's number above it.
+    """
+    styles, width = method_styles(series), 0.8 / len(series)
+    for index, (method, (mean, sd)) in enumerate(series.items()):
+        offset = (index - (len(series) - 1) / 2) * width
+        at = np.asarray(places) + offset
+        bars = axes.bar(at, mean, width, yerr=sd, label=method, ecolor="black", **styles[method].bar)
+        if values:
+            axes.bar_label(bars, fmt="%.1f", fontsize=6, padding=1)
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xticks(places)
+
+
+def draw_curves(axes: Any, places: Sequence[float], series: Series) -> None:
+    """Draw one curve for each method, with error bars where there are several seeds."""
+    styles = method_styles(series)
+    for method, (mean, sd) in series.items():
+        axes.errorbar(places, mean, yerr=sd, label=method, **styles[method].line)
+
+
+def percent_axis(axes: Any) -> None:
+    """Let an axis of answers in percent start at 0, and reach far enough that small numbers look small."""
+    axes.set_ylim(0, max(10, min(100, axes.get_ylim()[1])))
+
+
+def draw_heat_map(
+    axes: Any,
+    values: Sequence[Sequence[float]],
+    columns: Sequence[str],
+    rows: Sequence[str],
+    low: float | None = None,
+    high: float | None = None,
+    form: str = ".1f",
+) -> Any:
+    """Draw a matrix with its numbers, row 1 on top, and return matplotlib's image.
+
+    Args:
+        axes: of matplotlib.
+        values: [rows, columns].
+        columns, rows: names at the sides.
+        low, high: ends of the colour scale; default: those of the values.
+        form: of the numbers, which are left out of more than 100 cells.
+    """
+    values = np.asarray(values, dtype=float)
+    image = axes.imshow(values, cmap=SEQUENTIAL_MAP, vmin=low, vmax=high, aspect="auto")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    if values.size <= 100:
+        for row, column in np.ndindex(values.shape):
+            dark = image.norm(values[row, column]) < 0.55
+            text = f"{values[row, column]:{form}}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if dark else "black")
+    return image
+
+
+def plot_single_loop(
+    reductions: Mapping[str, Sequence[float]],
+    path: str | Path,
+    sds: Mapping[str, Sequence[float] | None] | None = None,
+) -> list[Path]:
     """Save a bar chart of rho_t by loop, one group of bars for each loop and one colour for each method.
 
     Args:
         reductions: method -> rho_t in percent for t = 1..K.
-        path: of the picture; its ending says the format.
-        title: above the chart.
+        path: of the pictures, without their endings.
+        sds: sample standard deviation over seeds, in the same form.
 
     Returns:
-        The path.
+        The paths of the PNG and the PDF.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     num_loops = len(next(iter(reductions.values())))
-    width = 0.8 / len(reductions)
-    figure, axes = plt.subplots(figsize=(1.4 + 1.1 * num_loops, 3.2), layout="constrained")
-    for index, (method, values) in enumerate(reductions.items()):
-        offset = (index - (len(reductions) - 1) / 2) * width
-        bars = axes.bar([loop + offset for loop in range(1, num_loops + 1)], values, width, label=method)
-        axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xticks(range(1, num_loops + 1))
-    axes.set_xlabel("Only active adapter loop")
-    axes.set_ylabel("Loss reduction (%)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(reductions))
-    if title:
-        axes.set_title(title, pad=22)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return Path(path)
+    series = {method: (mean, (sds or {}).get(method)) for method, mean in reductions.items()}
+    with new_figure() as (figure, axes):
+        draw_bars(axes, series, range(1, num_loops + 1), values=num_loops * len(series) <= 16)
+        axes.set(xlabel="Only active adapter loop", ylabel="Loss reduction (%)")
+        return save_figure(figure, path, legend_of=axes)

@@ -8,13 +8,17 @@ teacher-forced loss is compared with the frozen model's:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from peft import PeftModel
 
 from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
+from loopdropout_trainer.diagnostics.plots import plot_single_loop
+from loopdropout_trainer.diagnostics.scores import Batch, score_batches
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -35,47 +39,74 @@ class SingleLoopActivation:
     @property
     def reductions(self) -> tuple[float, ...]:
         """rho_t for t = 1..K, in percent of the frozen model's loss."""
-        return tuple(100 * (self.frozen - loss) / self.frozen for loss in self.only)
+        return tuple(map(self.reduction, self.only))
+
+    def reduction(self, loss: float) -> float:
+        """Return by how much a loss is below the frozen model's, in percent."""
+        return 100 * (self.frozen - loss) / self.frozen
 
 
-def single_loop_activation(model: PeftModel, batches: Iterable[dict[str, torch.Tensor]]) -> SingleLoopActivation:
+def activation(loss: Callable[[torch.Tensor], float], num_loops: int) -> SingleLoopActivation:
     """Measure an adapter one loop at a time.
+
+    Args:
+        loss: gives the final loop's loss under gates [K]; called K + 2 times.
+        num_loops: K.
+    """
+    one_hot = torch.eye(num_loops)
+    return SingleLoopActivation(
+        frozen=loss(torch.zeros(num_loops)),
+        only=tuple(loss(one_hot[loop]) for loop in range(num_loops)),
+        all_on=loss(torch.ones(num_loops)),
+    )
+
+
+def single_loop_activation(model: PeftModel, batches: Iterable[Batch]) -> SingleLoopActivation:
+    """Measure an adapter one loop at a time, in this process alone.
 
     Args:
         model: PEFT model over a looped model.
         batches: model inputs with `labels` [B, S], -100 where no target is; they are run K + 2 times.
     """
     batches = list(batches)
-    num_loops = find_looped_model(model).config.num_loops
-    one_hot = torch.eye(num_loops)
-    return SingleLoopActivation(
-        frozen=final_loop_loss(model, batches, torch.zeros(num_loops)),
-        only=tuple(final_loop_loss(model, batches, one_hot[loop]) for loop in range(num_loops)),
-        all_on=final_loop_loss(model, batches, torch.ones(num_loops)),
-    )
+    return activation(lambda gates: final_loop_loss(model, batches, gates), find_looped_model(model).config.num_loops)
 
 
-@torch.no_grad()
-def final_loop_loss(model: PeftModel, batches: Iterable[dict[str, torch.Tensor]], gates: torch.Tensor) -> float:
+def final_loop_loss(model: PeftModel, batches: Iterable[Batch], gates: torch.Tensor) -> float:
     """Return the cross entropy of the final loop per target token, in nats, under gates [K] or [K, 1].
 
     Raises:
         ValueError: if the batches hold no target token.
     """
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    total, tokens = 0.0, 0
-    try:
-        with use_gates(model, gates):
-            for batch in batches:
-                batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                targets = int((batch["labels"][:, 1:] != -100).sum())
-                if targets:
-                    total += float(model(**batch, use_cache=False).loss) * targets
-                    tokens += targets
-    finally:
-        model.train(was_training)
-    if tokens == 0:
-        raise ValueError("The batches hold no target token: every label is -100.")
-    return total / tokens
+    with use_gates(model, gates):
+        return score_batches(model, batches).loss
+
+
+class SingleLoop(Diagnostic):
+    """K + 2 passes: frozen, each loop alone, all loops."""
+
+    name = "single_loop"
+    title = "Loss reduction with the adapter in one loop only, %"
+    needs_adapter = True
+
+    def passes(self, context: Context) -> int:
+        return context.num_loops + 2
+
+    def measure(self, context: Context) -> dict[str, Any]:
+        found = activation(lambda gates: context.scores(gates).loss, context.num_loops)
+        return {
+            **asdict(found),
+            "reductions_percent": found.reductions,
+            "all_on_reduction_percent": found.reduction(found.all_on),
+        }
+
+    def table(self, report: Report):
+        rows = {f"only loop {loop}": ("reductions_percent", loop - 1) for loop in report.loops}
+        rows |= {"all loops": ("all_on_reduction_percent",)}
+        rows |= {f"loss, only loop {loop}": ("only", loop - 1) for loop in report.loops}
+        return report.table(rows | {"loss, all loops": ("all_on",), "loss, frozen": ("frozen",)})
+
+    def draw(self, report: Report, path):
+        series = report.series("reductions_percent")
+        means = {method: mean for method, (mean, _) in series.items()}
+        return plot_single_loop(means, path, sds={method: sd for method, (_, sd) in series.items()})

@@ -1,9 +1,11 @@
-"""Benchmarks: greedy generation over all loops, the references' scorers, results that survive interruption."""
+"""Benchmarks: problems put to a looped model, the references' scorers, results that survive interruption."""
 
-from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, Benchmark, load_benchmark, make_benchmark
-from loopdropout_trainer.evaluation.evaluator import evaluate_benchmark
+from loopdropout_trainer.evaluation.benchmark import Benchmark
+from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, load_benchmark, make_benchmark
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, score_completions
+from loopdropout_trainer.evaluation.evaluator import evaluate_benchmark, put_to
 from loopdropout_trainer.evaluation.generation import generate_greedy
-from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction, load_results, score_completions
+from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction, load_results, load_rows
 from loopdropout_trainer.evaluation.scorers import load_metric
 from loopdropout_trainer.evaluation.statistics import (
     DifferenceDecomposition,
@@ -12,6 +14,7 @@ from loopdropout_trainer.evaluation.statistics import (
     summarize_groups,
     summarize_seeds,
 )
+from loopdropout_trainer.evaluation.subject import Subject
 
 
 __all__ = [
@@ -19,15 +22,20 @@ __all__ = [
     "Benchmark",
     "BenchmarkResult",
     "DifferenceDecomposition",
+    "GeneratedBenchmark",
+    "Metric",
     "Prediction",
     "SeedSummary",
+    "Subject",
     "decompose_difference",
     "evaluate_benchmark",
     "generate_greedy",
     "load_benchmark",
     "load_metric",
     "load_results",
+    "load_rows",
     "make_benchmark",
+    "put_to",
     "score_completions",
     "summarize_groups",
     "summarize_seeds",

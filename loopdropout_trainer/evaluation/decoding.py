@@ -287,6 +287,8 @@ def why_not(model: PreTrainedModel) -> str | None:
         return f"attention by {attention!r} takes no mask of its own"
     if not model._can_compile_fullgraph:
         return f"{type(model).__name__} does not support static caches"
+    if getattr(model.config, "prefix_lm", False):
+        return "prompts attend in both directions"
     if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
         return "some layers do not attend to all tokens"
     return None

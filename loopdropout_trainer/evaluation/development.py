@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datasets import Dataset
 
-from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, Benchmark
+from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
 
 
@@ -12,7 +13,9 @@ DEVELOPMENT = "development"
 _ASKED_LIKE = {"metamath_gsm": "metamath_gsm8k", "gsm8k": "gsm8k", "arithmetic": "arithmetic_test"}
 
 
-def development_benchmark(rows: Dataset | None, preparation: str | None, limit: int | None = None) -> Benchmark:
+def development_benchmark(
+    rows: Dataset | None, preparation: str | None, limit: int | None = None
+) -> GeneratedBenchmark:
     """Return the held-out rows as a benchmark, asked and scored as the preparation's test set is.
 
     Args:
@@ -37,4 +40,4 @@ def development_benchmark(rows: Dataset | None, preparation: str | None, limit: 
     if preparation == "metamath_gsm":  # its answers are numbers for the scorer, and text for the others
         references = [str(metamath_gsm8k.extract_answer(answer)) for answer in references]
     prompts = [task.prompt(row) for row in rows]
-    return Benchmark(DEVELOPMENT, prompts, references, task.metric, task.max_new_tokens, task.stop_strings)
+    return GeneratedBenchmark(DEVELOPMENT, prompts, references, task.metric, task.max_new_tokens, task.stop_strings)

@@ -1,7 +1,7 @@
-"""Greedy generation at unit gates, with a cache over all loops: the texts that transformers' `generate` gives, sooner.
+"""Greedy generation with a cache over all loops: the texts that transformers' `generate` gives, sooner.
 
-A completion does not depend on the rows beside it. (In bfloat16 two nearly equal logits may change places with the batch's
-shape and with the form of decoding.)
+The gates are those in force: unit gates, or what `use_gates` applies around the call. A completion does not depend on the
+rows beside it. (In bfloat16 two nearly equal logits may change places with the batch's shape and with the form of decoding.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 from loopdropout_trainer.evaluation.decoding import GreedyDecoder, why_not
-from loopdropout_trainer.looped import applied_gates, find_looped_model
+from loopdropout_trainer.looped import find_looped_model
 
 
 logger = logging.get_logger(__name__)
@@ -31,19 +31,19 @@ logger = logging.get_logger(__name__)
 def generate_greedy(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int,
     batch_size: int = 16,
     stop_strings: Sequence[str] = (),
     progress: bool = True,
     decoding: str = "eager",
 ) -> list[str]:
-    """Complete each prompt with the most probable tokens, at unit gates and at the depth `model.config.num_loops`.
+    """Complete each prompt with the most probable tokens, at the depth `model.config.num_loops` and under the gates in force.
 
     Args:
         model: looped causal language model, with or without an adapter. It is put back into training if it was in it.
         tokenizer: of the model; it is not changed, whatever its padding side, with or without a padding token.
-        prompts: tokenized as the tokenizer does by default, as in training.
+        prompts: texts, tokenized as the tokenizer does by default, as in training; or token ids.
         max_new_tokens: most tokens of a completion.
         batch_size: rows that are generated together.
         stop_strings: a completion ends before the earliest of them, and at an end token of the tokenizer or the model.
@@ -56,7 +56,7 @@ def generate_greedy(
         The completions without prompts and special tokens, in the order of `prompts`.
 
     Raises:
-        ValueError: if a prompt has no tokens, or for another `decoding`.
+        ValueError: if a prompt has no tokens, for another `decoding`, or under gates that differ between examples.
     """
     completions = [""] * len(prompts)
     batches = generate_batches(model, tokenizer, prompts, max_new_tokens, batch_size, stop_strings, progress, decoding)
@@ -69,17 +69,20 @@ def generate_greedy(
 def generate_batches(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int,
     batch_size: int = 16,
     stop_strings: Sequence[str] = (),
     progress: bool = True,
     decoding: str = "eager",
 ) -> Iterator[list[tuple[int, str]]]:
-    """Do the same as `generate_greedy`; yield (index of the prompt, completion) pairs as they come, longest prompts first."""
+    """Do the same as `generate_greedy`; yield (index of the prompt, completion) pairs as they come, longest prompts first.
+
+    The gates must stay in force until the last pair has come.
+    """
     if decoding not in DECODINGS:
         raise ValueError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
-    token_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     for index, ids in enumerate(token_ids):
         if not ids:
             raise ValueError(f"Prompt {index} has no tokens; there is nothing to continue.")
@@ -213,13 +216,18 @@ DECODINGS = {
 
 @contextmanager
 def _inference(model: torch.nn.Module, looped: PreTrainedModel) -> Iterator[None]:
-    """Generate with unit gates, without dropout, and without what a checkpoint's generation config adds to greedy."""
+    """Generate without dropout, and without what a checkpoint's generation config adds to greedy."""
+    gates = looped.loop_state.gates
+    if gates is not None and gates.shape[1] > 1:
+        raise ValueError(
+            f"Generation applies the same gates to all prompts, [K] or [K, 1]; gates for {gates.shape[1]} examples are in "
+            "force."
+        )
     was_training, generation_config = model.training, looped.generation_config
     model.eval()
     looped.generation_config = GenerationConfig()  # `generate` fills unset fields from it: penalties, minimum lengths
     try:
-        with applied_gates(looped.loop_state, torch.ones(looped.config.num_loops, 1)):
-            yield
+        yield
     finally:
         looped.generation_config = generation_config
         model.train(was_training)

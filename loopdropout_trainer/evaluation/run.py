@@ -1,47 +1,65 @@
-"""One evaluation: a model (base, merged, or with an adapter), some benchmarks, and one file with everything that came out."""
+"""One evaluation: models (a base, merged ones, adapters of it), some benchmarks, one file with everything that came out."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from loopdropout_trainer.adapters import add_gates
-from loopdropout_trainer.data import load_tokenizer
-from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, Benchmark, load_benchmark
-from loopdropout_trainer.evaluation.evaluator import all_processes, evaluate_benchmark
-from loopdropout_trainer.evaluation.prediction_log import write_atomically
-from loopdropout_trainer.evaluation.results import BenchmarkResult
+from loopdropout_trainer.evaluation.answer_log import SettingsChangedError, check_same, write_atomically
+from loopdropout_trainer.evaluation.averages import averages_of
+from loopdropout_trainer.evaluation.benchmark import Benchmark
+from loopdropout_trainer.evaluation.benchmarks import find_task, load_benchmark
+from loopdropout_trainer.evaluation.evaluator import put_to
+from loopdropout_trainer.evaluation.loading import load_model, model_identity, one_line, training_facts
+from loopdropout_trainer.evaluation.processes import all_processes
+from loopdropout_trainer.evaluation.results import FORMAT, BenchmarkResult, read_results
+from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA, load_adapter
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
-from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.field_types import json_of
 from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import RecipeError, public_settings
 from loopdropout_trainer.settings.versions import library_versions
 
 
 RESULTS_FILE = "evaluation.json"
+SESSIONS_FILE = "sessions.jsonl"
 ANSWERS_FOLDER = "answers"
+BASE = "base"
+"""Name of the row of the model alone."""
 
 
 @dataclass
 class EvaluationArguments(BenchmarkArguments):
-    """Which adapter to evaluate, on what, and where the results go."""
+    """Which adapters to evaluate, at which depth and gates, on what, and where the results go."""
 
-    adapter: str | None = field(
+    adapter: list[str] | None = field(
         default=None,
-        metadata={"help": "Folder or Hub name of an adapter. Default: the model alone (base or merged)."},
+        metadata={
+            "help": "Adapters, each a row of the results: PATH or NAME=PATH, a folder or Hub name; `none`: the model alone "
+            "(base or merged), which is the default."
+        },
+    )
+    gates: str | None = field(
+        default=None, metadata={"help": "Gate of the adapter in each loop, such as 1-0-0-0. Default: ones."}
+    )
+    readout: int | None = field(
+        default=None, metadata={"help": "Loop, from 1, whose readout answers. Default: the last one."}
+    )
+    averages: dict[str, list[str]] | str | None = field(
+        default=None,
+        metadata={"help": "Averages of metrics, as a mapping name: [metric, ...] (JSON on the command line)."},
     )
     output_dir: str = field(
         default="outputs/evaluation",
@@ -53,135 +71,229 @@ class EvaluationArguments(BenchmarkArguments):
         check_folder("output_dir", self.output_dir)
         if not isinstance(self.benchmarks, list) or not self.benchmarks:
             raise ValueError(
-                f"`benchmarks` must name one or more of {', '.join(BENCHMARKS)}; got {self.benchmarks!r}."
+                f"`benchmarks` must name one or more benchmarks, such as [gsm8k]; got {self.benchmarks!r}."
             )
+        for name in self.benchmarks:
+            find_task(name)
         self.benchmark_files = self.benchmark_files or {}
-        unused = [name for name in self.benchmark_files if name not in BENCHMARKS]
-        if unused:
-            raise ValueError(f"`benchmark_files` must name files of {', '.join(BENCHMARKS)}; got `{unused[0]}`.")
+        for name in self.benchmark_files:
+            find_task(name)
+        if isinstance(self.averages, str):
+            self.averages = json_of("averages", self.averages)
+        self.averages = self.averages or {}
+        self.rows()
+
+    def rows(self) -> dict[str, str | None]:
+        """Return the adapters by the names of their rows; None: the model alone.
+
+        Raises:
+            ValueError: if two rows have one name.
+        """
+        given = [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]  # text in a recipe
+        rows: dict[str, str | None] = {}
+        for each in map(str, given):
+            name, named, path = each.partition("=")
+            path = path if named else each
+            if path == "none":
+                path = None
+            if not named:
+                name = BASE if path is None else Path(path).name
+            if not name or "/" in name or name in rows:
+                raise ValueError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {each!r}.")
+            rows[name] = path
+        return rows
 
 
-def run_evaluation(model_arguments: ModelArguments, arguments: EvaluationArguments) -> list[BenchmarkResult]:
-    """Evaluate a model on every benchmark, over all processes, and write the results file.
+def run_evaluation(
+    model_arguments: ModelArguments, arguments: EvaluationArguments
+) -> dict[str, list[BenchmarkResult]]:
+    """Evaluate each row on every benchmark, over all processes, and write the results file.
+
+    What the file holds already is not run again.
+
+    Returns:
+        The results by row.
 
     Raises:
-        RecipeError: if model, adapter or a benchmark cannot be loaded.
+        RecipeError: if model, adapter or a benchmark cannot be loaded, or gates or turns do not fit.
         SettingsChangedError: if `output_dir` holds answers of another evaluation.
     """
     state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
     with state.main_process_first():
         benchmarks = load_benchmarks(arguments)
-        model, tokenizer = load_model(model_arguments, arguments.adapter)
-    model.to(state.device)
-    identity = model_identity(model_arguments, model, arguments.adapter) if state.is_main_process else None
-
-    output_dir = Path(arguments.output_dir)
-    report = {
-        "settings": public_settings({**asdict(model_arguments), **asdict(arguments)}),
-        "num_loops": find_looped_model(model).config.num_loops,
-        "model": identity,
-        "versions": library_versions(),
-        "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else str(state.device),
-        "num_processes": state.num_processes,
-        "benchmarks": {},
-    }
-    results = []
-    for benchmark in benchmarks:
-        began = time.perf_counter()
-        answers = output_dir / ANSWERS_FOLDER / benchmark.name
-        result = evaluate_benchmark(
-            model,
-            tokenizer,
-            benchmark,
-            arguments.benchmark_batch_size,
-            log_dir=answers,
-            settings=identity,
-            decoding=arguments.decoding,
-        )
-        results.append(result)
-        if state.is_main_process:
-            report["benchmarks"][benchmark.name] = _measured(benchmark, result, time.perf_counter() - began)
-            write_atomically(output_dir / RESULTS_FILE, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    report = Report(Path(arguments.output_dir), arguments.averages)
+    results = {}
+    for row, adapter in arguments.rows().items():
+        with state.main_process_first():
+            model, tokenizer = load_model(model_arguments, adapter)
+        model.to(state.device)
+        subject = _subject(model, tokenizer, arguments)
+        results[row] = _run_row(row, adapter, subject, benchmarks, model_arguments, arguments, report, state)
+        del model, subject  # before the next one is loaded
     return results
 
 
-def _measured(benchmark: Benchmark, result: BenchmarkResult, seconds: float) -> dict[str, Any]:
-    counts = {
-        name: getattr(result, name) for name in ("score", "correct", "total", "missing", "missing_rate", "errors")
+def _run_row(
+    row: str,
+    adapter: str | None,
+    subject: Subject,
+    benchmarks: list[Benchmark],
+    model_arguments: ModelArguments,
+    arguments: EvaluationArguments,
+    report: Report,
+    state: PartialState,
+) -> list[BenchmarkResult]:
+    identity = _from_main(state, lambda: model_identity(model_arguments, subject.model, adapter))
+    meta_info = {
+        **identity,
+        "adapter_path": adapter,
+        "num_loops": subject.num_loops,
+        "gates": subject.gates,
+        "readout": subject.readout,
+        **_facts_of(subject.model),
     }
-    return {
-        **counts,
-        "metric": benchmark.metric,
-        "max_new_tokens": benchmark.max_new_tokens,
-        "stop_strings": list(benchmark.stop_strings),
-        "seconds": round(seconds, 1),
-        "predictions": [asdict(prediction) for prediction in result.predictions],
+    row_info = {"meta_info": meta_info, "train_info": training_facts(adapter)}
+    run_info = {
+        "settings": public_settings({**asdict(model_arguments), **asdict(arguments)}),
+        "versions": library_versions(),
+        "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else str(state.device),
+        "num_processes": state.num_processes,
     }
+    try:
+        settings_of = {
+            benchmark.name: benchmark.settings(subject) for benchmark in benchmarks
+        }  # before the first one runs
+    except ValueError as error:  # such as turns without a chat template
+        raise RecipeError(one_line(error)) from error
+    results = []
+    for benchmark in benchmarks:
+        settings = {**identity, **settings_of[benchmark.name]}
+        result = _from_main(state, lambda b=benchmark, s=settings: report.finished(row, b.name, s))
+        if result is None:
+            began = time.perf_counter()
+            answers = report.folder / ANSWERS_FOLDER / row / benchmark.name.replace("/", "_")
+            result = put_to(subject, benchmark, answers, identity)
+            if state.is_main_process:
+                report.add(row, row_info, benchmark, settings, run_info, result)
+                report.note(row, benchmark.name, time.perf_counter() - began, run_info)
+        results.append(result)
+    return results
+
+
+def _subject(model: nn.Module, tokenizer: Any, arguments: EvaluationArguments) -> Subject:
+    try:
+        return Subject(
+            model,
+            tokenizer,
+            arguments.benchmark_batch_size,
+            arguments.decoding,
+            arguments.gates,
+            arguments.readout,
+            arguments.apply_chat_template,
+            arguments.system_instruction,
+            arguments.max_new_tokens,
+            arguments.allow_code_execution,
+        )
+    except ValueError as error:
+        raise RecipeError(one_line(error)) from error
+
+
+def _from_main(state: PartialState, compute: Any) -> Any:
+    """Return in all processes what the main one computes, or raise what it raises."""
+    found: list[Any] = [None]
+    if state.is_main_process:
+        try:
+            found = [compute()]
+        except SettingsChangedError as error:
+            found = [error]
+    (found,) = broadcast_object_list(found)
+    if isinstance(found, SettingsChangedError):
+        raise found
+    return found
+
+
+def _facts_of(model: nn.Module) -> dict[str, Any]:
+    looped = find_looped_model(model)
+    added = {"lora_", "loop_gates"}
+    own = (p.numel() for name, p in looped.named_parameters() if not any(part in name for part in added))
+    return {"model_type": looped.config.model_type, "num_parameters": sum(own)}
 
 
 def load_benchmarks(arguments: EvaluationArguments) -> list[Benchmark]:
     """Load the benchmarks, from the Hub or the named files.
 
     Raises:
-        RecipeError: for an unknown name, a file that cannot be read, or a bad row.
+        RecipeError: for a file that cannot be read, or a bad row.
     """
+    names = list(dict.fromkeys(arguments.benchmarks))
+    names = [name for name in names if find_task(name).part_of not in names]
     try:
-        return [
-            load_benchmark(name, arguments.benchmark_files.get(name), arguments.benchmark_limit)
-            for name in arguments.benchmarks
-        ]
+        return [load_benchmark(name, arguments.benchmark_files.get(name), arguments.benchmark_limit) for name in names]
     except (OSError, ValueError) as error:
-        raise RecipeError(_one_line(error)) from error
+        raise RecipeError(one_line(error)) from error
 
 
-def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Load a looped model at its evaluation depth, with an adapter on it if there is one, and its tokenizer.
+class Report:
+    """The results file of a folder, which several evaluations may add to; see docs/results.md.
 
-    Raises:
-        ValueError: if there is no such model or adapter, or the adapter is of another kind of model or method.
+    Args:
+        folder: of the file.
+        averages: of metrics, by name; for each row that has them all.
     """
-    tokenizer = load_tokenizer(model)
-    with user_supplied(f"The model {model.model_name_or_path} cannot be loaded"):
-        base = AutoModelForCausalLM.from_pretrained(
-            model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
-        )
-    find_looped_model(base)
-    if adapter is None:
-        return base.eval(), tokenizer
-    with user_supplied(f"The adapter {adapter} cannot be loaded"):
-        adapted = load_adapter(base, _local_folder(adapter))
-    add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
-    return adapted.eval(), tokenizer
 
+    def __init__(self, folder: Path, averages: Mapping[str, list[str]]) -> None:
+        self.folder = folder
+        self.path = folder / RESULTS_FILE
+        self.averages = averages
 
-def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | None = None) -> dict[str, Any]:
-    """Return what tells one model from another: names, dtype, and the hash of local weights or the Hub's commit."""
-    folder = Path(arguments.model_name_or_path)
-    commit = None if folder.is_dir() else getattr(find_looped_model(model).config, "_commit_hash", None)
-    return {
-        "model": arguments.base_name,
-        "weights": _sha256(folder.glob("*.safetensors")) if folder.is_dir() else commit,
-        "adapter": None if adapter is None else _sha256(_local_folder(adapter).glob("adapter_*")),
-        "dtype": arguments.dtype,
-        "attn_implementation": arguments.attn_implementation,
-    }
+    def read(self) -> dict[str, Any]:
+        """Return what is there."""
+        return read_results(self.path) if self.path.is_file() else {"format": FORMAT, "rows": {}}
 
+    def finished(self, row: str, benchmark: str, settings: Mapping[str, Any]) -> BenchmarkResult | None:
+        """Return the result of a benchmark that is there, or None.
 
-def _local_folder(adapter: str) -> Path:
-    if Path(adapter).is_dir():
-        return Path(adapter)
-    return Path(snapshot_download(adapter, allow_patterns=["adapter_*", ADAPTER_METADATA]))
+        Raises:
+            SettingsChangedError: if it was made under other settings.
+        """
+        measured = self.read()["rows"].get(row, {}).get("benchmarks", {}).get(benchmark)
+        if measured is None:
+            return None
+        check_same(measured["settings"], json.loads(json.dumps(settings)), f"{self.path}, row `{row}`, `{benchmark}`,")
+        return BenchmarkResult.from_json(benchmark, measured)
 
+    def add(
+        self,
+        row: str,
+        row_info: Mapping[str, Any],
+        benchmark: Benchmark,
+        settings: Mapping[str, Any],
+        run_info: Mapping[str, Any],
+        result: BenchmarkResult,
+    ) -> None:
+        """Write a result to the file, beside what others may have written since."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")):
+            report = self.read()
+            entry = report["rows"].setdefault(row, {**row_info, "benchmarks": {}})
+            entry["benchmarks"][benchmark.name] = {
+                "kind": benchmark.kind,
+                **result.as_json(),
+                "settings": settings,
+                "run_info": run_info,
+            }
+            entry["averages"] = {**entry.get("averages", {}), **averages_of(entry["benchmarks"], self.averages)}
+            write_atomically(self.path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
-def _sha256(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    def note(self, row: str, benchmark: str, seconds: float, run_info: Mapping[str, Any]) -> None:
+        """Add a line about this call: what it worked on, when and for how long."""
+        line = {
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "row": row,
+            "benchmark": benchmark,
+            "seconds": round(seconds, 1),
+            "device": run_info["device"],
+            "num_processes": run_info["num_processes"],
+        }
+        with (self.folder / SESSIONS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

@@ -38,6 +38,10 @@ class LoopedModelMixin:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
         raise NotImplementedError
 
+    def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a collated batch of examples with what else the model reads of it; by default nothing."""
+        return batch
+
     def recompute_pointwise(self, enabled: bool = True) -> None:
         """In training, compute norms and activations once more in the backward pass instead of keeping their results.
 
@@ -88,14 +92,18 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     )
 
 
+MOST_LOOPS = 1024
+"""A depth above this is taken for a mistake, or for a damaged configuration."""
+
+
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
     """Return `num_loops` if it is a usable recurrence depth K.
 
     Raises:
-        ValueError: if it is not a positive whole number.
+        ValueError: if it is not a whole number from 1 to `MOST_LOOPS`.
     """
-    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
+    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
         raise ValueError(
-            f"`{name}` is the number of loops K and must be a whole number of at least 1; got {num_loops!r}."
+            f"`{name}` is the number of loops K and must be a whole number from 1 to {MOST_LOOPS:,}; got {num_loops!r}."
         )
     return num_loops

@@ -2,8 +2,10 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from loopdropout_trainer.models import hrm_text  # noqa: F401  (registers itself)
 from loopdropout_trainer.models.huginn import HuginnConfig, HuginnForCausalLM, HuginnModel
 from loopdropout_trainer.models.loopus import LoopusConfig, LoopusForCausalLM, LoopusModel
+from loopdropout_trainer.models.nanbeige import NanbeigeConfig, NanbeigeForCausalLM, NanbeigeModel
 from loopdropout_trainer.models.ouro import OuroConfig, OuroForCausalLM, OuroModel
 
 
@@ -11,6 +13,7 @@ for _config, _backbone, _causal_lm in (
     (OuroConfig, OuroModel, OuroForCausalLM),
     (HuginnConfig, HuginnModel, HuginnForCausalLM),
     (LoopusConfig, LoopusModel, LoopusForCausalLM),
+    (NanbeigeConfig, NanbeigeModel, NanbeigeForCausalLM),
 ):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _backbone, exist_ok=True)
@@ -23,6 +26,9 @@ __all__ = [
     "LoopusConfig",
     "LoopusForCausalLM",
     "LoopusModel",
+    "NanbeigeConfig",
+    "NanbeigeForCausalLM",
+    "NanbeigeModel",
     "OuroConfig",
     "OuroForCausalLM",
     "OuroModel",

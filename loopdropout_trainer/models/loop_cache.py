@@ -26,7 +26,8 @@ def fit_cache(cache: Cache, num_slots: int) -> None:
     if stale:
         raise ValueError(
             f"This cache has {held} (loop, layer) slots, not all of them with every token; the model now needs {num_slots}. "
-            "Its number of loops was raised in between: start from an empty cache."
+            "Its number of loops was raised in between, or it was made for layers that run once, as by prefix tuning: start "
+            "from an empty cache."
         )
     if cache.layer_class_to_replicate is None:  # else the cache adds slots by itself
         cache.layers.extend(copy.deepcopy(cache.layers[slot % held]) for slot in range(held, num_slots))

@@ -46,7 +46,9 @@ class LoopInputs:
     def join(examples: Sequence[LoopInputs]) -> LoopInputs:
         """Return the inputs of examples in one row; the attention mask is still to be set."""
         tensors = zip(*(example._tensors() for example in examples), strict=True)
-        return examples[0]._with(*(torch.cat(pieces, dim=1) for pieces in tensors))
+        # Autocast to bfloat16 knows no float16 here: states may be float32 beside a float16 base's embeddings.
+        with torch.autocast(examples[0].state.device.type, enabled=False):
+            return examples[0]._with(*(torch.cat(pieces, dim=1) for pieces in tensors))
 
     def _tensors(self) -> list[torch.Tensor]:
         tensors = [self.state, self.position_ids, *self.position_embeddings]

@@ -8,11 +8,12 @@ A family supplies `run_prelude`, `recurrent_step` and `readout`; the driver is `
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -20,7 +21,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, Part, check_num_loops
 from loopdropout_trainer.models.attention import Lengths
@@ -29,6 +30,7 @@ from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.packed_loops import PackedLoops
 from loopdropout_trainer.models.packing import find_packing
 from loopdropout_trainer.models.recomputation import recomputation
+from loopdropout_trainer.models.strict_loading import check_weights
 
 
 logger = logging.get_logger(__name__)
@@ -56,7 +58,8 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
 class LoopedConfigMixin:
     """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`).
 
-    `backprop_depth` is the number of last loops that gradients flow through; None: all of them.
+    `backprop_depth` is the number of last loops that gradients flow through; None: all of them. A family also says how often
+    its attention layers run in all, as the property `num_layer_runs`.
     """
 
     # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
@@ -71,12 +74,26 @@ class LoopedConfigMixin:
             check_num_loops(value, name)
         super().__setattr__(name, value)
 
+    def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:
+        """Fill in what the hub's fields leave open and the names of the checkpoint's tensors tell; nothing by default.
+
+        Args:
+            weight_names: returns them, or None if they are not to be had.
+        """
+
     def to_diff_dict(self) -> dict:
         """Return what is saved; a `backprop_depth` that was never set is not."""
         fields = super().to_diff_dict()
         if fields.get("backprop_depth") is None:
             fields.pop("backprop_depth", None)
         return fields
+
+
+def every_run(layer: type[nn.Module]) -> OutputRecorder:
+    """Return what records the hidden states of a layer in every loop: `config.num_layer_runs` of them and the first."""
+    recorder = OutputRecorder(layer)
+    recorder.num_hidden_layers_key = "num_layer_runs"
+    return recorder
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
@@ -113,6 +130,17 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        # Here, since the loading report of `from_pretrained` comes after fresh weights, and not for every way to load.
+        source = load_config.pretrained_model_name_or_path or "the state dict"
+        check_weights(model, loading_info, source, load_config.ignore_mismatched_sizes)
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def describe_weights(self, names: Collection[str]) -> str | None:
+        """Return a sentence on whose weights have these names, if they are known."""
+        return None
 
     @property
     def can_pack(self) -> bool:
@@ -402,6 +430,17 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     @property
     def loop_state(self) -> LoopState:
         return self.base_model.loop_state
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refuse what `generate_batch` begins with.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "Continuous batching has one paged cache for each layer, and a looped model needs one for each loop of it: use "
+            "`generate`, or `loopdropout_trainer.evaluation.generate_greedy`, which packs prompts of all lengths."
+        )
 
     @can_return_tuple
     def forward(

@@ -348,7 +348,7 @@ class Sweep:
         counts = {name: {key: each[key] for key in kept if key in each} for name, each in measured.items()}
         cost = (
             "train_seconds",
-            "peak_memory_bytes",
+            "peak_memory_gb",
             "tokens_per_second",
             "trainable_parameters",
             "steps",
@@ -430,8 +430,8 @@ def _mean_and_sd(runs: Sequence[Mapping[str, Any]], benchmark: str) -> str:
 def _costs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the mean minutes of a training, and the most memory of any."""
     seconds = [run["train_info"]["train_seconds"] for run in runs if "train_seconds" in run["train_info"]]
-    peaks = [peak for run in runs if (peak := run["train_info"].get("peak_memory_bytes")) is not None]
-    return [f"{statistics.mean(seconds) / 60:.1f}" if seconds else "-", f"{max(peaks) / 1e9:.2f}" if peaks else "-"]
+    peaks = [peak for run in runs if (peak := run["train_info"].get("peak_memory_gb")) is not None]
+    return [f"{statistics.mean(seconds) / 60:.1f}" if seconds else "-", f"{max(peaks):.2f}" if peaks else "-"]
 
 
 def _markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

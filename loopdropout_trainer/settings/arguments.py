@@ -6,16 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.settings.field_types import json_of, shown
 from loopdropout_trainer.settings.ranges import check_list, check_number, check_whole
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
 """A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
-
-
-MOST_LOOPS = 1024
-"""A depth above this is a mistake, or a damaged configuration: the deepest published model was run at 128."""
 
 
 @dataclass
@@ -42,7 +39,10 @@ class ModelArguments:
         default="sdpa", metadata={"help": "Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ..."}
     )
     chat_template: str | None = field(
-        default=None, metadata={"help": "Path of a Jinja chat template that replaces the tokenizer's own."}
+        default=None,
+        metadata={
+            "help": "Chat template instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file."
+        },
     )
 
     def __post_init__(self):
@@ -112,11 +112,12 @@ class BenchmarkArguments:
     """What to answer by greedy generation."""
 
     benchmarks: list[str] | None = field(
-        default=None, metadata={"help": "Benchmarks to answer by greedy generation, such as `metamath_gsm8k`."}
+        default=None,
+        metadata={"help": "Benchmarks to answer, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval."},
     )
     benchmark_files: dict[str, str] | str | None = field(
         default=None,
-        metadata={"help": "Local files of benchmarks, as a mapping name: path (JSON on the command line)."},
+        metadata={"help": "Local files or folders of benchmarks, as a mapping name: path (JSON on the command line)."},
     )
     benchmark_limit: int | None = field(
         default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
@@ -131,6 +132,22 @@ class BenchmarkArguments:
             "(transformers' own)."
         },
     )
+    apply_chat_template: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Ask every benchmark in turns of the chat template. Default: as each one's protocol has it."
+        },
+    )
+    system_instruction: str | None = field(
+        default=None, metadata={"help": "Text of a system turn, with `apply_chat_template: true`."}
+    )
+    max_new_tokens: int | None = field(
+        default=None, metadata={"help": "Most tokens of an answer. Default: as each benchmark's protocol has it."}
+    )
+
+    allow_code_execution: bool = field(
+        default=False, metadata={"help": "Run the programs that the model writes for code benchmarks, contained."}
+    )
 
     def __post_init__(self):
         if isinstance(self.benchmark_files, str):
@@ -139,6 +156,8 @@ class BenchmarkArguments:
         check_whole("benchmark_batch_size", self.benchmark_batch_size)
         if self.benchmark_limit is not None:
             check_whole("benchmark_limit", self.benchmark_limit)
+        if self.max_new_tokens is not None:
+            check_whole("max_new_tokens", self.max_new_tokens)
         if self.decoding not in ("eager", "compiled", "generate"):
             raise ValueError(f"`decoding` must be eager, compiled or generate; got {self.decoding!r}.")
 
@@ -158,6 +177,13 @@ class RunArguments(BenchmarkArguments):
         default=0,
         metadata={
             "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+        },
+    )
+    depths: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Recurrence depths at which the first benchmark is answered after training, beside the training depth.",
+            "nargs": "+",
         },
     )
     merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})

@@ -29,12 +29,13 @@ class SetupError(ValueError):
     """Something of the user's that a library could not work with, in one sentence."""
 
 
-def run_command(main: Callable[[], None], name: str) -> None:
+def run_command(main: Callable[[], None], name: str, interrupted: str = "interrupted.") -> None:
     """Run a script's `main`, and end the process with one sentence if it meets something that the user can mend.
 
     Args:
         main: the script without its command line's errors.
         name: of the script, before the sentence.
+        interrupted: what to say after Ctrl-C.
 
     Raises:
         SystemExit: with code 2 and the sentence on standard error (once, however many processes were launched), or with
@@ -43,7 +44,7 @@ def run_command(main: Callable[[], None], name: str) -> None:
     try:
         main()
     except KeyboardInterrupt as error:
-        _say_once(f"{name}: {str(error) or 'interrupted.'}")
+        _say_once(f"{name}: {str(error) or interrupted}")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of standard output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,6 +14,8 @@ LIBRARIES = [
     "datasets",
     "evaluate",
     "tokenizers",
+    "lm-eval",
+    "evalplus",
 ]
 
 

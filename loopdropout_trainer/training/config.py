@@ -167,6 +167,23 @@ class LoopDropoutConfig(LoopDropoutArguments, SFTConfig):
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args"]
 
+    live_diagnostics_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Measure and log what the adapter does in each loop every so many steps and at the end, on a few fixed "
+            "rows (docs/diagnostics.md); 0: never. Training is the same with and without it."
+        },
+    )
+    live_diagnostics_rows: int = field(
+        default=16, metadata={"help": "Evaluation rows, from the first on, that the live diagnostics measure on."}
+    )
+
+    def __post_init__(self):
+        for name, least in (("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}; got {getattr(self, name)}.")
+        super().__post_init__()
+
 
 @dataclass
 class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):

@@ -20,7 +20,8 @@ from transformers import (
 
 from loopdropout_trainer.adapters import check_adapter, check_peft_config
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
-from loopdropout_trainer.settings.arguments import MOST_LOOPS
+from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
+from loopdropout_trainer.models.strict_loading import checkpoint_names
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.field_types import shown
 from loopdropout_trainer.settings.ranges import check_folder, check_number, check_whole
@@ -193,13 +194,11 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
     num_loops = init_kwargs.get("num_loops")
     if num_loops is not None:
         check_num_loops(num_loops)
-    known = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+    given = {key: value for key, value in init_kwargs.items() if key not in ("num_loops", "trust_remote_code")}
     with user_supplied(f"The model {model} cannot be loaded"):
-        config = AutoConfig.from_pretrained(
-            model,
-            trust_remote_code=args.trust_remote_code is True,
-            **{key: init_kwargs[key] for key in known if key in init_kwargs},
-        )
+        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code is True, **given)
+        if isinstance(config, LoopedConfigMixin):
+            config.complete(lambda: checkpoint_names(model, **given))
     if not hasattr(config, "num_loops"):
         raise NotLoopedError(
             f"{model} is a `{config.model_type}` model, which is not looped: Loop Dropout needs a model that applies one "
@@ -207,7 +206,7 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
         )
     if num_loops is not None:
         config.num_loops = num_loops
-    check_whole("num_loops", config.num_loops, 1, MOST_LOOPS)
+    check_num_loops(config.num_loops)
     return config
 
 

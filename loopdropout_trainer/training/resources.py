@@ -13,14 +13,14 @@ except ImportError:  # Windows
     resource = None
 
 
-def peak_memory_bytes() -> int | None:
-    """Return the most memory that this process has held so far: of the GPU if there is one, of the machine otherwise."""
+def peak_memory_gb() -> float | None:
+    """Return the most memory that this process has held so far, in 10^9 bytes: of its GPU, or where there is none its own."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated() / 1e9
     if resource is None:
         return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB, on a Mac in bytes
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def device_name() -> str:

@@ -25,7 +25,7 @@ from loopdropout_trainer.training.checkpoints import (
 )
 from loopdropout_trainer.training.distributed import divides_weights
 from loopdropout_trainer.training.identity import differences, run_identity
-from loopdropout_trainer.training.resources import peak_memory_bytes
+from loopdropout_trainer.training.resources import peak_memory_gb
 
 
 logger = logging.get_logger(__name__)
@@ -61,14 +61,14 @@ class ResumingMixin:
             seconds: wall time of training, with its evaluations and saving, up to the last checkpoint of each leg.
             step_seconds: of that, in training steps.
             num_tokens: tokens trained on, without padding.
-            peak_memory_bytes: most memory that the first process has held.
+            peak_memory_gb: most memory that the first process has held, in 10^9 bytes.
         """
-        peaks = [peak for peak in (peak_memory_bytes(), self._earlier.get("peak_memory_bytes")) if peak is not None]
+        peaks = [peak for peak in (peak_memory_gb(), self._earlier.get("peak_memory_gb")) if peak is not None]
         return {
             "seconds": self._earlier.get("seconds", 0.0) + time.time() - self._began,
             "step_seconds": self.unit_gates_callback.train_seconds,
             "num_tokens": getattr(self, "_total_train_tokens", 0),  # not every trainer of TRL's counts them
-            "peak_memory_bytes": max(peaks, default=None),
+            "peak_memory_gb": max(peaks, default=None),
             "loss_sum": self._total_loss_scalar,
             "loss_since_log": self.accelerator.reduce(self._tr_loss, "mean").item(),
             "last_logged_step": self._globalstep_last_logged,

@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 
 from loopdropout_trainer.data.boundary import prompt_completion_ids
+from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.live_diagnostics import LiveDiagnosticsCallback
 from loopdropout_trainer.training.preflight import check_labels
 
 
@@ -43,6 +45,9 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
         super().__init__(*positional, **keywords)
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_places, self.data_collator)
+        self.data_collator = functools.partial(_collate_completely, self.data_collator, find_looped_model(self.model))
+        if self.args.live_diagnostics_steps:
+            self.add_callback(LiveDiagnosticsCallback(self))
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None and isinstance(processing_class, PreTrainedTokenizerBase):
@@ -54,6 +59,10 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
     @staticmethod
     def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
         return [{args.dataset_text_field}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"}]
+
+
+def _collate_completely(collate, model: LoopedModelMixin, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    return model.complete_batch(collate(examples))
 
 
 def _collate_with_places(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,13 +1,15 @@
-"""Configuration of Huginn (`model_type: huginn_raven`): the hub's fields under the hub's names."""
+"""Configuration of Huginn and of converted models (`model_type: huginn_raven`): the hub's fields under the hub's names."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
+from loopdropout_trainer.models.rotary import ROPE_TYPES
 
 
 # What is implemented of fields that would change the architecture.
@@ -19,18 +21,41 @@ _IMPLEMENTED = {
     "injection_type": ("linear",),
     "state_init": ("like-init", "zero"),
     "bias": (False,),
+    "block_layout": (None, "huginn", "llama", "olmo"),
+    "initial_state_mode": ("random",),
 }
+# Of Huginn's tokenizer. Conversions inherit them in their config, where they are ids of ordinary tokens, or of none.
+_HUGINN_IDS = {"bos_token_id": 65504, "eos_token_id": 65505, "pad_token_id": 65509}
+
+
+def block_layout_of(weight_names: Collection[str]) -> str | None:
+    """Return the `block_layout` of a checkpoint whose tensors have these names; None if they are no blocks of the kind."""
+    endings = {".".join(name.split(".")[-2:]) for name in weight_names}
+    if "norm_1.weight" not in endings:
+        return None
+    return "olmo" if "q_norm.weight" in endings else "huginn" if "norm_3.weight" in endings else "llama"
+
+
+def drop_huginn_ids(config: PreTrainedConfig | GenerationConfig) -> None:
+    """Take Huginn's special ids out of a converted model's configuration, so that the tokenizer's are used."""
+    for name, stale in _HUGINN_IDS.items():
+        if getattr(config, name, None) == stale:
+            setattr(config, name, None)
 
 
 @strict
 class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
     """Configuration of a Huginn model; the defaults are those of `tomg-group-umd/huginn-0125`.
 
+    Llama and OLMo-2 models that were converted to Huginn's frame have the same `model_type` and other blocks, and no field
+    of the hub's says which: `from_pretrained` finds out by the names of the checkpoint's tensors.
+
     `mean_recurrence` is the recurrence depth K, also readable and settable as `num_loops`, on a loaded model too: in
     training as in evaluation every forward runs exactly K loops. The hub's `sampling_scheme`, `mean_backprop_depth` and
     `test_time_noise` describe how the model was pretrained; they are stored and never acted upon.
 
     Args:
+        block_layout: whose blocks these are: "huginn", "llama" or "olmo". None: to be found out; saved models have it.
         state_init: what the first loop starts from: "like-init" (random, see `state_seed`) or "zero".
         state_seed: seed of the random initial states.
         redraw_state: draw other initial states for every training step and example; False: in training the same ones as
@@ -43,7 +68,6 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
         "num_loops": "mean_recurrence",
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layers",
-        "max_position_embeddings": "block_size",
     }
     keys_to_ignore_at_inference = ["past_key_values"]
 
@@ -84,6 +108,10 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
     effective_expected_depth: int | None = None
     init_values: dict | None = None
     tie_word_embeddings: bool | None = None
+    max_position_embeddings: int | None = None
+    rope_parameters: dict | None = None
+    initial_state_mode: str = "random"
+    block_layout: str | None = None
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -106,9 +134,10 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
             "num_key_value_heads": self.n_heads,
             "effective_expected_depth": depth,
             "tie_word_embeddings": self.tie_embeddings,
+            "max_position_embeddings": self.block_size,
         }
         if self.vocab_size == 65536:  # the published tokenizer, whose ids config.json leaves out
-            derived.update(bos_token_id=65504, eos_token_id=65505, pad_token_id=65509)
+            derived.update(_HUGINN_IDS)
         for name, value in derived.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -119,29 +148,90 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
                 "embedding": std,
                 "embed_scale": math.sqrt(self.n_embd),
             }
-        self._check(layers)
+        is_converted = "rope_theta" in kwargs or kwargs.get("rope_scaling") or self.rope_parameters
+        if kwargs.get("rope_scaling"):
+            kwargs["rope_scaling"] = dict(kwargs["rope_scaling"])  # transformers writes to it
         super().__post_init__(**kwargs)
+        if not is_converted:
+            self.rope_parameters = None  # Huginn has `rope_base`
+        self._check(layers)
 
     def _check(self, layers: int) -> None:
         for name, implemented in _IMPLEMENTED.items():
             if getattr(self, name) not in implemented:
-                valid = " or ".join(map(repr, implemented))
+                valid = " or ".join(repr(value) for value in implemented if value is not None)
                 raise ValueError(f"`{name}` of a Huginn model must be {valid}; got {getattr(self, name)!r}.")
-        same = (
-            ("n_layers", layers, "the sum of prelude, recurrent block and coda"),
-            ("num_attention_heads", self.n_heads, "`n_heads`"),
-            ("num_key_value_heads", self.n_heads, "`n_heads`: Huginn has multi-head attention only"),
-            ("head_dim", self.n_embd / self.n_heads, "`n_embd` / `n_heads`"),
-            ("tie_word_embeddings", self.tie_embeddings, "`tie_embeddings`"),
-        )
-        for name, value, meaning in same:
-            if getattr(self, name) != value:
-                raise ValueError(f"`{name}` must be {value} ({meaning}); got {getattr(self, name)}.")
+        self._check_equal("n_layers", layers, "the sum of prelude, recurrent block and coda")
+        self._check_equal("num_attention_heads", self.n_heads, "`n_heads`")
+        self._check_equal("tie_word_embeddings", self.tie_embeddings, "`tie_embeddings`")
+        if self.block_layout is not None or self.rope_parameters is None:
+            self.set_layout()
+
+    def _check_equal(self, name: str, value: float | bool, meaning: str) -> None:
+        if getattr(self, name) != value:
+            raise ValueError(f"`{name}` must be {value} ({meaning}); got {getattr(self, name)}.")
+
+    def set_layout(self, layout: str | None = None) -> None:
+        """Settle whose blocks the model has, and check the fields that depend on it.
+
+        Args:
+            layout: "huginn", "llama" or "olmo"; None: the field's, or Huginn's if nothing points to a conversion.
+
+        Raises:
+            ValueError: if the fields do not fit, or the layout is left open.
+        """
+        layout = layout or self.block_layout
+        if layout is None and self.rope_parameters is not None:
+            raise ValueError(
+                "This configuration is of a Llama or OLMo-2 model converted to Huginn's frame, and does not say of which: "
+                "set `block_layout` to 'llama' or 'olmo', or load the model with `from_pretrained`, which finds out."
+            )
+        self.block_layout = layout = layout or "huginn"
+        if layout == "huginn":
+            self._check_equal("num_key_value_heads", self.n_heads, "`n_heads`: Huginn has multi-head attention only")
+        if layout != "olmo":
+            self._check_equal("head_dim", self.n_embd / self.n_heads, "`n_embd` / `n_heads`")
+        if layout == "huginn":
+            return
+        self._check_equal("qk_bias", False, "converted models have none")
+        rope = self.rope_parameters or {}
+        if "rope_theta" not in rope:
+            raise ValueError("`rope_theta` is missing: a converted model has that of the model it was made of.")
+        if rope.get("rope_type", "default") not in ROPE_TYPES:
+            raise ValueError(
+                f"`rope_scaling` of type {rope['rope_type']!r} is not implemented; it must be {' or '.join(ROPE_TYPES)}."
+            )
+        if self.n_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads} and {self.num_key_value_heads}."
+            )
+        drop_huginn_ids(self)
+
+    def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:
+        if self.block_layout is None and (layout := block_layout_of(weight_names() or ())) is not None:
+            self.set_layout(layout)
+
+    @property
+    def num_layer_runs(self) -> int:
+        """How often an attention layer runs in a forward pass."""
+        return self.n_layers + (self.num_loops - 1) * self.n_layers_in_recurrent_block
 
     def to_diff_dict(self) -> dict:
-        """Return what is saved: class and dtype under the names that the published code knows."""
+        """Return what is saved: what the published code knows, under its names, and whose blocks these are."""
         fields = super().to_diff_dict()
         fields["architectures"] = ["RavenForCausalLM"]
+        # The published class derives it from `tie_embeddings`, and stops at a second value.
+        fields.pop("tie_word_embeddings", None)
+        fields["tie_embeddings"] = self.tie_word_embeddings
+        rope = dict(fields.pop("rope_parameters", None) or {})
+        if rope:
+            fields["rope_theta"] = rope.pop("rope_theta")
+            if rope.get("rope_type", "default") != "default":
+                fields["rope_scaling"] = rope
+        else:
+            fields.pop("max_position_embeddings", None)
+        if fields["initial_state_mode"] == "random":
+            del fields["initial_state_mode"]
         if fields.get("dtype") is not None:
             fields["torch_dtype"] = fields["dtype"]
         return fields

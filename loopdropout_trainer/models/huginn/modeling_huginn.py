@@ -3,25 +3,26 @@
     e = prelude(sqrt(E) wte[ids]);   s_0 random;   for t = 1..K:  s_t = core(adapter([s_{t-1}, e]))
     readout of loop t = ln_f(coda(ln_f(s_t)));   logits = readout wte^T
 
-A block normalises before each sublayer, and again after the residual sum:
-
-    x = N2(x + Attn(N1 x));   x = N4(x + MLP(N3 x))
+Converted models (McLeish et al. 2025, arXiv 2511.07384) have this frame around the blocks of the model that they were made of
+(`blocks`), with one difference: readout of loop t = ln_f(coda(s_t)).
 
 What the checkpoint calls `transformer.adapter` is the projection that mixes state and e, a part of the pretrained model.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 
-from loopdropout_trainer.looped import LoopState, project
-from loopdropout_trainer.models.attention import attend
-from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
+from loopdropout_trainer.looped import project
+from loopdropout_trainer.models.huginn.blocks import BLOCKS, HuginnAttention, RavenAttention, RavenBlock
+from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig, block_layout_of, drop_huginn_ids
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
 from loopdropout_trainer.models.layers import RMSNorm
 from loopdropout_trainer.models.loop_inputs import LoopInputs
@@ -29,10 +30,10 @@ from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
-    RecurrentLayer,
+    every_run,
 )
-from loopdropout_trainer.models.operations import swiglu
-from loopdropout_trainer.models.recomputation import recomputable
+from loopdropout_trainer.models.rotary import rotations
+from loopdropout_trainer.models.strict_loading import DOWNLOAD_FIELDS, checkpoint_names
 
 
 _PROJECTIONS = ("attn.Wqkv", "attn.proj", "mlp.fc", "mlp.proj")
@@ -44,99 +45,38 @@ def rotary_angles(config: HuginnConfig, position_ids: torch.Tensor) -> torch.Ten
     return position_ids[..., None].float() * config.rope_base ** (-channels / config.head_dim)
 
 
-def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate channels (2i, 2i + 1) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d / 2], in float32."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).type_as(x)
-
-
-def shift_and_rotate(x: torch.Tensor, bias: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [B, heads, S, d] plus its bias [heads, 1, d], rotated."""
-    return rotate_pairs(x if bias is None else x + bias, cos, sin)
-
-
-class HuginnAttention(nn.Module):
-    """Multi-head attention with one projection for queries, keys and values, and a bias on queries and keys."""
-
-    def __init__(self, config: HuginnConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = 1
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-        self.Wqkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        if config.qk_bias:
-            self.qk_bias = nn.Parameter(torch.zeros(2, 1, config.n_heads, config.head_dim))
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attention's output [B, S, E], and its weights if the kernel gives them."""
-        qkv = project(hidden_states, self.Wqkv)[0].unflatten(-1, (3, -1, self.head_dim))  # [B, S, 3, heads, d]
-        query, key, value = (x.transpose(1, 2) for x in qkv.unbind(2))  # [B, heads, S, d]
-        q_bias, k_bias = self.qk_bias.transpose(1, 2) if self.config.qk_bias else (None, None)  # [heads, 1, d]
-        # The values are kept, and with them the memory of all three.
-        query = recomputable(shift_and_rotate, query, q_bias, *position_embeddings)
-        key = recomputable(shift_and_rotate, key, k_bias, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        output, weights = attend(self, query, key, value, attention_mask, **kwargs)
-        return project(output.flatten(-2), self.proj)[0], weights
-
-
-class HuginnMLP(nn.Module):
-    """proj(silu(a) * b), [a, b] = fc(x)."""
-
-    def __init__(self, config: HuginnConfig) -> None:
-        super().__init__()
-        self.fc = nn.Linear(config.n_embd, 2 * config.intermediate_size, bias=False)
-        self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        activated, linear = project(x, self.fc)[0].chunk(2, dim=-1)
-        return project(recomputable(swiglu, activated, linear), self.proj)[0]
-
-
-class HuginnBlock(RecurrentLayer):
-    """One layer of prelude, recurrent block or coda."""
-
-    def __init__(self, config: HuginnConfig, layer_idx: int, loop_state: LoopState) -> None:
-        super().__init__()
-        self.loop_state = loop_state
-        self.attn = HuginnAttention(config, layer_idx)
-        self.mlp = HuginnMLP(config)
-        self.norm_1 = RMSNorm(config.n_embd, eps=config.norm_eps)
-        self.norm_2 = RMSNorm(config.n_embd, eps=config.norm_eps)
-        self.norm_3 = RMSNorm(config.n_embd, eps=config.norm_eps)
-        self.norm_4 = RMSNorm(config.n_embd, eps=config.norm_eps)
-
-    def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        attention, _ = self.attn(self.norm_1(hidden_states), **kwargs)
-        hidden_states = self.norm_2(hidden_states + attention)
-        return self.norm_4(hidden_states + self.mlp(self.norm_3(hidden_states)))
-
-
 class HuginnPreTrainedModel(LoopedPreTrainedModel):
     config: HuginnConfig
     config_class = HuginnConfig
     base_model_prefix = "transformer"
     _input_embed_layer = "wte"
-    _no_split_modules = ["HuginnBlock"]
-    _can_record_outputs = {"hidden_states": HuginnBlock, "attentions": HuginnAttention}
-    _keys_to_ignore_on_load_unexpected = [r"^freqs_cis$"]
+    _no_split_modules = [block.__name__ for block in BLOCKS.values()]
+    _can_record_outputs = {"hidden_states": every_run(RavenBlock), "attentions": RavenAttention}
+    _keys_to_ignore_on_load_unexpected = [r"^freqs_cis$", r"rotary_emb\.inv_freq$"]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
+        """Load a model, and find out whose blocks it has; arguments as in transformers."""
+        name, download = pretrained_model_name_or_path, {key: kwargs[key] for key in DOWNLOAD_FIELDS if key in kwargs}
+        if not isinstance(config, PreTrainedConfig):
+            config, kwargs = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
+        config = copy.deepcopy(config)
+        config.complete(lambda: kwargs.get("state_dict") or checkpoint_names(name, **download))
+        loaded = super().from_pretrained(name, *args, config=config, **{**kwargs, **download})
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if config.block_layout != "huginn" and getattr(model, "generation_config", None) is not None:
+            drop_huginn_ids(model.generation_config)
+        return loaded
+
+    def describe_weights(self, names: Collection[str]) -> str | None:
+        layout = block_layout_of(names)
+        if layout in (None, self.config.block_layout):
+            return None
+        return f"The checkpoint's blocks are of `block_layout` {layout!r}, the configuration's {self.config.block_layout!r}."
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, HuginnAttention) and self.config.qk_bias:
+        if isinstance(module, HuginnAttention) and module.config.qk_bias:
             init.zeros_(module.qk_bias)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, std=self.config.init_values["std"])
@@ -151,10 +91,12 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
 
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__(config)
+        config.set_layout()
+        block = BLOCKS[config.block_layout]
         sizes = (config.n_layers_in_prelude, config.n_layers_in_coda, config.n_layers_in_recurrent_block)
         layers = iter(range(sum(sizes)))  # their cache slots: those outside of the loop come first
         prelude, coda, core_block = (
-            nn.ModuleList(HuginnBlock(config, next(layers), self.loop_state) for _ in range(size)) for size in sizes
+            nn.ModuleList(block(config, next(layers), self.loop_state) for _ in range(size)) for size in sizes
         )
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.prelude = prelude
@@ -172,6 +114,8 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         return len(self.prelude) + len(self.coda), len(self.core_block)
 
     def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.config.block_layout != "huginn":
+            return rotations(self.config, position_ids, embeddings.dtype)
         angles = rotary_angles(self.config, position_ids)
         return angles.cos(), angles.sin()
 
@@ -189,14 +133,16 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         return hidden_states
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
-        hidden_states = self.ln_f(inputs.state)
+        hidden_states = self.ln_f(inputs.state) if self.config.block_layout == "huginn" else inputs.state
         for block in self.coda:
             hidden_states = block(hidden_states, **inputs.of_layer(), **layer_kwargs)
         return self.ln_f(hidden_states)
 
     @torch.no_grad()
     def initial_state(self, inputs: LoopInputs) -> torch.Tensor:
-        """Return the states [B, S, E] that the tokens start from: N(0, 2 / (5 E)) truncated at 3 sigma, times sqrt(E).
+        """Return the states [B, S, E] that the tokens start from: N(0, std^2) truncated at 3 std, times `embed_scale`.
+
+        Both are in `config.init_values`; Huginn's are sqrt(2 / (5 E)) and sqrt(E).
 
         Outside of a training step a token's state depends on `config.state_seed` and its position. In one it also
         depends on the step and on the example's place in the global batch, unless `config.redraw_state` is False.
@@ -226,7 +172,7 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
 
 
 class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
-    """Huginn with its head, which is the embedding. Logits are float32."""
+    """Huginn with its head, which is the embedding; converted models have one of their own. Logits are float32."""
 
     float32_logits = True
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
@@ -238,13 +184,20 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.post_init()
 
-    def prepare_inputs_for_generation(self, input_ids, *args, initial_state=None, **kwargs):
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        """Change the size of the vocabulary; arguments as in transformers."""
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self.config.padded_vocab_size = len(embeddings.weight)
+        return embeddings
+
+    def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, initial_state=None, **kwargs):
         """Also cut this call's tokens out of `initial_state` [B, at least the final length - 1, E], indexed by column."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        # `inputs_embeds` has a name here, since transformers reads the signature to know whether it is taken.
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if initial_state is not None:
             tokens = inputs.get("input_ids")
             length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[1]
-            total = input_ids.shape[1]
+            total = input_ids.shape[1] + (0 if inputs_embeds is None else inputs_embeds.shape[1])
             if initial_state.shape[1] < total:
                 raise ValueError(
                     f"`initial_state` has {initial_state.shape[1]} columns, but generation has reached {total} tokens: give "
@@ -257,6 +210,8 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
     # cast its table as well, and every position would be off. The tied head may be stored or left out.
 
     def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.config.block_layout != "huginn":
+            return weights
         angles = rotary_angles(self.config, torch.arange(self.config.block_size))
         return {**weights, "freqs_cis": torch.stack((angles.cos(), angles.sin()), dim=-1)[None, :, None]}
 

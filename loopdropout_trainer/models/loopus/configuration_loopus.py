@@ -79,6 +79,11 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
             raise ValueError("Only full attention is implemented for LoopUS; set `use_sliding_window` to false.")
 
+    @property
+    def num_layer_runs(self) -> int:
+        """How often an attention layer runs in a forward pass."""
+        return self.num_hidden_layers + (self.num_loops - 1) * len(self.reasoning_layer_indices)
+
     def nested(self) -> dict[str, Any]:
         """Return `base_config_dict` with the present values."""
         if self.base_config_dict is None:
@@ -100,4 +105,5 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         saved = {**super().to_diff_dict(), "base_config_dict": self.nested()}
         for name in _QWEN3_FIELDS:
             saved.pop(name, None)
+        saved["architectures"] = ["LDSForCausalLM"]  # the published class
         return {**saved, "hidden_size": self.hidden_size, "vocab_size": self.vocab_size}

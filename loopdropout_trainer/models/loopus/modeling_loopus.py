@@ -29,6 +29,7 @@ from loopdropout_trainer.models.looped_modeling import (
     LoopedForCausalLM,
     LoopedPreTrainedModel,
     RecurrentLayer,
+    every_run,
 )
 from loopdropout_trainer.models.loopus.configuration_loopus import LoopusConfig
 
@@ -95,7 +96,7 @@ class LoopusPreTrainedModel(LoopedPreTrainedModel):
     config_class = LoopusConfig
     base_model_prefix = "model"
     _no_split_modules = ["LoopusLayer"]
-    _can_record_outputs = {"hidden_states": LoopusLayer, "attentions": SelfAttention}
+    _can_record_outputs = {"hidden_states": every_run(LoopusLayer), "attentions": SelfAttention}
     _keep_in_fp32_modules_strict = ["reasoning.gate", "q_head", "model.reasoning.gate", "model.q_head"]
     _keep_in_fp32_modules = _keep_in_fp32_modules_strict  # what quantisers leave alone, by names from the root
 

@@ -71,6 +71,11 @@ class OuroConfig(LoopedConfigMixin, PreTrainedConfig):
             raise ValueError("Only full attention is implemented for Ouro; set `use_sliding_window` to false.")
         super().__post_init__(**kwargs)
 
+    @property
+    def num_layer_runs(self) -> int:
+        """How often an attention layer runs in a forward pass."""
+        return self.num_loops * self.num_hidden_layers
+
     def to_diff_dict(self) -> dict:
         """Return what is saved: RoPE and dtype also under the names that readers other than transformers 5 know."""
         fields = super().to_diff_dict()

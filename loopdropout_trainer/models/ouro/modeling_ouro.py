@@ -22,6 +22,7 @@ from loopdropout_trainer.models.looped_modeling import (
     LoopedForCausalLM,
     LoopedPreTrainedModel,
     RecurrentLayer,
+    every_run,
 )
 from loopdropout_trainer.models.ouro.configuration_ouro import OuroConfig
 from loopdropout_trainer.models.recomputation import recomputable
@@ -58,7 +59,7 @@ class OuroPreTrainedModel(LoopedPreTrainedModel):
     config_class = OuroConfig
     base_model_prefix = "model"
     _no_split_modules = ["OuroDecoderLayer"]
-    _can_record_outputs = {"hidden_states": OuroDecoderLayer, "attentions": SelfAttention}
+    _can_record_outputs = {"hidden_states": every_run(OuroDecoderLayer), "attentions": SelfAttention}
 
 
 class OuroModel(OuroPreTrainedModel, LoopedBackbone):

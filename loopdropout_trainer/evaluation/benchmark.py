@@ -1,0 +1,56 @@
+"""What every benchmark is, whatever it asks for: problems that are put to a model, and a verdict on each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from loopdropout_trainer.evaluation.answer_log import Answers
+from loopdropout_trainer.evaluation.results import BenchmarkResult
+from loopdropout_trainer.evaluation.subject import Subject
+
+
+Files = str | Path | Sequence[str | Path]
+
+
+class Benchmark(ABC):
+    """Problems and the rules to answer and score them.
+
+    Attributes:
+        name: for reports and files.
+        kind: how it is run; for the results file.
+    """
+
+    name: str
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def settings(self, subject: Subject) -> dict[str, Any]:
+        """Return what the answers depend on beside the model's weights, as JSON values, problems as a hash."""
+
+    @abstractmethod
+    def run(self, subject: Subject, answers: Answers, progress: bool = True) -> BenchmarkResult:
+        """Answer what `answers` does not hold yet, keep it there, and score everything.
+
+        It is called in all processes together: each takes a share of the problems, and returns the whole result.
+        """
+
+
+class Task(ABC):
+    """A benchmark without its problems: what `BENCHMARKS` holds by name.
+
+    Attributes:
+        part_of: name of a benchmark that gives this one's metrics, too, so that both are not run.
+    """
+
+    part_of: str | None = None
+
+    @abstractmethod
+    def load(self, name: str, files: Files | None, limit: int | None) -> Benchmark:
+        """Return the benchmark with its problems, from local files or as published.
+
+        Raises:
+            ValueError, OSError: for a file that cannot be read or a bad row; the message names file and row.
+        """

@@ -1,0 +1,60 @@
+"""The benchmarks by name; one file for those that belong together, with a dictionary `BENCHMARKS` of their tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from loopdropout_trainer.evaluation.benchmark import Benchmark as Benchmark
+from loopdropout_trainer.evaluation.benchmark import Files, Task
+from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, GeneratedTask, Row
+from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import any_lm_eval_task
+
+
+BENCHMARKS: dict[str, Task] = {**metamath.BENCHMARKS, **gsm8k.BENCHMARKS, **tulu2.BENCHMARKS, **programs.BENCHMARKS}
+
+LM_EVAL = "lm_eval:"
+"""Before the name of a task, group or tag of lm-eval's that has no name here."""
+
+
+def find_task(name: str) -> Task:
+    """Return the benchmark's task: one of `BENCHMARKS`, or any of lm-eval's as `lm_eval:TASK`.
+
+    Raises:
+        ValueError: for another name.
+    """
+    if name.startswith(LM_EVAL) and name != LM_EVAL:
+        return any_lm_eval_task(name.removeprefix(LM_EVAL))
+    if name not in BENCHMARKS:
+        raise ValueError(f"`benchmarks` must be among {', '.join(BENCHMARKS)} or `{LM_EVAL}TASK`; got {name!r}.")
+    return BENCHMARKS[name]
+
+
+def load_benchmark(name: str, files: Files | None = None, limit: int | None = None) -> Benchmark:
+    """Load a benchmark's problems.
+
+    Args:
+        name: key of `BENCHMARKS`, or `lm_eval:TASK`.
+        files: local JSONL, JSON, CSV (also `.gz`) or Parquet files to read instead of the Hub; fields as published. For
+            the tasks of a group in lm-eval also a folder of them (`TASK.jsonl`).
+        limit: only the first problems, of each task in a group.
+
+    Raises:
+        ValueError: for an unknown name, a limit below 1, a file that cannot be read, or a bad row; it names file and row.
+    """
+    task = find_task(name)
+    if limit is not None and limit < 1:
+        raise ValueError(f"The number of problems (`benchmark_limit`) must be at least 1; got {limit}.")
+    return task.load(name, files, limit)
+
+
+def make_benchmark(name: str, rows: Iterable[Row]) -> GeneratedBenchmark:
+    """Ask and score rows of the user's own, such as held-out ones, as the generated benchmark `name` does.
+
+    Raises:
+        ValueError: for another name, or a row without the benchmark's fields.
+    """
+    task = find_task(name)
+    if not isinstance(task, GeneratedTask):
+        raise ValueError(f"`{name}` takes no rows of one's own, since it is not answered by plain generation.")
+    return task.benchmark(name, ((f"Row {number}", row) for number, row in enumerate(rows, start=1)))

@@ -1,0 +1,166 @@
+"""Benchmarks that are answered by greedy generation and scored by an answer metric, one problem at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, ClassVar
+
+from accelerate.utils import gather_object
+from datasets import load_dataset
+
+from loopdropout_trainer.data.rows import BadRow, read_files
+from loopdropout_trainer.evaluation.answer_log import Answers, sha256_of
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
+from loopdropout_trainer.evaluation.generation import generate_batches
+from loopdropout_trainer.evaluation.processes import all_processes
+from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
+from loopdropout_trainer.evaluation.scorers import load_metric
+from loopdropout_trainer.evaluation.subject import Subject
+
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GeneratedBenchmark(Benchmark):
+    """Problems and the rules to answer and score them.
+
+    Attributes:
+        name: for reports and files.
+        prompts, references: one of each for every problem; references are what the metric compares with.
+        metric: name of an answer metric.
+        max_new_tokens: most tokens of an answer.
+        stop_strings: an answer ends before the earliest of them.
+    """
+
+    name: str
+    prompts: list[str]
+    references: list[str]
+    metric: str
+    max_new_tokens: int
+    stop_strings: tuple[str, ...] = ()
+
+    kind: ClassVar[str] = "generation"
+
+    def settings(self, subject: Subject) -> dict[str, Any]:
+        return {
+            "benchmark": self.name,
+            "problems_sha256": sha256_of([self.prompts, self.references]),
+            "metric": self.metric,
+            "max_new_tokens": self.max_new_tokens,
+            "stop_strings": list(self.stop_strings),
+            **subject.settings(subject.in_turns(False)),
+        }
+
+    def run(self, subject: Subject, answers: Answers, progress: bool = True) -> BenchmarkResult:
+        in_turns = subject.in_turns(False)
+        stops = subject.stops(self.stop_strings, in_turns)
+        texts = [subject.ask(prompt, in_turns) for prompt in self.prompts]
+        completions = generate_answers(subject, texts, answers, self.max_new_tokens, stops, in_turns, progress)
+        return score_completions(replace(self, prompts=texts), completions)
+
+
+def generate_answers(
+    subject: Subject,
+    texts: Sequence[str],
+    answers: Answers,
+    max_new_tokens: int,
+    stop_strings: Sequence[str],
+    in_turns: bool,
+    progress: bool = True,
+) -> list[str]:
+    """Return a completion for each of the texts, over all processes; those in `answers`, by place, are not generated again.
+
+    Args:
+        texts: what the model continues, as `Subject.ask` gives them.
+        answers: completions by place; new ones are kept there.
+    """
+    state = all_processes()
+    open_places = [place for place in range(len(texts)) if place not in answers.found]
+    share = open_places[state.process_index :: state.num_processes]
+    new: dict[int, str] = {}
+    with subject.running():
+        for batch in generate_batches(
+            subject.model,
+            subject.tokenizer,
+            [subject.tokenize(texts[place], in_turns) for place in share],
+            max_new_tokens if subject.max_new_tokens is None else subject.max_new_tokens,
+            subject.batch_size,
+            stop_strings,
+            progress=progress and state.is_main_process and bool(share),
+            decoding=subject.decoding,
+        ):
+            pairs = [(share[index], completion) for index, completion in batch]
+            answers.keep(pairs)
+            new.update(pairs)
+    found = dict(answers.found)
+    for part in gather_object([new]):
+        found.update(part)
+    return [found[place] for place in range(len(texts))]
+
+
+def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
+    """Judge one completion for each problem of `benchmark`."""
+    verdicts = load_metric(benchmark.metric).compute(predictions=completions, references=benchmark.references)
+    fields = (benchmark.prompts, completions, benchmark.references)
+    fields += (verdicts["extracted"], verdicts["correct"], verdicts["errors"], map(str, range(len(completions))))
+    return BenchmarkResult(benchmark.name, [Prediction(*row) for row in zip(*fields, strict=True)])
+
+
+@dataclass(frozen=True)
+class GeneratedTask(Task):
+    """A generated benchmark without its rows.
+
+    Attributes:
+        prompt, reference: of one row; they raise KeyError or ValueError for a bad row.
+        rows: the published rows; takes the number that is wanted, None for all.
+        metric, max_new_tokens, stop_strings: see `GeneratedBenchmark`.
+    """
+
+    prompt: Callable[[Row], str]
+    reference: Callable[[Row], str]
+    rows: Callable[[int | None], Iterable[Row]]
+    metric: str
+    max_new_tokens: int
+    stop_strings: tuple[str, ...] = ()
+
+    def load(self, name: str, files: Files | None = None, limit: int | None = None) -> GeneratedBenchmark:
+        if files is None:
+            rows = ((f"{name}, row {number}", row) for number, row in enumerate(self.rows(limit), start=1))
+        else:
+            rows = read_files(list_of(files))
+        return self.benchmark(name, islice(rows, limit))
+
+    def benchmark(self, name: str, rows: Iterable[tuple[str, Row]]) -> GeneratedBenchmark:
+        """Return the benchmark of (place, row) pairs.
+
+        Raises:
+            ValueError: for a bad row; it names the place.
+        """
+        prompts, references = [], []
+        for place, row in rows:
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                prompts.append(self.prompt(row))
+                references.append(self.reference(row))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
+                raise ValueError(f"{place} is not a problem of `{name}`: {reason}") from error
+            if not isinstance(references[-1], str):
+                raise ValueError(f"{place} is not a problem of `{name}`: it has no answer.")
+        if not prompts:
+            raise ValueError(f"`{name}` has no problems.")
+        return GeneratedBenchmark(name, prompts, references, self.metric, self.max_new_tokens, self.stop_strings)
+
+
+def list_of(files: Files) -> list[Any]:
+    """Return one or several files as a list."""
+    return list(files) if isinstance(files, Sequence) and not isinstance(files, str) else [files]
+
+
+def from_hub(path: str, config: str | None = None, split: str = "test") -> Callable[[int | None], Iterable[Row]]:
+    """Return what loads a dataset's split from the Hub."""
+    return lambda limit: load_dataset(path, config, split=split)

@@ -1,0 +1,43 @@
+"""GSM8K and its shifted tests as lm-eval's `gsm8k` asks and strictly scores them, zero-shot (Appendix "Prompts")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, Row, from_hub
+
+
+STOPS = ("Question:", "</s>", "<|im_end|>")
+ARITHMETIC_PROBLEMS = 500
+
+
+def _task(rows: Callable[[int | None], Iterable[Row]], answer: str = "answer", max_new_tokens: int = 256):
+    return GeneratedTask(
+        prompt=lambda row: PROMPT_TEMPLATES["question"].format(question=row["question"]),
+        reference=lambda row: row[answer],
+        rows=rows,
+        metric="gsm8k_strict",
+        max_new_tokens=max_new_tokens,
+        stop_strings=STOPS,
+    )
+
+
+def _arithmetic(split: str) -> Callable[[int | None], Iterable[Row]]:
+    def rows(limit: int | None) -> Iterable[Row]:
+        from loopdropout_trainer.data.arithmetic import arithmetic_problems
+
+        return arithmetic_problems(split, limit or ARITHMETIC_PROBLEMS, seed=0)
+
+    return rows
+
+
+BENCHMARKS = {
+    "gsm8k": _task(from_hub("openai/gsm8k", "main")),
+    "gsm8k_platinum": _task(from_hub("madrylab/gsm8k-platinum", "main")),
+    "gsm_plus_mini": _task(from_hub("qintongli/GSM-Plus", split="testmini"), answer="solution"),
+    **{
+        f"arithmetic_{split}": _task(_arithmetic(split), max_new_tokens=80)
+        for split in ("test", "hard", "larger", "wording")
+    },
+}

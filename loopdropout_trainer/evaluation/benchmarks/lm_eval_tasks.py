@@ -1,0 +1,368 @@
+"""Tasks of lm-eval as benchmarks: its prompts and scorers, this package's model backend, and a log of every answer.
+
+Every process builds all requests, takes its share of those that are open, and gets the others' answers from them. So the
+results do not depend on the number of processes, and a killed evaluation continues inside a task.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
+from numbers import Real
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from loopdropout_trainer.data.rows import BadRow, read_files
+from loopdropout_trainer.evaluation.answer_log import Answers, sha256_of
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
+from loopdropout_trainer.evaluation.benchmarks.generated import Row, list_of
+from loopdropout_trainer.evaluation.loading import quiet
+from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
+from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.settings.versions import library_versions
+
+
+@dataclass(frozen=True)
+class LmEvalTask(Task):
+    """One or several tasks of lm-eval that make one benchmark.
+
+    Attributes:
+        tasks: name of a task; or what the names of those tasks in `folder` begin with that make the benchmark.
+        folder: below lm-eval's folder of tasks; None: all of them, which takes seconds to look through.
+        metrics: this package's names of the metrics -> lm-eval's `metric,filter`; None: all, under lm-eval's names.
+        num_fewshot: examples in the prompt; None: the task's own number.
+        generation: fields of `generation_kwargs` that differ from the task's own.
+        in_turns: whether the protocol asks in turns.
+        task_of: the task that a row of a local file belongs to, where one file holds several tasks.
+        overrides: other fields of the task's configuration.
+    """
+
+    tasks: str
+    folder: str | None = None
+    metrics: Mapping[str, str] | None = None
+    num_fewshot: int | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    in_turns: bool = False
+    task_of: Callable[[Row], str] | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self, name: str, files: Files | None = None, limit: int | None = None) -> LmEvalBenchmark:
+        if find_spec("lm_eval") is None:
+            raise ValueError(
+                f'`{name}` needs lm-eval, which is not installed: pip install "loopdropout-trainer[eval]".'
+            )
+        import lm_eval.tasks
+
+        root = Path(lm_eval.tasks.__file__).parent
+        try:
+            manager = (
+                lm_eval.tasks.TaskManager()
+                if self.folder is None
+                else lm_eval.tasks.TaskManager(include_path=str(root / self.folder), include_defaults=False)
+            )
+            specs = self._specs(name, manager, None if files is None else LocalRows.read(name, list_of(files), self))
+            with quiet("lm_eval.api.task"):  # it tells how to use local datasets, for each of them
+                tasks = list(manager.load(specs)["tasks"].values())
+        except Exception as error:  # a task's own code runs here, and the Hub's client raises many kinds
+            if isinstance(error, ValueError) and "not a problem of" in str(error):
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"`{name}` cannot be loaded: {reason}") from error
+        benchmark = LmEvalBenchmark(name, self, tasks, manager, limit)
+        for task in tasks:
+            if self.num_fewshot is not None:
+                task.set_config(key="num_fewshot", value=self.num_fewshot)
+            elif task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            if self.generation:
+                task.set_config(key="generation_kwargs", value=dict(self.generation), update=True)
+            if isinstance(task.dataset, Splits):
+                task.dataset.check_examples(name, task)
+        return benchmark
+
+    def _specs(self, name: str, manager: Any, local: LocalRows | None) -> list[Any]:
+        """Return what lm-eval's task manager loads: names, and dictionaries of what differs from the built-in tasks."""
+        if self.folder is None:
+            names = [self.tasks]
+            if self.tasks not in manager.all_tasks:
+                raise ValueError(
+                    f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
+                )
+        else:
+            names = [task for task in manager.all_subtasks if task == self.tasks]
+            names = names or [task for task in manager.all_subtasks if task.startswith(f"{self.tasks}_")]
+        if local is not None:
+            names = local.tasks_among(name, names, manager.all_subtasks)
+        elif not self.overrides:
+            return names
+        differing = [
+            {
+                "task": task,
+                **self.overrides,
+                **({} if local is None else {"custom_dataset": local.dataset(task), "dataset_kwargs": None}),
+            }
+            for task in names
+        ]
+        # Built-in tasks take other fields inside a group only.
+        return [{"group": f"{name} with local settings", "task": differing}]
+
+
+def any_lm_eval_task(task: str) -> LmEvalTask:
+    """Return the benchmark of a task, group or tag of lm-eval's, with all of its own settings."""
+    return LmEvalTask(task)
+
+
+# Local files
+
+
+class Splits:
+    """A task's dataset of local rows. A split without rows of its own has those of the file that names none."""
+
+    def __init__(self, task: str, splits: Mapping[str | None, list[Row]]) -> None:
+        self.task = task
+        self.splits = splits
+
+    def __getitem__(self, split: str) -> Dataset:
+        rows = self.splits.get(split, self.splits.get(None))
+        if rows is None:
+            raise ValueError(f"there is no file {self.task}.{split}.jsonl with the rows of the split `{split}`")
+        return Dataset.from_list(rows)
+
+    def check_examples(self, name: str, task: Any) -> None:
+        """Refuse examples in the prompt that would be test problems, for want of rows of the split they come from.
+
+        Raises:
+            ValueError: if there are such.
+        """
+        config = task.config
+        tested = config.test_split or config.validation_split
+        source = config.fewshot_split or config.training_split or tested
+        given = (config.fewshot_config or {}).get("samples") if isinstance(config.fewshot_config, dict) else None
+        if config.num_fewshot and not given and source != tested and source not in self.splits:
+            raise ValueError(
+                f"`{name}` shows {config.num_fewshot} examples of the split `{source}`: let `benchmark_files` name a folder "
+                f"with {self.task}.jsonl and {self.task}.{source}.jsonl."
+            )
+
+
+class LocalRows:
+    """The rows of local files by task and split."""
+
+    def __init__(self, rows: dict[str | None, dict[str | None, list[Row]]]) -> None:
+        self.rows = rows
+
+    @classmethod
+    def read(cls, name: str, files: list[Any], spec: LmEvalTask) -> LocalRows:
+        """Read files of one task's problems or, told apart by a column, of several's; or folders of `TASK[.SPLIT].jsonl`.
+
+        Raises:
+            ValueError: for a file that cannot be read or a bad row; it names file and row.
+        """
+        rows: dict[str | None, dict[str | None, list[Row]]] = defaultdict(lambda: defaultdict(list))
+        for path in map(Path, files):
+            if path.is_dir():
+                for file in sorted(each for each in path.iterdir() if each.is_file()):
+                    task, *split = file.name.removesuffix(".gz").rpartition(".")[0].split(".", 1)
+                    rows[task][split[0] if split else None] += [row for _, row in _rows(name, file)]
+                continue
+            for place, row in _rows(name, path):
+                try:
+                    task = None if spec.task_of is None else spec.task_of(row)
+                except KeyError as error:
+                    raise ValueError(f"{place} is not a problem of `{name}`: the field {error} is missing") from None
+                rows[task][None].append(row)
+        if not rows:
+            raise ValueError(f"`{name}` has no problems.")
+        return cls(rows)
+
+    def tasks_among(self, name: str, names: list[str], all_tasks: Iterable[str]) -> list[str]:
+        """Return which tasks there are rows for.
+
+        Raises:
+            ValueError: for rows of none of the benchmark's tasks, or of several tasks that nothing tells apart.
+        """
+        if set(self.rows) == {None}:
+            if len(names) != 1 or names[0] not in all_tasks:
+                raise ValueError(
+                    f"`{name}` has several tasks: let `benchmark_files` name a folder with a file for each, TASK.jsonl."
+                )
+            return names
+        valid = (
+            set(all_tasks) if names and names[0] not in all_tasks else set(names)
+        )  # a group's members are not listed
+        unknown = [task for task in self.rows if task not in valid]
+        if unknown:
+            raise ValueError(f"`{name}` has no task `{unknown[0]}`, which the local files have rows of.")
+        return sorted(self.rows)
+
+    def dataset(self, task: str) -> Callable[..., Splits]:
+        """Return what gives lm-eval the dataset of a task."""
+        splits = self.rows[task] if task in self.rows else self.rows[None]
+        return lambda **kwargs: Splits(task, splits)
+
+
+def _rows(name: str, path: Path) -> Iterator[tuple[str, Row]]:
+    for place, row in read_files([path]):
+        if isinstance(row, BadRow):
+            raise ValueError(f"{place} is not a problem of `{name}`: {row}")
+        yield place, row
+
+
+# Running
+
+
+@dataclass
+class LmEvalBenchmark(Benchmark):
+    """Loaded tasks of lm-eval.
+
+    Attributes:
+        name: for reports and files.
+        spec: which tasks these are, and what differs from lm-eval's own settings.
+        tasks: lm-eval's objects.
+        manager: that loaded them.
+        limit: only the first problems of each task.
+    """
+
+    name: str
+    spec: LmEvalTask
+    tasks: list[Any]
+    manager: Any
+    limit: int | None = None
+
+    kind: ClassVar[str] = "lm_eval"
+
+    def settings(self, subject: Subject) -> dict[str, Any]:
+        problems = [
+            [task.task_name, task.VERSION, *(repr(doc) for doc in islice(task.eval_docs, self.limit))]
+            for task in self.tasks
+        ]
+        return {
+            "benchmark": self.name,
+            "problems_sha256": sha256_of(problems),
+            "num_fewshot": sorted({task.get_config("num_fewshot") for task in self.tasks}),
+            "generation": dict(self.spec.generation),
+            "lm_eval": library_versions()["lm-eval"],
+            **subject.settings(subject.in_turns(self.spec.in_turns)),
+        }
+
+    def run(self, subject: Subject, answers: Answers, progress: bool = True) -> BenchmarkResult:
+        from lm_eval.evaluator import evaluate
+
+        from loopdropout_trainer.evaluation.logged_lm import LoggedLM
+
+        in_turns = subject.in_turns(self.spec.in_turns)
+        with _own_randomness():
+            for task in self.tasks:
+                task.set_fewshot_seed(seed=1234)  # lm-eval's default
+            results = evaluate(
+                LoggedLM(subject, answers, in_turns, progress),
+                self.manager.load(self.tasks),
+                limit=self.limit,
+                bootstrap_iters=0,
+                log_samples=True,
+                system_instruction=subject.system_instruction if in_turns else None,
+                apply_chat_template=in_turns,
+                fewshot_as_multiturn=in_turns,
+            )
+        return self._result(results)
+
+    def _result(self, results: Mapping[str, Any]) -> BenchmarkResult:
+        """Return lm-eval's results as this package's."""
+        table = {task: _numbers(row) for task, row in results["results"].items()}
+        wanted = self.spec.metrics
+        if wanted is None:
+            keys = [key for row in table.values() for key in row]
+            wanted = {key: key for key in dict.fromkeys(keys)}
+        predictions, values = [], {name: [] for name in wanted}
+        first = next(iter(wanted.values()))
+        for task in self.tasks:
+            documents: dict[int, dict[str, dict]] = defaultdict(dict)  # problem -> filter -> sample
+            for sample in results["samples"][task.task_name]:
+                documents[sample["doc_id"]][sample["filter"]] = sample
+            for place, samples in sorted(documents.items()):
+                scored = {name: _value(samples, key) for name, key in wanted.items()}
+                for name, value in scored.items():
+                    if value is not None:
+                        values[name].append(value)
+                predictions.append(_prediction(samples, first, scored, task.task_name, place, len(self.tasks) > 1))
+        metrics = {}
+        for name, key in wanted.items():
+            if len(values[name]) == len(predictions) and all(0 <= value <= 1 for value in values[name]):
+                metrics[name] = Metric.of(values[name])
+            else:  # no share of the problems, such as a perplexity: as lm-eval gives it
+                number = table.get(self.spec.tasks, next(iter(table.values()))).get(key)
+                if number is not None:
+                    metrics[name] = Metric(number, None, None, len(predictions))
+        return BenchmarkResult(self.name, predictions, metrics, {"lm_eval": table})
+
+
+def _prediction(
+    samples: Mapping[str, dict], first: str, scored: Mapping[str, float | None], task: str, place: int, grouped: bool
+) -> Prediction:
+    filtered = first.rpartition(",")[2]
+    sample = samples.get(filtered) or next(iter(samples.values()))
+    responses = [response[0] for response in sample["resps"]]
+    prompt, log_likelihoods = sample["arguments"][0][0], None
+    if isinstance(responses[0], str):
+        completion, extracted = responses[0], sample["filtered_resps"][0]
+        extracted = None if extracted in ("[invalid]", "", None) else str(extracted)
+    else:  # log-likelihoods of choices, or of the text itself
+        log_likelihoods = [float(each[0] if isinstance(each, tuple | list) else each) for each in responses]
+        best = max(range(len(responses)), key=log_likelihoods.__getitem__)
+        completion = sample["arguments"][best][1] if len(sample["arguments"][best]) > 1 else ""
+        extracted = completion.strip()
+    value = scored[next(iter(scored))]
+    whole = value in (0, 1)
+    return Prediction(
+        prompt=prompt,
+        completion=completion,
+        reference=str(sample["target"]),
+        extracted=extracted,
+        correct=bool(value) if whole else None,
+        id=f"{task}/{place}" if grouped else str(place),
+        values=None
+        if whole and len(scored) == 1
+        else {name: value for name, value in scored.items() if value is not None},
+        group=task if grouped else None,
+        log_likelihoods=log_likelihoods,
+    )
+
+
+def _value(samples: Mapping[str, dict], key: str) -> float | None:
+    """Return a problem's value of a metric, if it is a number."""
+    metric, _, filtered = key.rpartition(",")
+    value = samples.get(filtered, {}).get(metric)
+    return float(value) if isinstance(value, Real | np.bool_) else None
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a row of lm-eval's table."""
+    return {
+        key: float(value)
+        for key, value in row.items()
+        if "," in key and "_stderr" not in key and isinstance(value, Real)
+    }
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Seed as lm-eval does, and give back the generators as they were: an evaluation in a training changes nothing of it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        random.seed(0)
+        np.random.seed(1234)
+        torch.manual_seed(1234)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

@@ -1,0 +1,34 @@
+"""GSM8K and MATH-500 as MetaMath asks and scores them (Appendix "Prompts, Decoding and Scoring")."""
+
+from __future__ import annotations
+
+from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, from_hub
+from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
+from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
+
+
+PROMPT = PROMPT_TEMPLATES["alpaca"] + " Let's think step by step."
+# Each with and without its colon, as the reference has them; those without are the ones that matter.
+STOPS = tuple(
+    word + colon for word in ("Question", "USER", "ASSISTANT", "Instruction", "Response") for colon in (":", "")
+)
+
+BENCHMARKS = {
+    "metamath_gsm8k": GeneratedTask(
+        prompt=lambda row: PROMPT.format(instruction=row["question"]),
+        reference=lambda row: str(metamath_gsm8k.extract_gold(row["answer"])),
+        rows=from_hub("openai/gsm8k", "main"),
+        metric="metamath_gsm8k",
+        max_new_tokens=512,
+        stop_strings=STOPS,
+    ),
+    "metamath_math500": GeneratedTask(
+        prompt=lambda row: PROMPT.format(instruction=row["problem"]),
+        reference=lambda row: metamath_math.extract_gold(row["solution"]),
+        rows=from_hub("HuggingFaceH4/MATH-500"),
+        metric="metamath_math",
+        max_new_tokens=2048,
+        stop_strings=STOPS,
+    ),
+}

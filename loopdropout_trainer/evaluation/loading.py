@@ -1,0 +1,115 @@
+"""Load what is to be evaluated, and tell it from anything else."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.data import load_tokenizer
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.adapter_files import (
+    ADAPTER_METADATA,
+    adapter_metadata,
+    load_adapter,
+    read_adapter_config,
+)
+from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.command import is_mendable, user_supplied
+from loopdropout_trainer.settings.recipe import RecipeError
+
+
+def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Load a looped model at its evaluation depth, with an adapter on it if there is one, and its tokenizer.
+
+    Raises:
+        RecipeError: if there is no such model or adapter, or the adapter is of another kind of model or method.
+    """
+    try:
+        tokenizer = load_tokenizer(model)
+        with user_supplied(f"The model {model.model_name_or_path} cannot be loaded"):
+            base = AutoModelForCausalLM.from_pretrained(
+                model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
+            )
+        find_looped_model(base)
+        if adapter is None:
+            return base.eval(), tokenizer
+        with user_supplied(f"The adapter {adapter} cannot be loaded"):
+            adapted = load_adapter(base, local_folder(adapter))
+        add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
+        return adapted.eval(), tokenizer
+    except ValueError as error:
+        if not is_mendable(error):
+            raise
+        raise RecipeError(one_line(error)) from error
+
+
+def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | None = None) -> dict[str, Any]:
+    """Return what tells one model from another: names, dtype, and the hash of local weights or the Hub's commit."""
+    folder = Path(arguments.model_name_or_path)
+    commit = None if folder.is_dir() else getattr(find_looped_model(model).config, "_commit_hash", None)
+    return {
+        "model": arguments.base_name,
+        "weights": _sha256(folder.glob("*.safetensors")) if folder.is_dir() else commit,
+        "adapter": None if adapter is None else _sha256(local_folder(adapter).glob("adapter_*")),
+        "dtype": arguments.dtype,
+        "attn_implementation": arguments.attn_implementation,
+    }
+
+
+def training_facts(adapter: str | None) -> dict[str, Any]:
+    """Return how an adapter was trained, as far as it was saved with it; {} for none."""
+    if adapter is None:
+        return {}
+    folder = local_folder(adapter)
+    config = read_adapter_config(folder)
+    targets = config.target_modules
+    return {
+        **adapter_metadata(folder),
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "use_rslora": config.use_rslora,
+        "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
+    }
+
+
+def local_folder(adapter: str) -> Path:
+    """Return the folder of an adapter, downloaded if it is on the Hub."""
+    if Path(adapter).is_dir():
+        return Path(adapter)
+    return Path(snapshot_download(adapter, allow_patterns=["adapter_*", ADAPTER_METADATA]))
+
+
+@contextmanager
+def quiet(logger: str) -> Iterator[None]:
+    """Let a library's logger report nothing but errors inside the block."""
+    library = logging.getLogger(logger)
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)
+
+
+def one_line(error: Exception) -> str:
+    """Return an exception's message without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _sha256(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()

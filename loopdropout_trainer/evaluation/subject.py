@@ -1,0 +1,175 @@
+"""The model that benchmarks are put to: its depth, its gates, the loop that it is read out after, and how it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.evaluation.answer_log import sha256_of
+from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
+
+
+def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
+    """Return one gate for each loop, [K], from numbers or from text such as `1-0-0-0`; None for unit gates.
+
+    Raises:
+        ValueError: if these are not K finite numbers.
+    """
+    if gates is None:
+        return None
+    try:
+        parts = gates.split("-") if isinstance(gates, str) else [gates] if isinstance(gates, int | float) else gates
+        numbers = [float(part) for part in parts]
+        as_gate_matrix(numbers, num_loops)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"`gates` must be a number for each of the {num_loops} loops, such as {'-'.join('1' * num_loops)}; got {gates!r}."
+        ) from None
+    return None if all(number == 1 for number in numbers) else numbers
+
+
+@contextmanager
+def run_as(model: nn.Module, gates: Sequence[float] | None = None, readout: int | None = None) -> Iterator[None]:
+    """Run a model inside the block under given gates, and read it out after a given loop.
+
+    The readout after loop t is what a run of t loops gives, so that the loops after it are not computed.
+
+    Args:
+        model: looped model, with an adapter if there are gates.
+        gates: [K] for its K loops; None: those in force, which are unit gates unless the caller has applied others.
+        readout: t, 1-based; None: the last loop.
+    """
+    config = find_looped_model(model).config
+    num_loops = config.num_loops
+    with ExitStack() as stack:
+        if readout is not None and readout != num_loops:
+            stack.callback(setattr, config, "num_loops", num_loops)
+            config.num_loops = readout
+        if gates is not None:
+            stack.enter_context(use_gates(model, list(gates)[: config.num_loops]))
+        yield
+
+
+@torch.no_grad()
+def check_readout(model: nn.Module, readout: int) -> None:
+    """Check that a model can be read out after loop `readout`, and that a run of as many loops gives the same.
+
+    Raises:
+        ValueError: if it has no such loop, or its loops depend on how many there are.
+    """
+    looped = find_looped_model(model)
+    num_loops = looped.config.num_loops
+    if isinstance(readout, bool) or not isinstance(readout, int) or not 1 <= readout <= num_loops:
+        raise ValueError(f"`readout` must be one of the loops 1 to {num_loops}; got {readout!r}.")
+    if readout == num_loops:
+        return
+    inputs = {"input_ids": torch.arange(2, 10, device=looped.device).unsqueeze(0)}
+    want = looped.loop_readouts(**inputs)[readout - 1].float()
+    with run_as(model, readout=readout):
+        got = looped.base_model(**inputs, use_cache=False).last_hidden_state.float()
+    if (got - want).norm() > 1e-2 * want.norm():
+        raise ValueError(
+            f"The readout of {type(looped).__name__} after loop {readout} of {num_loops} is not that of a run of {readout} "
+            f"loops: leave `readout` out, or set `num_loops` to {readout}."
+        )
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the special token that the chat template puts after what the assistant says, if there is one."""
+    said = "said"
+    turns = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
+    rest = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(said)[2]
+    added = tokenizer.get_added_vocab()
+    return min((token for token in added if token in rest), key=rest.find, default=None)
+
+
+@dataclass
+class Subject:
+    """A model as benchmarks see it.
+
+    Attributes:
+        model: looped causal language model, with or without an adapter.
+        tokenizer: of the model.
+        batch_size: rows that one process computes together; the answers do not depend on it.
+        decoding: see `generate_greedy`.
+        gates: [K] multipliers of the adapter, also as `1-0-0-0`; None: those in force.
+        readout: loop t, 1-based, whose readout answers; None: the last one.
+        apply_chat_template: whether problems are asked in turns; None: as the benchmark's protocol has it.
+        system_instruction: text of a system turn before them.
+        max_new_tokens: most tokens of an answer; None: as the benchmark's protocol has it.
+        allow_code_execution: whether programs that the model writes may be run, contained.
+
+    Raises:
+        ValueError: for gates or a readout that the model does not have, or a system turn without turns.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int = 16
+    decoding: str = "eager"
+    gates: str | Sequence[float] | None = None
+    readout: int | None = None
+    apply_chat_template: bool | None = None
+    system_instruction: str | None = None
+    max_new_tokens: int | None = None
+    allow_code_execution: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_loops = find_looped_model(self.model).config.num_loops
+        self.gates = parse_gates(self.gates, self.num_loops)
+        if self.readout is not None:
+            check_readout(self.model, self.readout)
+        if self.system_instruction is not None and not self.apply_chat_template:
+            raise ValueError("`system_instruction` is a turn of a chat: set `apply_chat_template` to true.")
+
+    def running(self):
+        """Run the model inside the block as it is to be evaluated."""
+        return run_as(self.model, self.gates, self.readout)
+
+    def in_turns(self, protocol: bool) -> bool:
+        """Return whether a benchmark is asked in turns, whose protocol says `protocol`.
+
+        Raises:
+            ValueError: if it is, and the tokenizer has no chat template.
+        """
+        turns = protocol if self.apply_chat_template is None else self.apply_chat_template
+        if turns and not self.tokenizer.chat_template:
+            raise ValueError(
+                "The benchmark is asked in turns, and the tokenizer has no chat template: set `chat_template` (such as tulu2)."
+            )
+        return turns
+
+    def ask(self, prompt: str, in_turns: bool) -> str:
+        """Return the text that the model continues."""
+        if not in_turns:
+            return prompt
+        system = [] if self.system_instruction is None else [{"role": "system", "content": self.system_instruction}]
+        turns = [*system, {"role": "user", "content": prompt}]
+        return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+    def stops(self, stop_strings: Sequence[str], in_turns: bool) -> tuple[str, ...]:
+        """Return where an answer ends: at these strings, and in a chat at the end of the turn."""
+        end = end_of_turn(self.tokenizer) if in_turns else None
+        return tuple(stop_strings) if end is None else (*stop_strings, end)
+
+    def tokenize(self, text: str, in_turns: bool) -> list[int]:
+        """Return the token ids of a text; a chat template writes its special tokens itself."""
+        return self.tokenizer(text, add_special_tokens=not in_turns)["input_ids"]
+
+    def settings(self, in_turns: bool) -> dict[str, Any]:
+        """Return what the answers depend on beside the weights and the problems."""
+        return {
+            "num_loops": self.num_loops,
+            "gates": self.gates,
+            "readout": self.readout,
+            "chat_template": sha256_of(self.tokenizer.chat_template) if in_turns else None,
+            "system_instruction": self.system_instruction,
+            "own_max_new_tokens": self.max_new_tokens,
+        }

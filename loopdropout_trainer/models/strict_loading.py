@@ -1,0 +1,123 @@
+"""Strict loading: a checkpoint that lacks a weight, or has one too many or in another shape, is an error that says so.
+
+transformers fills in what is missing with fresh weights, and logs it. Of a looped model that is never what was meant: a
+checkpoint of another architecture under the same `model_type` would train and answer, wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.loading_report import LoadStateDictInfo
+
+
+DOWNLOAD_FIELDS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
+
+
+class WrongWeightsError(ValueError):
+    """A checkpoint's weights are not those of the model that its configuration describes."""
+
+
+def check_weights(model: PreTrainedModel, report: LoadStateDictInfo, source: str, may_reshape: bool = False) -> None:
+    """Refuse a checkpoint that does not hold exactly the model's weights.
+
+    Args:
+        model: before missing weights are made up.
+        report: what transformers found; tied and ignorable weights are taken out of it.
+        source: name of the checkpoint.
+        may_reshape: whether the caller asked for fresh weights where shapes differ (`ignore_mismatched_sizes`).
+
+    Raises:
+        WrongWeightsError: naming the weights, and what the checkpoint looks like.
+    """
+    model._adjust_missing_and_unexpected_keys(report)
+    if model.base_model is model:  # a backbone, of whose checkpoint the head is a part
+        report.unexpected_keys -= {name for name in report.unexpected_keys if name.startswith("lm_head.")}
+    tied = getattr(model, "all_tied_weights_keys", {})
+    either = {**tied, **{source: target for target, source in tied.items()}}
+    absent = {name for name in report.missing_keys if name not in either or either[name] in report.missing_keys}
+    wrong = []
+    if absent:
+        wrong.append(f"it lacks {_listed(absent)}")
+    if report.unexpected_keys:
+        wrong.append(f"it holds {_listed(report.unexpected_keys)}, which the model does not have")
+    if report.mismatched_keys and not may_reshape:
+        name, held, wanted = min(report.mismatched_keys)
+        others = len(report.mismatched_keys) - 1
+        wrong.append(
+            f"its `{name}` is {list(held)} instead of {list(wanted)}"
+            + (f", and {others} more differ" if others else "")
+        )
+    if not wrong:
+        return
+    expected = set(model.state_dict())
+    present = (expected - report.missing_keys) | report.unexpected_keys
+    signs = "".join(f" {sign}" for sign in _signs(model, expected, present))
+    raise WrongWeightsError(
+        f"The weights of {source} are not those of the {type(model).__name__} that its configuration describes: "
+        f"{'; '.join(wrong)}.{signs}"
+    )
+
+
+def _listed(names: Collection[str]) -> str:
+    """Return names with their numbers as stars, and how many each stands for."""
+    counts: dict[str, int] = defaultdict(int)
+    for name in sorted(names):
+        counts[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] += 1
+    shown = [f"`{name}`" + (f" ({count} times)" if count > 1 else "") for name, count in list(counts.items())[:6]]
+    more = sum(list(counts.values())[6:])
+    return ", ".join(shown) + (f" and {more} others" if more else "")
+
+
+def _signs(model: PreTrainedModel, expected: set[str], present: set[str]) -> Iterable[str]:
+    """Yield sentences on what a checkpoint with these names looks like."""
+    if any(".lora_" in name for name in present):
+        yield "They are of a LoRA adapter: load the base model, and put the adapter on it with `load_adapter`."
+        return
+    wrapper = next((prefix for prefix in _WRAPPERS if any(name.startswith(prefix) for name in present)), None)
+    if wrapper is not None:
+        yield f"Names begin with `{wrapper}`, which a wrapper left there: save the model inside it."
+        return
+    layers, wanted = _layer_counts(present), _layer_counts(expected)
+    for stack in sorted(layers.keys() & wanted.keys()):
+        if layers[stack] != wanted[stack]:
+            yield f"The checkpoint has {layers[stack]} layers in `{stack}`, the configuration {wanted[stack]}."
+    family_sign = model.describe_weights(present)
+    if family_sign:
+        yield family_sign
+
+
+def _layer_counts(names: Iterable[str]) -> dict[str, int]:
+    indices: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        for match in re.finditer(r"\.(\d+)\.", name):
+            indices[name[: match.start()]].add(match[1])
+    return {stack: len(found) for stack, found in indices.items()}
+
+
+def checkpoint_names(name_or_path: str, **init_kwargs: Any) -> list[str] | None:
+    """Return the names of the tensors in a safetensors checkpoint, without loading them; None if there is none.
+
+    Args:
+        name_or_path: folder or hub name; from the Hub the index is read, or the file itself if there is only one.
+        init_kwargs: keywords of `from_pretrained`; those in `DOWNLOAD_FIELDS` are read.
+    """
+    download = {key: init_kwargs[key] for key in DOWNLOAD_FIELDS if key in init_kwargs}
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **optional, **download)
+    if index is not None:
+        return list(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
+    file = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **optional, **download)
+    if file is None:
+        return None
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())

@@ -1,0 +1,241 @@
+"""What a training run shows when it ends: small tables, each with a sentence made from its numbers, and one figure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from loopdropout_trainer.evaluation import BenchmarkResult
+from loopdropout_trainer.runs.result import RunResult
+
+
+MATTERS = 0.05  # below this p-value of the sign test, a difference is said to be more than chance
+_NUMBER = re.compile(r"-?\d[\d,]*")
+
+
+def print_report(outcomes: Sequence[RunResult], console: Console | None = None) -> None:
+    """Print what was trained, what was measured of it, and where things were saved."""
+    console = console or Console()
+    parts: list[tuple[Table, str]] = [(training_table(outcomes), "")]
+    if outcomes[0].benchmarks:
+        parts.append((answers_table(outcomes), about_answers(outcomes)))
+    if all(outcome.single_loop is not None for outcome in outcomes):
+        parts.append((single_loop_table(outcomes), about_single_loops(outcomes)))
+    if all(outcome.by_depth for outcome in outcomes):
+        parts.append((depth_table(outcomes), about_depths(outcomes)))
+    for table, sentence in parts:
+        console.print(table.title, style="bold", highlight=False)  # a table's own title is broken at the table's width
+        table.title = None
+        console.print(table)
+        if sentence:
+            console.print(sentence, highlight=False)
+        console.print()
+    for outcome in outcomes:
+        for what, where in outcome.saved.items():
+            console.print(f"{outcome.title}: {what} in {where}", highlight=False, soft_wrap=True)
+
+
+# Tables: at most 80 columns for two methods, two benchmarks and eight depths.
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def training_table(outcomes: Sequence[RunResult]) -> Table:
+    """Return how each adapter was trained."""
+    table = _table(
+        f"Training at K = {outcomes[0].num_loops}", ("p", "trainable", "examples", "steps", "loss", "seconds")
+    )
+    for outcome in outcomes:
+        table.add_row(
+            outcome.title,
+            "-" if outcome.p is None else str(outcome.p),
+            f"{outcome.trainable_parameters:,}",
+            f"{outcome.examples:,}",
+            f"{outcome.steps:,}",
+            f"{outcome.train_loss:.4f}",
+            f"{outcome.train_seconds:.0f}",
+        )
+    return table
+
+
+def answers_table(outcomes: Sequence[RunResult]) -> Table:
+    """Return the right answers at the training depth; of `#### N` answers also those by the last number that stands there."""
+    benchmarks = outcomes[0].benchmarks
+    columns = []
+    for result in benchmarks:
+        columns += [result.name, "last number"] if _has_marks(result) else [result.name]
+    table = _table(f"Right answers, greedy, at the training depth K = {outcomes[0].num_loops}", columns)
+    for name, results in [
+        ("before training", outcomes[0].base_benchmarks),
+        *((o.title, o.benchmarks) for o in outcomes),
+    ]:
+        cells = []
+        for result in results:
+            cells.append(f"{result.correct}/{result.total} {result.score:.1f}%")
+            if _has_marks(result):
+                cells.append(f"{100 * right_by_last_number(result) / result.total:.1f}%")
+        if cells:
+            table.add_row(name, *cells)
+    return table
+
+
+def single_loop_table(outcomes: Sequence[RunResult]) -> Table:
+    """Return rho_t, the part of the frozen model's loss that goes away with the adapter in loop t only, in percent."""
+    columns = [*(f"loop {loop}" for loop in range(1, outcomes[0].num_loops + 1)), "all loops", "frozen loss"]
+    table = _table("Loss reduction with the adapter in one loop only, rho_t in %", columns)
+    for outcome in outcomes:
+        measured = outcome.single_loop
+        all_on = 100 * (measured.frozen - measured.all_on) / measured.frozen
+        table.add_row(
+            outcome.title, *(f"{rho:.1f}" for rho in measured.reductions), f"{all_on:.1f}", f"{measured.frozen:.4f}"
+        )
+    return table
+
+
+def depth_table(outcomes: Sequence[RunResult]) -> Table:
+    """Return the right answers by the number of loops at inference, in percent."""
+    depths = list(outcomes[0].by_depth)
+    name = outcomes[0].by_depth[depths[0]].name
+    table = _table(f"Right answers on {name} by the loops K at inference, in %", [f"K={depth}" for depth in depths])
+    for outcome in outcomes:
+        table.add_row(outcome.title, *(f"{result.score:.1f}" for result in outcome.by_depth.values()))
+    return table
+
+
+# Sentences, each of them true of the table above it by the way it is made.
+
+
+def about_answers(outcomes: Sequence[RunResult]) -> str:
+    """Say which of two methods answers more, and whether chance alone could make such a difference."""
+    sentences = []
+    for results in zip(*(outcome.benchmarks for outcome in outcomes), strict=True):
+        if len(results) != 2:
+            continue
+        (first, one), (second, other) = zip((o.title for o in outcomes), results, strict=True)
+        if one.correct < other.correct:
+            first, one, second, other = second, other, first, one
+        difference, p_value = one.correct - other.correct, sign_test(one, other)
+        if difference == 0:
+            sentences.append(f"On {one.name}, {first} and {second} answer equally many of {one.total} problems.")
+            continue
+        verdict = "more than chance would explain" if p_value < MATTERS else "which chance alone could explain"
+        sentences.append(
+            f"On {one.name}, {first} answers {difference} more of {one.total} problems than {second}, {verdict} "
+            f"(paired sign test, p = {p_value:.2g}, one seed)."
+        )
+    return "\n".join(sentences)
+
+
+def about_single_loops(outcomes: Sequence[RunResult]) -> str:
+    """Say in which loop each method's update does least and most alone."""
+    parts = []
+    for outcome in outcomes:
+        rho = outcome.single_loop.reductions
+        low, high = (rho.index(pick(rho)) for pick in (min, max))
+        parts.append(f"{outcome.title} {rho[low]:.1f}% (loop {low + 1}) to {rho[high]:.1f}% (loop {high + 1})")
+    return f"Of the frozen model's loss, the update takes away in one loop alone: {'; '.join(parts)}."
+
+
+def about_depths(outcomes: Sequence[RunResult]) -> str:
+    """Say at which depths which method answers more."""
+    scores = {outcome.title: {k: r.score for k, r in outcome.by_depth.items()} for outcome in outcomes}
+    first = next(iter(scores))
+    if len(scores) != 2:
+        return " ".join(f"{name} answers most at K = {_best(row)}." for name, row in scores.items())
+    second = next(name for name in scores if name != first)
+    tests: dict[str, Callable[[float], bool]] = {
+        f"{first} answers more at": lambda gap: gap > 0,
+        f"{second} answers more at": lambda gap: gap < 0,
+        "they are level at": lambda gap: gap == 0,
+    }
+    parts = []
+    for words, holds in tests.items():
+        depths = [k for k in scores[first] if holds(scores[first][k] - scores[second][k])]
+        if depths:
+            parts.append(f"{words} K = {', '.join(map(str, depths))}")
+    sentence = "; ".join(parts)
+    return f"{sentence[0].upper()}{sentence[1:]} (trained at K = {outcomes[0].num_loops}; one seed)."
+
+
+def _best(row: dict[int, float]) -> int:
+    return max(row, key=row.get)
+
+
+def sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
+    """Return the two-sided p-value of the exact sign test over the problems that only one of two methods answers."""
+    pairs = list(zip(one.predictions, other.predictions, strict=True))
+    wins, losses = (sum(a.correct > b.correct for a, b in way) for way in (pairs, [pair[::-1] for pair in pairs]))
+    decided = wins + losses
+    if decided == 0:
+        return 1.0
+    tail = sum(math.comb(decided, k) for k in range(min(wins, losses) + 1)) / 2**decided
+    return min(1.0, 2 * tail)
+
+
+def right_by_last_number(result: BenchmarkResult) -> int:
+    """Count the answers whose last number is the reference's last, whatever stands before it."""
+    return sum(_last_number(p.completion) == _last_number(p.reference) is not None for p in result.predictions)
+
+
+def _has_marks(result: BenchmarkResult) -> bool:
+    return all("####" in prediction.reference for prediction in result.predictions)
+
+
+def _last_number(text: str) -> str | None:
+    found = _NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+# The figure.
+
+
+def plot_report(outcomes: Sequence[RunResult], path: str | Path) -> Path:
+    """Save one figure: rho_t by loop, and right answers by depth, as far as they were measured. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = []
+    if all(outcome.single_loop is not None for outcome in outcomes):
+        panels.append(_draw_single_loops)
+    if all(outcome.by_depth for outcome in outcomes):
+        panels.append(_draw_depths)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.2), layout="constrained", squeeze=False)
+    for draw, axis in zip(panels, axes[0], strict=True):
+        draw(axis, outcomes)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return Path(path)
+
+
+def _draw_single_loops(axis, outcomes: Sequence[RunResult]) -> None:
+    width = 0.8 / len(outcomes)
+    for index, outcome in enumerate(outcomes):
+        rho = outcome.single_loop.reductions
+        offset = (index - (len(outcomes) - 1) / 2) * width
+        axis.bar([loop + offset for loop in range(1, len(rho) + 1)], rho, width, label=outcome.title)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set(xlabel="only active adapter loop t", ylabel="loss reduction (%)", xticks=range(1, len(rho) + 1))
+
+
+def _draw_depths(axis, outcomes: Sequence[RunResult]) -> None:
+    for outcome in outcomes:
+        depths = list(outcome.by_depth)
+        axis.plot(depths, [r.score for r in outcome.by_depth.values()], marker="o", label=outcome.title)
+    axis.axvline(outcomes[0].num_loops, color="grey", linewidth=0.8, linestyle=":")
+    axis.set(xlabel="loops K at inference", ylabel="right answers (%)", xticks=depths, ylim=(0, None))

@@ -1,0 +1,51 @@
+"""See what adapters do in each loop: every diagnostic on the base model and on each adapter, on the same rows.
+
+    accelerate launch recipes/diagnose.py RECIPE.yaml --adapters "LoRA=outputs/lora" "Loop Dropout=outputs/loop_dropout"
+    python recipes/diagnose.py recipes/quickstart.yaml --adapters ... --diagnostics single_loop readouts --num_rows 64
+
+A recipe of sft.py or evaluate.py will do; what concerns only the training is not read. JSON, tables and figures go to
+`output_dir`/diagnostics. The same command continues a run that was killed.
+"""
+
+from __future__ import annotations
+
+import os
+
+from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (
+    ("Model", "settings/arguments.py", "ModelArguments"),
+    ("Diagnostics", "diagnostics/arguments.py", "DiagnosticArguments"),
+    ("Rows", "diagnostics/arguments.py", "RowArguments"),
+    ("Data", "data/arguments.py", "DataArguments"),
+    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
+)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP)  # before the imports that take seconds
+
+from loopdropout_trainer import LoopDropoutConfig
+from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
+from loopdropout_trainer.diagnostics.run import FOLDER, run_diagnostics
+from loopdropout_trainer.evaluation.run import EvaluationArguments
+from loopdropout_trainer.runs.result import show_log
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.recipe import parse_recipe
+
+
+UNREAD = (RunArguments, EvaluationArguments, AdapterArguments, LoopDropoutConfig)
+IS_FIRST = os.environ.get("RANK", "0") == "0"
+
+
+def main(argv: list[str] | None = None) -> None:
+    types = (ModelArguments, RowArguments, DiagnosticArguments)
+    (model, rows, arguments), _ = parse_recipe(types, argv, description=__doc__, unread_types=UNREAD)
+    show_log()
+    run_diagnostics(model, rows, arguments)
+    if IS_FIRST:
+        print(f"Everything is in {os.path.join(arguments.output_dir, FOLDER)}")
+
+
+if __name__ == "__main__":
+    run_command(main, "diagnose.py")

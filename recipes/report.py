@@ -1,0 +1,65 @@
+"""Make tables, figures and one page to look through from the folders that runs, sweeps and diagnostics left.
+
+    python recipes/report.py outputs/quickstart
+    python recipes/report.py outputs/sweeps --tables math_main mask_controls --output_dir report
+    python recipes/report.py outputs --tables all
+
+Without `--tables` it summarises whatever runs there are: accuracy, seeds, differences, costs. A table of the paper is a YAML
+file in recipes/tables/; it is written as Markdown, LaTeX, CSV and JSON, with the paper's numbers in columns of their own. What
+has not been measured is listed as missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from loopdropout_trainer.reports.records import ReportError
+from loopdropout_trainer.reports.render import console_table
+from loopdropout_trainer.reports.report import write_report
+from loopdropout_trainer.settings.command import run_command
+
+
+TABLES = Path(__file__).parent / "tables"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folders of runs; everything below them is read")
+    parser.add_argument(
+        "--tables",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names in recipes/tables, YAML files of your own, or `all`",
+    )
+    parser.add_argument("--output_dir", default="report", help="folder for the report (default: %(default)s)")
+    parser.add_argument("--title", default="Report", help="of the page")
+    arguments = parser.parse_args(argv)
+    written = write_report(arguments.folders, table_files(arguments.tables), arguments.output_dir, arguments.title)
+    console = Console()
+    for table in written.tables:
+        console.print(console_table(table))
+    console.print(written.summary, highlight=False, soft_wrap=True)
+
+
+def table_files(names: list[str]) -> list[Path]:
+    """Return the YAML files of tables given by name or path."""
+    known = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
+    files = []
+    for name in names:
+        if name == "all":
+            files += known.values()
+        elif name in known:
+            files.append(known[name])
+        elif Path(name).is_file():
+            files.append(Path(name))
+        else:
+            raise ReportError(f"`--tables` must name a file or one of all, {', '.join(known)}; got {name!r}.")
+    return files
+
+
+if __name__ == "__main__":
+    run_command(main, "report.py")

@@ -1,0 +1,76 @@
+"""Run a study: all comparisons of one file, from training to what is measured of every adapter.
+
+    python recipes/study.py recipes/studies/small.yaml
+    python recipes/study.py recipes/studies/small.yaml --scale smoke
+    python recipes/study.py recipes/studies/small.yaml --only main controls --results docs/replication/small.json
+    python recipes/study.py recipes/studies/ouro_1.4b.yaml --dry_run true
+    python recipes/study.py recipes/studies/ouro_1.4b.yaml --print_commands true
+
+Each method's learning rate is chosen on the development split of the first seed. The same command continues a study that
+was interrupted, or prints what a scheduler can start next. `--results` gets the numbers, from which
+`python -m loopdropout_trainer.runs.replication` writes the document.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (("Study", "runs/study.py", "StudyArguments"),)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP, recipe="STUDY.yaml")  # before the imports that take seconds
+
+from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
+from loopdropout_trainer.runs.measuring import measure_adapter
+from loopdropout_trainer.runs.result import show_log
+from loopdropout_trainer.runs.study import Study, StudyArguments
+from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.recipe import RecipeError, build, load_recipe, parse_recipe
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    (arguments,), _ = parse_recipe([StudyArguments], argv, description=__doc__)
+    study = Study(arguments, Path(__file__).parent, (sys.executable, str(Path(__file__)), *argv))
+    unknown = [name for name in study.measure.benchmarks if name not in BENCHMARKS]
+    if unknown:
+        raise RecipeError(f"`measure` must name `benchmarks` among {', '.join(BENCHMARKS)}; got {unknown[0]!r}.")
+    if arguments.measure_adapter:
+        show_log()
+        adapter = Path(arguments.measure_adapter)
+        recipe = load_recipe(study.recipe_path(adapter.parent.parent.name))
+        measured = measure_adapter(build(ModelArguments, recipe), adapter, study.measure)
+        for name, counts in measured["benchmarks"].items():
+            print(f"{name}: {counts['correct']}/{counts['total']} = {counts['score']:.2f}%")
+        return
+    if arguments.dry_run:
+        Console().print(study.plan_table())
+        return
+    if arguments.print_commands:
+        print("\n".join(study.commands()))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("study.py: asked to stop; the same command continues."))
+    try:
+        study.run()
+    finally:
+        if arguments.results:  # what is there, also of a study that was stopped
+            path = Path(arguments.results)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(study.collect(), indent=1) + "\n", encoding="utf-8")
+    for name, sweep in study.sweeps():
+        console = Console()
+        console.rule(name)
+        console.print(sweep.grid_table())
+        console.print(sweep.final_table())
+
+
+if __name__ == "__main__":
+    run_command(main, "study.py", interrupted="interrupted; the same command continues.")

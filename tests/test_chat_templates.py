@@ -1,0 +1,126 @@
+"""Chat templates: what is rendered, what is trained, where generation stops, and that a trained model keeps all of it."""
+
+import pytest
+import torch
+from conftest import tiny_ouro
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
+from loopdropout_trainer.data import set_chat_template
+from loopdropout_trainer.data.templates import CHAT_TOKENS, check_turn_end
+
+
+# First tokens of the published vocabularies; then one token a byte.
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "<think>", "</think>"]
+SPECIAL += ["<|begin_text|>", "<|begin_header|>", "<|end_header|>", "<|end_turn|>", "<|pad|>"]
+
+
+@pytest.fixture
+def chat_tokenizer():
+    """A byte tokenizer with the special tokens of all families, and base models' idea of where text ends."""
+    vocab = {token: index for index, token in enumerate(SPECIAL)}
+    vocab |= {byte: index + len(SPECIAL) for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1+1? "}
+ANSWER = {"role": "assistant", "content": "2\n"}
+REASONED = {**ANSWER, "reasoning_content": "Add."}
+CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "prompt", "trained"),
+    [
+        ("ouro", ANSWER, CHATML, "2<|im_end|>"),
+        ("ouro_thinking", ANSWER, CHATML, "2<|im_end|>"),
+        ("ouro_thinking", REASONED, CHATML, "<think>\nAdd.\n</think>\n\n2<|im_end|>"),
+        ("nanbeige", REASONED, CHATML + "<think>\n", "Add.\n</think>\n\n2<|im_end|>"),
+        ("nanbeige", ANSWER, CHATML + "<think>\n\n</think>\n\n", "2<|im_end|>"),
+        (
+            "huginn",
+            ANSWER,
+            "<|begin_text|><|begin_header|>system<|end_header|>\n\nBe brief.<|end_turn|>"
+            "<|begin_header|>user<|end_header|>\n\n1+1?<|end_turn|><|begin_header|>Huginn<|end_header|>\n\n",
+            "2<|end_turn|>",
+        ),
+    ],
+)
+def test_the_prompt_is_not_trained_and_the_answer_with_its_end_is(chat_tokenizer, name, answer, prompt, trained):
+    set_chat_template(chat_tokenizer, name)
+    thinking = {"enable_thinking": answer is REASONED}
+    turns = [SYSTEM, USER]
+    asked = chat_tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **thinking)
+    assert asked == prompt
+    whole = chat_tokenizer.apply_chat_template([*turns, answer], tokenize=False)
+    assert whole.removesuffix("\n") == prompt + trained
+    encoded = chat_tokenizer.apply_chat_template(
+        [*turns, answer, USER, answer], return_dict=True, return_assistant_tokens_mask=True
+    )
+    pieces, before = [], 0
+    for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
+        if mask and not before:
+            pieces.append([])
+        if mask:
+            pieces[-1].append(token)
+        before = mask
+    assert [chat_tokenizer.decode(piece) for piece in pieces] == [trained] * 2
+    assert all(piece[-1] == chat_tokenizer.eos_token_id for piece in pieces)
+
+
+def test_ouro_gets_the_ids_that_a_chat_needs(chat_tokenizer):
+    assert (chat_tokenizer.bos_token_id, chat_tokenizer.eos_token_id, chat_tokenizer.pad_token_id) == (0, 0, 0)
+    set_chat_template(chat_tokenizer, "ouro")
+    assert (chat_tokenizer.bos_token_id, chat_tokenizer.eos_token_id, chat_tokenizer.pad_token_id) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("name", CHAT_TOKENS)
+def test_a_role_that_the_template_does_not_know_is_refused(chat_tokenizer, name):
+    set_chat_template(chat_tokenizer, name)
+    with pytest.raises(Exception, match="A role must be system, user or assistant; got 'tool'"):
+        chat_tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+def test_a_tokenizer_without_the_tokens_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match=r"`chat_template: ouro` needs the token <\|im_start\|>"):
+        set_chat_template(tokenizer, "ouro")
+
+
+def test_an_end_of_turn_that_does_not_stop_generation_is_refused(chat_tokenizer):
+    set_chat_template(chat_tokenizer, "ouro")
+    chat_tokenizer.eos_token = "<|endoftext|>"
+    with pytest.raises(
+        ValueError, match=r"ends an assistant's turn with '<\|im_end\|>', and generation stops at '<\|endof"
+    ):
+        check_turn_end(chat_tokenizer)
+
+
+def test_a_trained_model_keeps_template_and_end_of_turn(config, chat_tokenizer, tmp_path):
+    tiny_ouro(vocab_size=280, eos_token_id=0, bos_token_id=0, pad_token_id=0).save_pretrained(tmp_path / "base")
+    set_chat_template(chat_tokenizer, "ouro_thinking")
+    rows = Dataset.from_list([{"messages": [SYSTEM, USER, REASONED]}] * 8)
+    args = config(max_steps=1, assistant_only_loss=True)
+    trainer = LoopDropoutSFTTrainer(str(tmp_path / "base"), args, train_dataset=rows, processing_class=chat_tokenizer)
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    trained = batch["labels"][batch["labels"] != -100]
+    assert chat_tokenizer.decode(trained) == "<think>\nAdd.\n</think>\n\n2<|im_end|>"
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    merge_and_save(trainer.model, tmp_path / "merged", chat_tokenizer)
+    for folder in ("adapter", "merged"):
+        saved = AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert saved.chat_template == chat_tokenizer.chat_template
+        assert (saved.bos_token_id, saved.eos_token_id, saved.pad_token_id) == (1, 2, 0)
+        check_turn_end(saved)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ends = torch.tensor(model.generation_config.eos_token_id).flatten().tolist()
+    assert 2 in ends and model.generation_config.pad_token_id == 0

@@ -1,0 +1,334 @@
+"""recipes/diagnose.py: all diagnostics of two adapters, what it leaves on disk, what it refuses, and how it goes on."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import tiny_ouro
+from test_diagnostics_measures import adapted
+
+from loopdropout_trainer.data.arithmetic import arithmetic_problems
+from loopdropout_trainer.diagnostics import DIAGNOSTICS, Report, single_loop_activation
+from loopdropout_trainer.diagnostics.answers import Answers, compare_seeds
+from loopdropout_trainer.diagnostics.rows import load_rows
+from loopdropout_trainer.diagnostics.single_loop import SingleLoop
+from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
+from loopdropout_trainer.saving.adapter_files import save_adapter_metadata
+from loopdropout_trainer.settings.recipe import RecipeError
+
+
+ROOT = Path(__file__).parents[1]
+GENERATING = ("single_loop_generation", "depth_generation", "answers")
+MEASURED = {
+    "single_loop": {"frozen", "only", "all_on", "reductions_percent", "all_on_reduction_percent"},
+    "patterns": {"frozen", "patterns"},
+    "dose": {"doses", "losses", "reductions_percent"},
+    "readouts": {"losses", "accuracies_percent"},
+    "depth": {"depths", "losses", "accuracies_percent", "relative_compute"},
+    "updates": {"states", "relative_sizes", "cosines"},
+    "settling": {"states", "state_distances", "readout_divergences", "agreements_percent"},
+    "similarity": {"states", "cka", "num_tokens"},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tokenizer):
+    """A base, its two adapters (one with two seeds), a merged model, and a recipe that holds 6 rows out."""
+    folder = tmp_path_factory.mktemp("saved")
+    base = tiny_ouro()
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    settings = f"model_name_or_path: {folder / 'base'}\npreparation: arithmetic\nnum_train_examples: 20\n"
+    for seed, name in enumerate(("lora", "dropout_1", "dropout_2"), start=1):
+        adapted(copy.deepcopy(base), seed).save_pretrained(folder / name)
+        rule = "lora" if name == "lora" else "loop_dropout"
+        save_adapter_metadata(folder / name, num_loops=4, rule=rule, p=None if name == "lora" else 0.5)
+        (folder / name / "recipe.yaml").write_text(f"{settings}seed: {seed}\nlearning_rate: 1.0e-4\n")
+    adapted(copy.deepcopy(base), 1).merge_and_unload().save_pretrained(folder / "merged")
+    tokenizer.save_pretrained(folder / "merged")
+    (folder / "recipe.yaml").write_text(
+        f"{settings}num_eval_examples: 6\nmax_length: 512\ndtype: float32\nuse_cpu: true\nlearning_rate: 1.0e-4\n"
+        "benchmarks: [arithmetic_test]\nbenchmark_limit: 4\nbenchmark_batch_size: 4\nrows_batch_size: 4\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def diagnose(saved):
+    """`diagnose(output_dir, *options)` runs the script on the recipe and its adapters."""
+    spec = spec_from_file_location("diagnose_script", ROOT / "recipes" / "diagnose.py")
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def run(output_dir, *options, adapters=("LoRA=lora", "Loop Dropout=dropout_1", "Loop Dropout=dropout_2")):
+        named = [adapter.replace("=", f"={saved}/") for adapter in adapters]
+        script.main([str(saved / "recipe.yaml"), "--output_dir", str(output_dir), "--adapters", *named, *options])
+        files = (Path(output_dir) / "diagnostics").glob("*.json")
+        return {file.stem: json.loads(file.read_text()) for file in files}
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def everything(diagnose, saved, tmp_path_factory):
+    """All that reads rows, once: folder, printed text, files by name."""
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    folder, text = tmp_path_factory.mktemp("everything"), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(text):
+        patch.setenv("COLUMNS", "80")
+        files = diagnose(
+            folder, "--models", f"Merged={saved / 'merged'}", "--diagnostics", *MEASURED, "--depths", "1", "4", "6"
+        )
+    return folder / "diagnostics", text.getvalue(), files
+
+
+def test_every_diagnostic_leaves_what_is_documented(everything):
+    folder, printed, files = everything
+    assert set(files) == set(MEASURED) == set(DIAGNOSTICS) - set(GENERATING) - {"last_two"}
+    documented = (ROOT / "docs" / "diagnostics.md").read_text()
+    for name, content in files.items():
+        assert content["schema"] == 1 and content["diagnostic"] == name and content["settings"]["num_loops"] == 4
+        assert content["settings"]["rows"]["num_rows"] == 6
+        gated = DIAGNOSTICS[name].needs_adapter
+        methods = [run["method"] for run in content["runs"]]
+        assert methods == ([] if gated else ["base"]) + ["LoRA"] + ["Loop Dropout"] * 2 + ([] if gated else ["Merged"])
+        assert [each["method"] for each in content["left_out"]] == (["base", "Merged"] if gated else [])
+        for run in content["runs"]:
+            assert set(run["measured"]) == MEASURED[name]
+        dropout = next(run for run in content["runs"] if run["method"] == "Loop Dropout")
+        assert (dropout["seed"], dropout["rule"], dropout["p"], dropout["train_num_loops"]) == (
+            2,
+            "loop_dropout",
+            0.5,
+            4,
+        )
+        for field in MEASURED[name] | {name}:
+            assert f"`{field}`" in documented
+        pictures = sorted(file.name for file in folder.glob(f"{name}*.p*"))
+        assert {Path(file).suffix for file in pictures} == {".png", ".pdf"} and len(pictures) % 2 == 0
+        assert DIAGNOSTICS[name].title.split()[0] in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_the_numbers_are_those_of_the_functions(everything, saved, tokenizer):
+    """From the folders, without the run: losses of the first adapter, and equality of an adapter and its merged model."""
+    from loopdropout_trainer.data import DataArguments
+
+    _, _, files = everything
+    arguments = DataArguments(preparation="arithmetic", num_train_examples=20, num_eval_examples=6)
+    rows = load_rows(arguments, tokenizer, "held_out", 500, 3, max_length=512)
+    want = single_loop_activation(adapted(tiny_ouro(), 1), rows.batches)
+    found = files["single_loop"]["runs"][0]["measured"]
+    assert found["only"] == pytest.approx(want.only, abs=1e-5) and found["frozen"] == pytest.approx(want.frozen)
+    for name in ("readouts", "depth", "settling", "similarity"):
+        runs = {run["method"]: run["measured"] for run in files[name]["runs"]}
+        for key, value in runs["Merged"].items():
+            if key != "states":
+                assert np.array(value) == pytest.approx(np.array(runs["LoRA"][key]), abs=2e-3)
+    base = next(run for run in files["readouts"]["runs"] if run["kind"] == "base")
+    assert base["measured"]["losses"][3] == pytest.approx(want.frozen, abs=1e-5)
+
+
+def test_seeds_become_mean_and_sample_standard_deviation(everything):
+    _, printed, files = everything
+    report = Report(files["single_loop"])
+    a, b = (run["measured"]["all_on"] for run in files["single_loop"]["runs"][1:])
+    mean, sd = report.series("all_on")["Loop Dropout"]
+    assert mean == pytest.approx((a + b) / 2) and sd == pytest.approx(abs(a - b) / 2**0.5)
+    assert report.series("all_on")["LoRA"][1] is None
+    assert f"{mean:.4f} ± {sd:.4f}" in printed
+
+
+def test_a_killed_run_goes_on_and_other_settings_are_refused(diagnose, tmp_path, monkeypatch):
+    names = ("--diagnostics", "single_loop", "readouts")
+    before = diagnose(tmp_path, *names)
+    parts = tmp_path / "diagnostics" / "parts"
+    (parts / "single_loop" / "Loop_Dropout-1.json").unlink()
+    (tmp_path / "diagnostics" / "single_loop.json").unlink()
+    measured = []
+    original = SingleLoop.measure
+    monkeypatch.setattr(
+        SingleLoop, "measure", lambda self, context: measured.append(context.subject.path) or original(self, context)
+    )
+    after = diagnose(tmp_path, *names)
+    assert [Path(path).name for path in measured] == ["dropout_2"]
+    for name in before:
+        for old, new in zip(before[name]["runs"], after[name]["runs"], strict=True):
+            assert old["measured"] == new["measured"]
+    with pytest.raises(SettingsChangedError, match=r"`rows\.num_rows` was 6 and is 3.*another `output_dir`"):
+        diagnose(tmp_path, *names, "--num_rows", "3")
+    with pytest.raises(SettingsChangedError, match=r"`adapter` was"):
+        diagnose(tmp_path, *names, adapters=("LoRA=dropout_1",))
+
+
+def test_runs_that_are_not_comparable_are_refused(diagnose, saved, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in (saved / "lora").iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    recipe = (saved / "lora" / "recipe.yaml").read_text()
+    adapters = ("LoRA=lora", "More=../" + str(other.relative_to(saved.parent)))
+    for old, new, message in (
+        ("num_train_examples: 20", "num_train_examples: 40", "`num_train_examples` was 20 .* 40 in the other"),
+        (str(saved / "base"), "ByteDance/Ouro-1.4B", "`model_name_or_path` ByteDance/Ouro-1.4B"),
+    ):
+        (other / "recipe.yaml").write_text(recipe.replace(old, new))
+        with pytest.raises(RecipeError, match=message) as caught:
+            diagnose(tmp_path / "out", "--diagnostics", "dose", adapters=adapters)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--diagnostics", "doses"], "`diagnostics` must be among .*dose.*; got 'doses'"),
+        (["--import", "missing.py"], "`import` names missing.py, which cannot be imported"),
+        (["--evaluations", "Other=x.json"], "`evaluations` names x.json for `Other`"),
+        (["--models", "Merged"], r"`models` takes name=path; got 'Merged'"),
+        (["--models", "LoRA=x"], "`LoRA` names an adapter and a merged model"),
+        (["--depths", "0"], "`depths` must be whole numbers of at least 1"),
+        (["--rows", "gsm9k"], "`rows` must be held_out or among"),
+    ],
+)
+def test_mistakes_are_one_sentence(diagnose, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        diagnose(tmp_path, *options)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "diagnostics").exists()
+
+
+def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
+    """The example of the documentation, saved in a folder of its own."""
+    text = (ROOT / "docs" / "diagnostics.md").read_text()
+    code = text.split("## A diagnostic of your own")[1].split("```python\n")[1].split("```")[0]
+    (tmp_path / "my_diagnostic.py").write_text(code)
+    try:
+        options = ("--import", str(tmp_path / "my_diagnostic.py"), "--diagnostics", "last_two", "patterns")
+        files = diagnose(tmp_path, *options, adapters=("LoRA=lora",))
+    finally:
+        DIAGNOSTICS.pop("last_two", None)
+    patterns = {tuple(each["loops"]): each["loss"] for each in files["patterns"]["runs"][0]["measured"]["patterns"]}
+    (run,) = files["last_two"]["runs"]
+    assert run["measured"]["loss"] == pytest.approx(patterns[3, 4])
+    assert (tmp_path / "diagnostics" / "last_two.png").is_file()
+    printed = capsys.readouterr().out
+    assert "Loss with the adapter in the last two loops" in printed and f"{run['measured']['loss']:.4f}" in printed
+
+
+def test_answers_are_generated_once_under_the_gates_that_are_asked_for(diagnose, saved, tokenizer, tmp_path):
+    from loopdropout_trainer import use_gates
+    from loopdropout_trainer.evaluation import evaluate_benchmark, load_benchmark
+
+    files = diagnose(tmp_path, "--diagnostics", *GENERATING, "--depths", "2", "4", adapters=("LoRA=lora",))
+    benchmark = load_benchmark("arithmetic_test", limit=4)
+    model = adapted(tiny_ouro(), 1)
+    of = {name: next(r for r in files[name]["runs"] if r["method"] == "LoRA")["measured"] for name in GENERATING}
+    answering = tmp_path / "diagnostics" / "parts" / "answering" / "LoRA-0" / "arithmetic_test"
+    labels = {"depth_4", "depth_2", *(f"depth_4_gates_{g}" for g in ("1_0_0_0", "0_1_0_0", "0_0_1_0", "0_0_0_1"))}
+    assert {folder.name for folder in answering.iterdir()} == labels
+    all_on = evaluate_benchmark(model, tokenizer, benchmark, progress=False)
+    answers = of["answers"]["arithmetic_test"]
+    assert [each["completion"] for each in answers["problems"]] == [p.completion for p in all_on.predictions]
+    assert {key: answers[key] for key in ("correct", "missing", "total")} == {
+        "correct": all_on.correct,
+        "missing": all_on.missing,
+        "total": 4,
+    }
+    with use_gates(model, [0.0, 1.0, 0.0, 0.0]):
+        only_2 = evaluate_benchmark(model, tokenizer, benchmark, progress=False)
+    kept = [
+        json.loads(line)["answer"]
+        for line in sorted((answering / "depth_4_gates_0_1_0_0" / "00000.jsonl").read_text().splitlines())
+    ]
+    assert sorted(kept) == sorted(p.completion for p in only_2.predictions)
+    assert only_2.predictions != all_on.predictions
+    steps = [problem["num_steps"] for problem in arithmetic_problems("test", 4)]
+    totals = {group: each["total"] for group, each in answers["groups"]["num_steps"].items()}
+    assert totals == {str(step): steps.count(step) for step in set(steps)}
+
+
+def run_of(seed, *problems):
+    """A run's JSON: each problem is (extracted, correct)."""
+    listed = [{"extracted": extracted, "correct": correct, "completion": ""} for extracted, correct in problems]
+    return {"seed": seed, "measured": {"math": {"problems": listed}}}
+
+
+def test_differences_split_and_flips_are_listed():
+    a = [
+        run_of(2, (1, True), (None, False), (2, False), (3, False)),
+        run_of(1, (1, True), (2, True), (3, True), (4, True)),
+    ]
+    b = [
+        run_of(1, (1, True), (2, True), (None, False), (9, False)),
+        run_of(2, (5, False), (4, True), (2, True), (3, True)),
+    ]
+    first, second = compare_seeds(a, b, "math")
+    assert first["seeds"] == [1, 1] and second["seeds"] == [2, 2]
+    assert (first["fixed"], first["broken"], first["difference"]) == ([], [2, 3], -50)
+    assert (first["both_extractable"], first["missing_in_either"]) == (-25, -25)
+    assert (second["fixed"], second["broken"], second["difference"]) == ([1, 2, 3], [0], 50)
+    assert (second["both_extractable"], second["missing_in_either"]) == (25, 25)
+    assert second["p_value"] == pytest.approx(2 * (1 + 4) / 16)  # at most 1 of 4, both sides
+    base = run_of(None, *[(None, False)] * 4)
+    assert [pair["seeds"] for pair in compare_seeds([base], b, "math")] == [[None, 1], [None, 2]]
+
+
+def test_answers_of_an_evaluation_are_taken_if_they_are_to_the_same_problems(diagnose, saved, tmp_path, monkeypatch):
+    from loopdropout_trainer.evaluation.run import EvaluationArguments, run_evaluation
+    from loopdropout_trainer.settings.arguments import ModelArguments
+
+    model = ModelArguments(str(saved / "base"), dtype="float32")
+    for limit in (4, 3):
+        run_evaluation(
+            model,
+            EvaluationArguments(
+                benchmarks=["arithmetic_test"],
+                benchmark_limit=limit,
+                adapter=str(saved / "lora"),
+                output_dir=str(tmp_path / str(limit)),
+            ),
+        )
+    file = tmp_path / "4" / "evaluation.json"
+    generated = diagnose(tmp_path / "a", "--diagnostics", "answers", adapters=("LoRA=lora",))
+    asked = []
+    original = Answers.measure
+
+    def measure(self, context):
+        answer = context.answer
+        context.answer = lambda *call: asked.append(context.subject.method) or answer(*call)
+        return original(self, context)
+
+    monkeypatch.setattr(Answers, "measure", measure)
+    options = ("--diagnostics", "answers", "--evaluations", f"LoRA={file}")
+    taken = diagnose(tmp_path / "b", *options, adapters=("LoRA=lora",))
+    assert asked == ["base"]
+    assert taken["answers"]["runs"][1]["measured"] == generated["answers"]["runs"][1]["measured"]
+    with pytest.raises(RecipeError, match="cannot be compared: the `prompts` of `arithmetic_test` differ"):
+        diagnose(tmp_path / "c", *options[:-1], f"LoRA={tmp_path / '3' / 'evaluation.json'}", adapters=("LoRA=lora",))
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(diagnose, saved, tmp_path):
+    names = ["single_loop", "readouts", "updates", "similarity", "settling", "depth", "answers"]
+    one = diagnose(tmp_path / "one", "--diagnostics", *names, "--depths", "1", "5")
+    adapters = [f"{name}={saved / folder}" for name, folder in (("LoRA", "lora"), ("Loop Dropout", "dropout_1"))]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += [str(ROOT / "recipes" / "diagnose.py"), str(saved / "recipe.yaml"), "--adapters", *adapters]
+    command += [f"Loop Dropout={saved / 'dropout_2'}", "--output_dir", str(tmp_path / "two"), "--depths", "1", "5"]
+    subprocess.run(
+        [*command, "--diagnostics", *names], check=True, timeout=540, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    for name in names:
+        two = json.loads((tmp_path / "two" / "diagnostics" / f"{name}.json").read_text())
+        assert two["num_processes"] == 2
+        for mine, other in zip(one[name]["runs"], two["runs"], strict=True):
+            assert mine["measured"] == other["measured"], name

@@ -1,0 +1,97 @@
+"""HRM-Text as the package describes it: its prompts attend in both directions, in training as in generation."""
+
+import pytest
+import torch
+from test_extending import adapted, tiny_hrm
+from transformers import HrmTextForCausalLM
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops
+from loopdropout_trainer.evaluation import generate_greedy
+from loopdropout_trainer.looped import find_looped_model
+
+
+def sharp_hrm(**config):
+    """One whose attention is far from even, so that it matters who sees whom."""
+    model = tiny_hrm(**config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "self_attn" in name:
+                parameter.mul_(20)
+    return model
+
+
+def test_it_is_described_by_itself():
+    model = tiny_hrm()
+    check_loops(model, input_ids=torch.tensor([[3, 4, 5]]))
+    assert find_looped_model(model) is model and model.config.num_loops == 3
+
+
+def test_training_batches_mark_the_prompt_and_score_as_transformers_does(config, dataset, tokenizer):
+    model = sharp_hrm()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in (0, 5, 20)])
+    labels, kinds = batch["labels"], batch["token_type_ids"]
+    for row in range(3):
+        first = int((labels[row] != -100).nonzero()[0])
+        assert kinds[row].tolist() == [1] * first + [0] * (labels.shape[1] - first)
+        assert first > 1
+
+    reference = HrmTextForCausalLM(model.config).eval()  # no description, no adapter
+    reference.load_state_dict(weights)
+    with torch.no_grad():
+        want = reference(**batch).loss
+        causal = reference(**{**batch, "token_type_ids": None}).loss
+        got = trainer.compute_loss(trainer.model.eval(), dict(batch))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert abs(causal - want) > 1e-4
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_several_examples_in_a_row_are_refused(config, dataset, tokenizer):
+    args = config(padding_free=True, max_length=None)
+    trainer = LoopDropoutSFTTrainer(tiny_hrm(), args, train_dataset=dataset, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="set `packing` and `padding_free` to false"):
+        trainer.train()
+
+
+def test_without_the_prefix_mask_nothing_is_marked():
+    model = find_looped_model(tiny_hrm(prefix_lm=False))
+    batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[-100, 4]])}
+    assert model.complete_batch(batch) is batch
+
+
+def test_generation_takes_its_input_for_the_prompt(tokenizer):
+    model = find_looped_model(sharp_hrm().eval())
+    ids = torch.tensor([[1, 1, 5, 6, 9], [2, 3, 4, 5, 8]])
+    options = {"attention_mask": (ids != 1).long(), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(ids, **options)
+    assert torch.equal(tokens, model.generate(ids, use_cache=False, **options))
+
+    # By hand: the prompt's columns see each other, later ones what is before them.
+    rows = ids
+    for _ in range(6):
+        kinds = torch.zeros_like(rows)
+        kinds[:, :5] = ids != 1
+        mask = torch.ones_like(rows)
+        mask[:, :5] = ids != 1
+        logits = HrmTextForCausalLM.forward(
+            model, rows, attention_mask=mask, token_type_ids=kinds, use_cache=False
+        ).logits
+        rows = torch.cat([rows, logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(tokens, rows)
+    causal = model.generate(ids, token_type_ids=torch.zeros_like(ids), **options)
+    assert not torch.equal(tokens, causal)
+
+    prompts = ["1+1", "1+10", "2"]
+    alone = [generate_greedy(model, tokenizer, [prompt], max_new_tokens=5, progress=False)[0] for prompt in prompts]
+    assert generate_greedy(model, tokenizer, prompts, max_new_tokens=5, progress=False) == alone
+
+
+def test_an_adapter_generates_as_its_model_does():
+    peft_model = adapted(tiny_hrm()).eval()
+    ids = torch.tensor([[2, 3, 4, 5, 8]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    tokens = peft_model.generate(input_ids=ids, **options)
+    assert torch.equal(tokens, peft_model.merge_and_unload().generate(ids, **options))

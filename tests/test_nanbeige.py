@@ -1,0 +1,89 @@
+"""What is Nanbeige's own: its depth fields, the norm between loops, what it refuses, the published size."""
+
+import json
+
+import pytest
+import torch
+from conftest import NANBEIGE_3B, tiny_nanbeige
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from loopdropout_trainer import default_peft_config
+from loopdropout_trainer.models import NanbeigeConfig, NanbeigeForCausalLM
+
+
+def test_weights_of_losses_set_the_depth_and_a_depth_set_later_wins(tmp_path):
+    model = tiny_nanbeige(num_loops=1, loop_loss_weights=[0.1, 0.2])
+    assert model.config.num_loops == 3
+    for depth, weights in ((3, [0.1, 0.2]), (5, [])):
+        model.config.num_loops = depth
+        model.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert (saved["num_loops"], saved["loop_loss_weights"]) == (depth, weights)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_loops == depth
+    model.config.num_loops = 3
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=2).config.num_loops == 2
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_norm_belongs_to_the_readout_alone_if_it_is_skipped(skip):
+    model = tiny_nanbeige(skip_loop_final_norm=skip).eval()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(3)
+    out = model(torch.tensor([[3, 4, 5]]), output_readouts=True)
+    for state, readout in zip(out.loop_states, out.readouts, strict=True):
+        assert torch.equal(readout, model.model.norm(state) if skip else state)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("enable_double_loop_split", True),
+        ("loop_middle_layers", [2, 3]),
+        ("loop_share_kv", True),
+        ("enable_hyper_connection", True),
+        ("enable_mhc", True),
+        ("enable_depth_attention", True),
+        ("enable_something_new", True),
+        ("emb_neighbor_num", 4),
+        ("emb_split_num", 4),
+        ("ngram_vocab_size_ratio", 78.0),
+        ("insert_ngram_layer_idx", [3]),
+        ("qk_layernorm", True),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+    ],
+)
+def test_what_is_not_implemented_is_refused_and_may_be_off(field, value):
+    with pytest.raises(ValueError, match=f"`{field}` of a Nanbeige model must be off"):
+        tiny_nanbeige(**{field: value})
+    for off in (False, None) if value is True and field != "attention_bias" else (False,):
+        assert tiny_nanbeige(**{field: off}).config.num_loops == 4
+
+
+def test_other_fields_that_change_the_arithmetic_are_refused():
+    with pytest.raises(ValueError, match="`rope_scaling` of a Nanbeige model must be null; got one of type 'linear'"):
+        tiny_nanbeige(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    with pytest.raises(ValueError, match="`kv_channels` must equal `head_dim` = 12; got 16"):
+        tiny_nanbeige(kv_channels=16)
+
+
+def test_readers_other_than_transformers_5_find_what_they_know(tmp_path):
+    tiny_nanbeige(rope_theta=70_000_000.0).to(torch.bfloat16).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    want = {"rope_theta": 7e7, "rope_scaling": None, "torch_dtype": "bfloat16", "head_dim": 12, "num_loops": 4}
+    assert {name: saved[name] for name in want} == want
+    assert saved["architectures"] == ["NanbeigeForCausalLM"]
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "inv_freq" in name]
+
+
+def test_the_published_size_comes_out():
+    from peft import get_peft_model
+
+    config = NanbeigeConfig(**NANBEIGE_3B)
+    with torch.device("meta"):
+        model = NanbeigeForCausalLM(config)
+        assert sum(p.numel() for p in model.parameters()) == 4_169_800_704
+        adapted = get_peft_model(model, default_peft_config(config))
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == 23_969_792

@@ -1,0 +1,99 @@
+"""What a run prints at its end: tables that fit a screen, and sentences that are true of them."""
+
+import io
+
+import pytest
+from rich.console import Console
+from scipy.stats import binomtest
+
+from loopdropout_trainer.diagnostics import SingleLoopActivation
+from loopdropout_trainer.evaluation import BenchmarkResult, Prediction
+from loopdropout_trainer.runs.progress import summary
+from loopdropout_trainer.runs.report import about_answers, about_depths, print_report, right_by_last_number, sign_test
+from loopdropout_trainer.runs.result import RunResult
+
+
+def answers(right, total=40, name="arithmetic_test", start=0):
+    """A result whose answers are right for `right` problems from number `start` on."""
+    chosen = range(start, start + right)
+    return BenchmarkResult(
+        name,
+        [
+            Prediction("?", f"1 + 1 = 2\n#### {7 if i in chosen else 8}", "5 + 2 = 7\n#### 7", None, i in chosen)
+            for i in range(total)
+        ],
+    )
+
+
+def outcome(rule, right, only, by_depth):
+    return RunResult(
+        rule=rule,
+        p=0.5 if rule == "loop_dropout" else None,
+        num_loops=4,
+        trainable_parameters=1_234_567,
+        steps=12_345,
+        examples=123_456,
+        train_loss=0.1234,
+        train_seconds=12345,
+        base_benchmarks=[answers(0)],
+        benchmarks=[answers(right)],
+        single_loop=SingleLoopActivation(frozen=2.0, only=only, all_on=0.2),
+        by_depth={depth: answers(number) for depth, number in by_depth.items()},
+    )
+
+
+def two():
+    lora = outcome("lora", 30, (1.0, 1.5, 1.8, 0.5), dict(enumerate((0, 5, 30, 30, 20, 10, 5, 0), start=1)))
+    ours = outcome("loop_dropout", 12, (0.9, 0.8, 0.7, 1.0), dict(enumerate((5, 12, 12, 12, 20, 11, 5, 0), start=1)))
+    return [ours, lora]
+
+
+def test_everything_fits_80_columns():
+    console = Console(file=io.StringIO(), width=80)
+    print_report(two(), console)
+    printed = console.file.getvalue()
+    assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
+    assert printed.count("Loop Dropout") >= 4  # a method's name is never broken
+
+
+def test_sentences_are_true_of_the_numbers():
+    ours, lora = two()
+    assert "LoRA answers 18 more of 40 problems than Loop Dropout, more than chance" in about_answers([ours, lora])
+    assert about_depths([ours, lora]) == (
+        "Loop Dropout answers more at K = 1, 2, 6; LoRA answers more at K = 3, 4; they are level at K = 5, 7, 8 "
+        "(trained at K = 4; one seed)."
+    )
+    lora.benchmarks = [answers(13)]
+    assert "LoRA answers 1 more of 40 problems than Loop Dropout, which chance alone" in about_answers([ours, lora])
+    lora.benchmarks = [answers(12, start=20)]
+    assert "equally many of 40" in about_answers([ours, lora])
+    console = Console(file=io.StringIO(), width=200)
+    print_report([ours, lora], console)
+    assert (
+        "Loop Dropout 50.0% (loop 4) to 65.0% (loop 3); LoRA 10.0% (loop 3) to 75.0% (loop 4)."
+        in console.file.getvalue()
+    )
+
+
+@pytest.mark.parametrize(("right", "other", "start"), [(30, 12, 0), (12, 13, 20), (12, 12, 5), (5, 5, 0)])
+def test_the_sign_test_is_scipys(right, other, start):
+    one, two = answers(right), answers(other, start=start)
+    pairs = list(zip(one.predictions, two.predictions, strict=True))
+    wins = sum(a.correct and not b.correct for a, b in pairs)
+    losses = sum(b.correct and not a.correct for a, b in pairs)
+    want = binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
+    assert sign_test(one, two) == pytest.approx(want)
+
+
+def test_the_last_number_of_any_answer_counts():
+    completions = ["The answer is 1,234.", "12 + 3 = 15\n#### 15", "no number", "1234 in all, said 2"]
+    references = ["#### 1234", "#### 15", "#### 3", "#### 1234"]
+    predictions = [Prediction("?", c, r, None, False) for c, r in zip(completions, references, strict=True)]
+    assert right_by_last_number(BenchmarkResult("x", predictions)) == 2
+
+
+def test_one_line_for_a_logging_interval():
+    logs = {"loss": "0.5", "grad_norm": 3.0, "learning_rate": "0.004"}
+    assert summary(100, 600, logs) == "step 100 of 600: loss 0.5000, learning rate 0.004"
+    assert summary(100, 600, {"eval_loss": 0.25}) == "step 100 of 600: held-out loss 0.2500"
+    assert summary(600, 600, {"train_runtime": 1.0}) is None

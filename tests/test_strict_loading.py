@@ -1,0 +1,290 @@
+"""Checkpoints and adapters that do not hold exactly what their configuration describes are refused, in every family."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import TINY, golden_model, tiny_huginn, tiny_olmo_conversion, tiny_ouro
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+from loopdropout_trainer import default_peft_config
+from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM
+from loopdropout_trainer.models.strict_loading import WrongWeightsError
+from loopdropout_trainer.saving.adapter_files import load_adapter
+
+
+IDS = torch.arange(2, 12).view(2, 5)
+
+
+@pytest.fixture
+def saved(make_tiny, tmp_path):
+    """Folder of a saved tiny model of each family in turn, and the model."""
+    model = make_tiny().eval()
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model", model
+
+
+def change(folder, function):
+    """Apply `function` to the saved tensors of a model or adapter."""
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    function(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def recurrent_weight(model):
+    """The name on disk of a weight in the recurrent block."""
+    name = f"{model.recurrent_linears()[-1]}.weight"
+    return next(key for key in model.hub_weights(model.state_dict()) if name.endswith(key))
+
+
+def test_a_missing_weight_is_named(saved):
+    folder, model = saved
+    name = recurrent_weight(model)
+    change(folder, lambda weights: weights.pop(name))
+    starred = re.escape(re.sub(r"\.\d+\.", ".*.", name))
+    with pytest.raises(WrongWeightsError, match=f"it lacks `[a-z.]*{starred}`") as error:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert "\n" not in str(error.value)
+    with pytest.raises(WrongWeightsError, match="it lacks"):
+        AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+
+
+def test_an_unexpected_weight_is_named(saved):
+    folder, model = saved
+    name = recurrent_weight(model).replace(".weight", ".bias")
+    change(folder, lambda weights: weights.update({name: torch.zeros(3)}))
+    with pytest.raises(WrongWeightsError, match=r"it holds `.*\.bias`, which the model does not have"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_reshaped_weight_is_named_and_loads_only_if_asked_for(saved):
+    folder, model = saved
+    name = recurrent_weight(model)
+    shape = model.hub_weights(model.state_dict())[name].shape
+    change(folder, lambda weights: weights.update({name: torch.zeros(shape[0] + 1, shape[1])}))
+    with pytest.raises(
+        WrongWeightsError, match=rf"is \[{shape[0] + 1}, {shape[1]}\] instead of \[{shape[0]}, {shape[1]}\]"
+    ):
+        AutoModelForCausalLM.from_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_checkpoint_in_parts_loads_and_a_lost_part_is_noticed(saved, tmp_path):
+    _, model = saved
+    folder = tmp_path / "parts"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(IDS).logits, model(IDS).logits)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    part = index["weight_map"][recurrent_weight(model)]
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_stored_rotary_frequencies_are_passed_over(saved):
+    folder, model = saved
+    prefix = recurrent_weight(model).rsplit(".", 3)[0]
+    change(folder, lambda weights: weights.update({f"{prefix}.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(IDS).logits, model(IDS).logits)
+
+
+def test_a_backbone_loads_from_a_models_checkpoint_and_not_the_other_way_round(saved, tmp_path):
+    folder, model = saved
+    backbone = AutoModel.from_pretrained(folder)
+    assert torch.equal(backbone(IDS).last_hidden_state, model.base_model(IDS).last_hidden_state)
+    backbone.save_pretrained(tmp_path / "backbone")
+    if any("lm_head" in name for name in backbone.state_dict()) or model.config.tie_word_embeddings:
+        return  # LoopUS keeps its head there, and Huginn's is the embedding
+    with pytest.raises(WrongWeightsError, match=r"it lacks `lm_head.weight`\."):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "backbone")
+
+
+def test_a_wrong_base_under_an_adapter_is_noticed(saved, tmp_path):
+    folder, model = saved
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    get_peft_model(base, default_peft_config(base)).save_pretrained(tmp_path / "adapter")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")(IDS).logits, model(IDS).logits)
+    change(folder, lambda weights: weights.pop(recurrent_weight(model)))
+    with pytest.raises(WrongWeightsError, match="it lacks"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+
+# What the checkpoint looks like
+
+
+def test_another_number_of_layers_is_said(tmp_path):
+    tiny_ouro(num_hidden_layers=3).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "layer_types": None}))
+    with pytest.raises(
+        WrongWeightsError, match=r"The checkpoint has 3 layers in `model\.layers`, the configuration 2\."
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (lambda name: f"_orig_mod.{name}", "Names begin with `_orig_mod.`, which a wrapper left there"),
+        (lambda name: f"base_model.model.{name.replace('.weight', '.lora_A.weight')}", "They are of a LoRA adapter"),
+    ],
+)
+def test_weights_of_something_else_are_said_to_be_so(tmp_path, rename, message):
+    tiny_ouro().save_pretrained(tmp_path)
+
+    def change_names(weights):
+        for name in list(weights):
+            weights[rename(name)] = weights.pop(name)
+
+    change(tmp_path, change_names)
+    with pytest.raises(WrongWeightsError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# The three layouts of `huginn_raven`, which the hub's fields do not tell apart
+
+
+def as_on_the_hub(data, folder):
+    """The golden model as a repository of the hub holds it: without a field of our own."""
+    golden_model(data).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(data.meta["config"]))
+
+
+@pytest.mark.parametrize(("name", "layout"), [("huginn", "huginn"), ("raven_llama", "llama"), ("raven_olmo", "olmo")])
+def test_the_names_of_the_weights_tell_whose_blocks_they_are(golden, name, layout, tmp_path):
+    data = golden(name)
+    as_on_the_hub(data, tmp_path)
+    for load in (AutoModelForCausalLM, HuginnForCausalLM):
+        model = load.from_pretrained(tmp_path, dtype=torch.float32)
+        assert model.config.block_layout == layout
+    model.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["block_layout"] == layout
+    weights = load_file(tmp_path / "model.safetensors")
+    state = HuginnForCausalLM.from_pretrained(None, config=HuginnConfig(**data.meta["config"]), state_dict=weights)
+    assert state.config.block_layout == layout
+
+
+def test_a_stated_layout_must_be_the_checkpoints(golden, tmp_path):
+    as_on_the_hub(golden("raven_olmo"), tmp_path)
+    message = "The checkpoint's blocks are of `block_layout` 'olmo', the configuration's 'llama'"
+    with pytest.raises(WrongWeightsError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, block_layout="llama")
+
+
+def test_a_conversion_is_never_taken_for_huginn(golden):
+    config = HuginnConfig(**golden("raven_olmo").meta["config"])
+    with pytest.raises(ValueError, match="does not say of which: set `block_layout` to 'llama' or 'olmo'"):
+        HuginnForCausalLM(config)
+
+
+def test_mixed_blocks_are_refused(golden, tmp_path):
+    as_on_the_hub(golden("raven_olmo"), tmp_path)
+    change(tmp_path, lambda weights: weights.update({"transformer.core_block.0.norm_3.weight": torch.ones(48)}))
+    with pytest.raises(WrongWeightsError, match=r"it holds `transformer.core_block.\*.norm_3.weight`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "`rope_scaling` of type 'yarn' is not implemented"),
+        ("initial_state_mode", "embed-init", "`initial_state_mode` of a Huginn model must be 'random'"),
+        ("qk_bias", True, "`qk_bias` must be False"),
+        ("num_key_value_heads", 3, "`n_heads` must be a multiple of `num_key_value_heads`"),
+        ("block_layout", "qwen", "`block_layout` of a Huginn model must be 'huginn' or 'llama' or 'olmo'"),
+        ("tie_word_embeddings", True, "`tie_word_embeddings` must be False"),
+    ],
+)
+def test_what_a_conversion_cannot_have_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_olmo_conversion(**{field: value})
+
+
+def test_special_ids_left_over_from_huginn_are_dropped(tmp_path):
+    stale = {"bos_token_id": 65504, "eos_token_id": 65505, "pad_token_id": 65509}
+    tiny_olmo_conversion().save_pretrained(tmp_path)
+    for file in ("config.json", "generation_config.json"):
+        fields = json.loads((tmp_path / file).read_text())
+        (tmp_path / file).write_text(json.dumps({**fields, **stale}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
+
+
+def test_a_head_untied_by_hand_is_saved_as_such(tmp_path):
+    model = tiny_huginn().eval()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+# Adapters
+
+
+@pytest.fixture
+def adapter(make_tiny, tmp_path):
+    """Folder of a saved adapter, and its base."""
+    model = make_tiny()
+    get_peft_model(model, default_peft_config(model)).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter", make_tiny
+
+
+def test_a_whole_adapter_loads(adapter):
+    folder, make = adapter
+    assert load_adapter(make(), folder)(IDS).logits.shape == (2, 5, 258)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda weights: weights.clear(), "has no tensors"),
+        (
+            lambda weights: weights.pop(min(weights)),
+            r"does not fit its adapter_config.json: it lacks `.*lora_A.weight`\.",
+        ),
+        (lambda weights: weights[min(weights)].fill_(float("nan")), "`.*lora_A.weight` holds numbers that are NaN"),
+        (
+            lambda weights: weights[max(weights)][:1].fill_(float("inf")),
+            "`.*lora_B.weight` holds numbers that are NaN or inf",
+        ),
+        (
+            lambda weights: [weights.pop(name) for name in list(weights) if "lora_B" in name],
+            "it lacks `.*` and .* more",
+        ),
+    ],
+)
+def test_a_damaged_adapter_is_refused(adapter, damage, message):
+    folder, make = adapter
+    change(folder, damage)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(make(), folder)
+
+
+def test_every_family_is_read_by_a_fresh_process_that_refuses_a_damaged_model(tmp_path):
+    script = """
+import pathlib, sys, loopdropout_trainer
+from transformers import AutoModelForCausalLM
+for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    try:
+        AutoModelForCausalLM.from_pretrained(folder)
+    except ValueError as error:
+        print("refused", folder.name, "it lacks" in str(error))
+"""
+    for name, make in TINY.items():
+        model = make()
+        model.save_pretrained(tmp_path / name)
+        change(tmp_path / name, lambda weights, model=model: weights.pop(recurrent_weight(model)))
+    out = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.splitlines() == [f"refused {name} True" for name in sorted(TINY)]
