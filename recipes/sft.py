@@ -37,7 +37,7 @@ if __name__ == "__main__":
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
-from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, load_benchmark, put_to
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.looped import find_looped_model
@@ -221,7 +221,7 @@ class Run:
         return wanted if config is (others or self.configs)[0] else True
 
     def evaluate(self, trainer: LoopDropoutSFTTrainer, moment: str) -> list[BenchmarkResult]:
-        """Answer every benchmark by greedy generation at unit gates; what a killed run answered is not asked again.
+        """Answer every benchmark at unit gates; what a killed run answered is not asked again.
 
         Args:
             trainer: with the model.
@@ -251,19 +251,13 @@ class Run:
     def answer(
         self, trainer: LoopDropoutSFTTrainer, benchmark: Benchmark, moment: str, progress: bool = True
     ) -> BenchmarkResult:
+        """Answer one benchmark at unit gates."""
         folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
         for _ in range(2):
             try:
-                return evaluate_benchmark(
-                    trainer.model,
-                    self.tokenizer,
-                    benchmark,
-                    self.script.benchmark_batch_size,
-                    log_dir=folder,
-                    settings=trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment)),
-                    progress=progress,
-                    decoding=self.script.decoding,
-                )
+                settings = trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment))
+                subject = Subject.of(trainer.model, self.tokenizer, self.script)
+                return put_to(subject, benchmark, folder, settings, progress)
             except SettingsChangedError:  # of a run that this one takes the place of
                 if trainer.accelerator.is_main_process:
                     shutil.rmtree(folder)

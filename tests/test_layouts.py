@@ -124,8 +124,8 @@ def test_every_kind_of_rule_trains_as_in_one_process(rules_alone, tmp_path, name
         for record in run.records:
             assert record["losses"] == pytest.approx(alone.records[0]["losses"], rel=1e-4), rule
         assert run.gates.keys() == alone.gates.keys()
-        for place, gates in run.gates.items():  # adaptive p follow gradients, which are rounded
-            assert torch.allclose(torch.tensor(gates), torch.tensor(alone.gates[place]), rtol=1e-4), rule
+        for example, gates in run.gates.items():  # adaptive p follow gradients, which are rounded
+            assert torch.allclose(torch.tensor(gates), torch.tensor(alone.gates[example]), rtol=1e-4), rule
         assert run.distance(alone) < TOLERANCE, rule
 
 
@@ -173,13 +173,13 @@ class Recorder(LoopDropoutSFTTrainer):
     def training_step(self, model, inputs, *args, **kwargs):
         batch = {name: value.clone() for name, value in inputs.items() if torch.is_tensor(value)}
         drawn = []
-        set_gates = self.loop_state.set_gates
-        self.loop_state.set_gates = lambda *given: (drawn.append(given), set_gates(*given))[1]
+        apply = self.loop_state.apply
+        self.loop_state.apply = lambda plan: (drawn.append(plan), apply(plan))[1]
         loss = super().training_step(model, inputs, *args, **kwargs)
-        del self.loop_state.set_gates
+        del self.loop_state.apply
         if self.seen is None:
             gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.requires_grad}
-            gates, segments = next(given[:2] for given in drawn if given[0] is not None)
+            gates, segments = next((plan.gates, plan.segments) for plan in drawn if plan.gates is not None)
             self.seen = (batch, gates, segments, loss, gradients)
         return loss
 
@@ -221,9 +221,12 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
     batch, gates, segments, loss, gradients = trainer.seen
     examples = len(gates.T)
     assert segments.max() == examples - 1 and examples >= (4 if args.packing else 2)
-    places = batch["gate_places"].tolist()
+    ids_of_examples = batch["example_ids"].tolist()
     torch.testing.assert_close(
-        gates, LoopDropout(0.5).sample(Draw(seed=args.seed, step=0, places=places, num_loops=4)), rtol=0, atol=0
+        gates,
+        LoopDropout(0.5).sample(Draw(seed=args.seed, step=0, example_ids=ids_of_examples, num_loops=4)),
+        rtol=0,
+        atol=0,
     )
     assert len(set(map(tuple, gates.T.tolist()))) > 1
 
@@ -248,12 +251,12 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
 
 def test_packed_rows_that_attention_would_mix_are_refused():
     ids, positions = torch.ones(1, 6, dtype=torch.long), torch.tensor([[0, 1, 2, 0, 1, 2]])
-    places = torch.tensor([[0, 0], [0, 1]])
-    check_packed_batch({"input_ids": ids, "position_ids": positions}, places)
+    example_ids = torch.tensor([[0, 0], [0, 1]])
+    check_packed_batch({"input_ids": ids, "position_ids": positions}, example_ids)
     check_packed_batch({"input_ids": ids, "position_ids": torch.arange(6)[None], "attention_mask": ids}, None)
     for inputs, given, message in (
-        ({"position_ids": positions, "attention_mask": ids}, places, "came with an `attention_mask`"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, places, "without `position_ids`"),
+        ({"position_ids": positions, "attention_mask": ids}, example_ids, "came with an `attention_mask`"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, example_ids, "without `position_ids`"),
         ({"position_ids": positions}, None, "which gates are theirs is not known"),
         ({"position_ids": positions, "attention_mask": ids}, None, "which gates are theirs is not known"),
     ):

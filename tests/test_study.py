@@ -142,6 +142,7 @@ def test_a_small_study_runs_and_is_done_once(tmp_path):
         measured = run["measured"]
         assert measured["benchmarks"]["arithmetic_test"]["total"] == 8
         assert {depth: counts["total"] for depth, counts in measured["by_depth"].items()} == {"2": 4, "4": 4}
+        assert [counts["total"] for counts in measured["single_loop_answers"]] == [4] * 4
         assert len(measured["readouts"]) == len(measured["single_loop"]["only"]) == 4
         assert measured["readouts"][-1] == pytest.approx(measured["single_loop"]["all_on"], rel=1e-4)
     again = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)

@@ -178,7 +178,7 @@ def test_examples_that_share_a_row_have_gates_of_their_own(train, layout):
 class SegmentWatch(Watch):
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = LoopDropoutSFTTrainer.compute_loss(self, model, inputs, *args, **kwargs)
-        self.seen.append((self.loop_state.segments, inputs["position_ids"], self.loop_state.gates))
+        self.seen.append((self.loop_state.plan.segments, inputs["position_ids"], self.loop_state.gates))
         return loss
 
 

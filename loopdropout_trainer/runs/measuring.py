@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from loopdropout_trainer.adapters import use_gates
 from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
 from loopdropout_trainer.evaluation.run import load_model
@@ -30,7 +31,8 @@ def measure_adapter(model_arguments: ModelArguments, adapter: Path, wanted: Meas
 
     Returns:
         `benchmarks`: counts by name, and which problems were right, in order, as hexadecimal digits; `by_depth`: the same
-        for the first benchmark, by recurrence depth; `single_loop` and `readouts`: losses in nats per token.
+        for the first benchmark, by recurrence depth; `single_loop_answers`: the same with the adapter in one loop only, by
+        loop; `single_loop` and `readouts`: losses in nats per token.
     """
     model, tokenizer = load_model(model_arguments, str(adapter))
     config = find_looped_model(model).config
@@ -44,6 +46,11 @@ def measure_adapter(model_arguments: ModelArguments, adapter: Path, wanted: Meas
         for config.num_loops in wanted.depths:
             measured["by_depth"][str(config.num_loops)] = verdicts(_answer(model, tokenizer, first, wanted))
         config.num_loops = own
+    if wanted.single_loop_answers:
+        measured["single_loop_answers"] = []
+        for gates in torch.eye(own):
+            with use_gates(model, gates):
+                measured["single_loop_answers"].append(verdicts(_answer(model, tokenizer, first, wanted)))
     if wanted.diagnostic_problems:
         batches = answer_batches(tokenizer, load_benchmark(first.name, limit=wanted.diagnostic_problems))
         single = single_loop_activation(model, batches)

@@ -33,7 +33,8 @@ class MeasureArguments:
         benchmarks: answered at the training depth; the first one also at other depths.
         limit: problems of each benchmark; None: all.
         depths: recurrence depths for the first benchmark.
-        depth_limit: problems at each of the other depths.
+        single_loop_answers: whether the first benchmark is also answered with the adapter in one loop at a time.
+        depth_limit: problems at each of the other depths, and with the adapter in one loop.
         diagnostic_problems: problems of the first benchmark whose reference answers the diagnostics score; 0: none.
         batch_size: problems answered at a time.
     """
@@ -41,6 +42,7 @@ class MeasureArguments:
     benchmarks: list[str] = field(default_factory=list)
     limit: int | None = None
     depths: list[int] = field(default_factory=list)
+    single_loop_answers: bool = False
     depth_limit: int | None = None
     diagnostic_problems: int = 0
     batch_size: int = 100

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import attach_adapter, check_peft_config
+from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter, check_peft_config
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.cards import adapter_card, card_fields
 from loopdropout_trainer.settings.command import user_supplied
@@ -166,7 +166,7 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
     shapes = _tensor_shapes(folder)
     for key, shape in shapes.items():
         name, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
-        if factor == "loop_gates":
+        if any(kind.is_own(key) for kind in ADAPTER_KINDS.values()):
             continue
         linear = modules.get(name)
         if not hasattr(linear, "in_features"):

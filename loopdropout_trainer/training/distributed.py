@@ -15,6 +15,8 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from loopdropout_trainer.looped import example_starts
+
 
 logger = logging.get_logger(__name__)
 
@@ -199,19 +201,19 @@ def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, t
     return {**state_dict, **{name: tensor.cpu() for name, tensor in full.items() if tensor is not None}}
 
 
-def check_packed_batch(inputs: dict[str, torch.Tensor], places: torch.Tensor | None) -> None:
+def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tensor | None) -> None:
     """Refuse a micro-batch with several examples in a row whose examples would see one another.
 
     Args:
         inputs: of the model.
-        places: of the packed examples, or None for one example in each row.
+        example_ids: of the packed examples, or None for one example in each row.
 
     Raises:
         ValueError: naming the input.
     """
-    if places is None:
+    if example_ids is None:
         positions = inputs.get("position_ids")
-        if positions is None or bool((positions[:, 1:] != 0).all()):
+        if positions is None or not bool(_starts_inside_rows(positions, inputs.get("attention_mask")).any()):
             return
         raise ValueError(
             "`position_ids` start again inside a row, so it holds several examples, but which gates are theirs is not "
@@ -227,6 +229,15 @@ def check_packed_batch(inputs: dict[str, torch.Tensor], places: torch.Tensor | N
             "A packed micro-batch came with an `attention_mask`, which hides where its examples begin, so attention would "
             "run across them: leave the mask out."
         )
+
+
+def _starts_inside_rows(positions: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return whether an example begins right after another token of its row, [B, S - 1]; padding is no token."""
+    starts = example_starts(positions)[:, 1:]
+    if attention_mask is None or attention_mask.dim() != 2:
+        return starts
+    real = attention_mask.bool()
+    return starts & real[:, 1:] & real[:, :-1]
 
 
 def check_quantised_base(model: nn.Module, accelerator: Accelerator) -> None:

@@ -44,7 +44,7 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         if self.padding_free:
-            self.data_collator = functools.partial(_collate_with_places, self.data_collator)
+            self.data_collator = functools.partial(_collate_with_example_ids, self.data_collator)
         self.data_collator = functools.partial(_collate_completely, self.data_collator, find_looped_model(self.model))
         if self.args.live_diagnostics_steps:
             self.add_callback(LiveDiagnosticsCallback(self))
@@ -65,10 +65,10 @@ def _collate_completely(collate, model: LoopedModelMixin, examples: list[dict[st
     return model.complete_batch(collate(examples))
 
 
-def _collate_with_places(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:
+def _collate_with_example_ids(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:
     """Collate, and note which row (and which of the examples packed in it) each part of the flattened row comes from."""
     batch = collate(examples)
-    batch["gate_places"] = torch.tensor(
+    batch["example_ids"] = torch.tensor(
         [(row, part) for row, example in enumerate(examples) for part in range(len(example.get("seq_lengths") or [0]))]
     )
     return batch
