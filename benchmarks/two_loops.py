@@ -134,7 +134,8 @@ package's small Ouro, pretrained at four loops, on arithmetic problems in batche
 
 Scatter is over {options.draws} draws of the gates, at one fixed adapter (LoRA, {options.steps // 2} steps) and one batch.
 Noise over signal: the gradient's summed variance over its squared mean. Held-out loss: at unit gates after {options.steps}
-steps; mean and standard deviation of {options.seeds} seeds. These are a toy's numbers: they say how noise grows, not which p is best for 3B.
+steps; mean and standard deviation of {options.seeds} seeds. These are a toy's numbers: they say how noise grows, not which p
+is best for 3B.
 
 | Loops | Rule | Examples without an active loop | Deviation of the loss | Gradient: noise over signal | Held-out loss |
 |---:|---|---:|---:|---:|---:|
