@@ -358,7 +358,8 @@ def test_the_command_line_trains_resumes_and_merges(make_tiny, tokenizer, tmp_pa
         "benchmarks": "arithmetic_test",
         "benchmark_limit": 2,
     }
-    for more in ({"max_steps": 2}, {"max_steps": 4, "resume_from_checkpoint": "true"}):
+    longer = {"resume_with_changed_settings": "true"}
+    for more in ({"max_steps": 2}, {"max_steps": 4, "resume_from_checkpoint": "true", **longer}):
         words = [word for name, value in {**options, **more}.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, ROOT / "recipes" / "sft.py", ROOT / "recipes" / "quickstart.yaml", *words]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
