@@ -68,8 +68,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, sweep in study.sweeps():
         console = Console()
         console.rule(name)
-        console.print(sweep.grid_table())
-        console.print(sweep.final_table())
+        for table in sweep.tables():
+            console.print(table)
 
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("sweep.py: asked to stop; the same command continues."))
     sweep.run()
     console = Console()
-    console.print(sweep.grid_table())
-    console.print(sweep.final_table())
+    for table in sweep.tables():
+        console.print(table)
+    print(f"Everything is in {sweep.output_dir / 'summary.json'} and summary.md")
 
 
 if __name__ == "__main__":

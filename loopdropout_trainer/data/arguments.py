@@ -8,7 +8,13 @@ from loopdropout_trainer.settings.field_types import fits, json_of, shown
 from loopdropout_trainer.settings.ranges import check_list, check_whole
 
 
-PREPARATIONS = ("arithmetic", "gsm8k", "metamath_gsm", "tulu2")
+PREPARATIONS = {
+    "arithmetic": "gsm8k.Arithmetic",
+    "gsm8k": "gsm8k.GSM8K",
+    "metamath_gsm": "metamath_gsm.MetaMathGSM",
+    "tulu2": "tulu2.Tulu2",
+}
+"""Each preparation's file in this folder, and its class there: the one place that lists them."""
 
 
 @dataclass

@@ -21,29 +21,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from loopdropout_trainer.data.arguments import DataArguments
-from loopdropout_trainer.data.gsm8k import GSM8K, Arithmetic
 from loopdropout_trainer.data.lengths import token_lengths
-from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
-from loopdropout_trainer.data.preparation import Preparation, Unwanted, rank
+from loopdropout_trainer.data.preparation import Preparation, Unwanted, preparation_class, random_order
 from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, DataError, Row
 from loopdropout_trainer.data.source import Source
-from loopdropout_trainer.data.tulu2 import Tulu2
 from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.settings.ranges import check_whole
 
 
 logger = logging.get_logger(__name__)
 
-
 _CACHE_VERSION = 3  # to be raised when the same settings give other examples
-_PREPARATIONS: dict[str | None, type[Preparation]] = {
-    None: Preparation,
-    "arithmetic": Arithmetic,
-    "gsm8k": GSM8K,
-    "metamath_gsm": MetaMathGSM,
-    "tulu2": Tulu2,
-}
 
 
 @dataclass
@@ -78,7 +67,7 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
     """
     if max_length is not None:
         check_whole("max_length", max_length)
-    preparation = _PREPARATIONS[args.preparation](args)
+    preparation = preparation_class(args.preparation)(args)
     source = Source.open(args, preparation)
     key = _cache_key(args, source, tokenizer, max_length)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "loopdropout_trainer" / key
@@ -181,7 +170,7 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
             if isinstance(row, BadRow):
                 raise row
             row = _mapped(row, args.column_mapping)
-            yield {**preparation.example(row), "rank": rank(preparation.identity(row), args.split_seed)}
+            yield {**preparation.example(row), "rank": random_order(preparation.identity(row), args.split_seed)}
         except Unwanted as reason:
             report.dropped[str(reason)] += 1
         except BadRow as error:

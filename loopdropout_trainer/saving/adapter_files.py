@@ -80,7 +80,9 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
     Raises:
         ValueError: if the checkpoint's adapter has another rank, scale, target, base model or depth.
     """
-    saved, adapter = read_adapter_config(folder), model.active_adapters[0]
+    adapter = model.active_adapters[0]
+    weights = Path(folder) / adapter if (Path(folder) / adapter / "adapter_config.json").is_file() else folder
+    saved = read_adapter_config(weights)  # PEFT keeps an adapter that is not called `default` in a folder of its name
     running = model.peft_config[adapter]
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
         old, new = getattr(saved, field), getattr(running, field)
@@ -90,7 +92,7 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
                 f"The adapter in {folder} has `{field}` {shown[0]}, this run's has {shown[1]}: resume with the settings that "
                 "the run was started with."
             )
-    check_shapes(model.get_base_model(), folder)
+    check_shapes(model.get_base_model(), weights)
     num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
     if trained is not None and trained != num_loops:
         raise ValueError(

@@ -43,8 +43,8 @@ def run_command(main: Callable[[], None], name: str, interrupted: str = "interru
     """
     try:
         main()
-    except KeyboardInterrupt:
-        _say_once(f"{name}: {interrupted}")
+    except KeyboardInterrupt as error:
+        _say_once(f"{name}: {str(error) or interrupted}")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of standard output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

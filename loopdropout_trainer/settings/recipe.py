@@ -183,21 +183,30 @@ def parse_recipe(
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
         _check_type(key, value, hints[key], path)
     if "rule" in command_line:
-        recipe = _without_fields_of_another_rule(recipe, command_line["rule"])
+        recipe = for_another_rule(recipe, command_line["rule"])
     settings = {**recipe, **command_line}
     return [build(cls, settings) for cls in dataclass_types], settings
 
 
-def _without_fields_of_another_rule(recipe: dict[str, Any], rule: str) -> dict[str, Any]:
+def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
+    """Return a run's settings without those of `p` and `rule_args` that another rule does not have.
+
+    A `p` of 0 is left out, too: it makes plain LoRA of nearly every rule, which would then go by the rule's name.
+    """
     from loopdropout_trainer.gates import RULES  # late, as above
 
-    if rule not in RULES:  # an error that names the valid ones comes later
-        return recipe
+    settings = dict(settings)
+    if rule not in RULES or rule == settings.get("rule", "loop_dropout"):  # an unknown one is an error later
+        return settings
     taken = {f.name for f in dataclasses.fields(RULES[rule])}
-    recipe = {key: value for key, value in recipe.items() if key != "p" or "p" in taken}
-    if isinstance(recipe.get("rule_args"), Mapping):
-        recipe["rule_args"] = {key: value for key, value in recipe["rule_args"].items() if key in taken}
-    return recipe
+    p = settings.get("p")
+    if "p" not in taken or not any(p if isinstance(p, list) else [p]):
+        settings.pop("p", None)
+    fields = settings.get("rule_args")
+    fields = json_of("rule_args", fields, dict) if isinstance(fields, str) else fields
+    if isinstance(fields, Mapping):
+        settings["rule_args"] = {key: value for key, value in fields.items() if key in taken}
+    return settings
 
 
 def _holds(settings: Any, name: str) -> bool:

@@ -87,7 +87,14 @@ class LoopDropoutArguments:
     )
     stop_on_nan: bool = field(
         default=True,
-        metadata={"help": "Stop, before the step is taken, when the loss is NaN or infinite."},
+        metadata={"help": "Stop, before the step is taken, when the loss or a gradient is NaN or infinite."},
+    )
+    resume_with_changed_settings: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume also from a checkpoint of a run with other settings, data or weights, under those of now. It is "
+            "refused otherwise, and the differences are named."
+        },
     )
     loraplus_lr_ratio: float | None = field(
         default=None,

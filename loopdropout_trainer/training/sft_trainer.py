@@ -13,13 +13,14 @@ from trl import SFTTrainer
 from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutConfig
+from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.live_diagnostics import LiveDiagnosticsCallback
 from loopdropout_trainer.training.preflight import check_labels
 
 
-class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
+class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies
