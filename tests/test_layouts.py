@@ -79,6 +79,31 @@ def test_every_launch_file_trains_as_one_process_does(reference, tmp_path, name)
     check(layouts.launch(layout, tmp_path / "run", timeout=600), reference, layout)
 
 
+@pytest.mark.parametrize(
+    "processes, batch, accumulation",
+    [
+        (2, 4, 1),
+        pytest.param(2, 2, 2, marks=pytest.mark.slow),
+        pytest.param(2, 1, 4, marks=pytest.mark.slow),
+        pytest.param(3, 2, 1, marks=pytest.mark.slow),
+        pytest.param(3, 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_an_uneven_last_batch_is_that_of_one_process(tmp_path, processes, batch, accumulation):
+    """No example is trained twice: neither when the last process has a shorter batch, nor when it has none."""
+    rows, runs = processes * batch * accumulation, list(layouts.UNEVEN)
+    layouts.save_model(tmp_path / "model")
+    alone = {}
+    for name in runs:
+        record = layouts.train(tmp_path, name, per_device_train_batch_size=rows, optim="sgd", learning_rate=0.1)
+        alone[name] = layouts.Run([record], layouts._adapter(tmp_path / name))
+    layout = layouts.Layout("ddp", processes, batch, accumulation)
+    for name, run in layouts.launch(layout, tmp_path / "run", runs, optim="sgd", learning_rate=0.1).items():
+        assert run.records[0]["losses"] == pytest.approx(alone[name].records[0]["losses"], rel=1e-5), name
+        for weight, tensor in alone[name].adapter.items():
+            torch.testing.assert_close(run.adapter[weight], tensor, rtol=0, atol=1e-6, msg=name)
+
+
 @pytest.fixture(scope="module")
 def rules_alone(tmp_path_factory):
     """A run of each kind of rule in one process."""

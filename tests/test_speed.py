@@ -1,4 +1,4 @@
-"""Every lever of speed gives the losses and gradients of the plain path, and says when it does not apply."""
+"""Every optimisation gives the losses and gradients of the plain path, and says when it does not apply."""
 
 import sys
 from contextlib import contextmanager
@@ -94,7 +94,7 @@ def assert_same(got, want, tolerance=1e-9):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", ["left", "right", "packed"])
-def test_levers_give_the_plain_losses_and_gradients(make_tiny, layout, checkpointing):
+def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, layout, checkpointing):
     peft_model = adapted(make_tiny(), checkpointing)
     inputs, segments = batch(layout)
     for name in GATES if layout == "left" else ["mixed"]:
@@ -106,7 +106,7 @@ def test_levers_give_the_plain_losses_and_gradients(make_tiny, layout, checkpoin
     )
 
 
-def test_levers_are_exact_with_a_float_mask():
+def test_optimisations_are_exact_with_a_float_mask():
     model = adapted(tiny_ouro(attn_implementation="eager"))
     for layout in ("right", "packed"):
         inputs, segments = batch(layout)
@@ -125,7 +125,7 @@ def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset
     assert trainer.training_policy == TrainingPolicy()
 
 
-def test_levers_are_exact_with_gates_for_each_module_and_with_truncated_backpropagation():
+def test_optimisations_are_exact_with_gates_for_each_module_and_with_truncated_backpropagation():
     model = adapted(tiny_ouro())
     inputs, _ = batch("left")
     gates = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
@@ -186,7 +186,7 @@ def test_inference_stays_peft_bit_for_bit_and_bfloat16_stays_close():
 # What it saves
 
 
-def saved_bytes(peft_model, gates, inputs, **levers):
+def saved_bytes(peft_model, gates, inputs, **optimisations):
     """Bytes that autograd keeps for the backward pass, weights left out, each storage counted once."""
     storages = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in peft_model.parameters()}
@@ -197,7 +197,7 @@ def saved_bytes(peft_model, gates, inputs, **levers):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss_and_gradients(peft_model, gates, inputs, **levers)
+        loss_and_gradients(peft_model, gates, inputs, **optimisations)
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -230,8 +230,8 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_training_run_is_the_same_with_and_without_levers(name, config, dataset, tokenizer):
-    def train(**levers):
+def test_a_training_run_is_the_same_with_and_without_optimisations(name, config, dataset, tokenizer):
+    def train(**optimisations):
         args = config(
             optim="sgd",
             learning_rate=0.05,
@@ -240,7 +240,7 @@ def test_a_training_run_is_the_same_with_and_without_levers(name, config, datase
             gradient_accumulation_steps=2,
             max_grad_norm=0.0,
             **FIELDS[name],
-            **levers,
+            **optimisations,
         )
         model = TINY["huginn" if "huginn" in name else "ouro"]()
         trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
@@ -282,9 +282,9 @@ def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, con
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
 
-    def train(**levers):
+    def train(**optimisations):
         args = config(
-            max_steps=9, p=[0.6], per_device_train_batch_size=3, adam_epsilon=1e-3, eval_strategy="no", **levers
+            max_steps=9, p=[0.6], per_device_train_batch_size=3, adam_epsilon=1e-3, eval_strategy="no", **optimisations
         )
         model = TINY[family](num_loops=3)
         if checkpointing:
@@ -320,7 +320,7 @@ def test_two_processes_train_as_one_although_some_have_no_active_example(compile
 # Where they do not apply
 
 
-def test_levers_are_off_where_processes_share_parameters():
+def test_optimisations_are_off_where_processes_share_parameters():
     args = SimpleNamespace(ddp_static_graph=None, torch_compile=False)
     for kind in DistributedType:
         accelerator = SimpleNamespace(distributed_type=kind)

@@ -17,6 +17,7 @@ from loopdropout_trainer.adapters.learned import LearnedGatesLora
 from loopdropout_trainer.adapters.loading import attach_adapter
 from loopdropout_trainer.adapters.lora_dropout import SparseLora
 from loopdropout_trainer.adapters.per_loop import PerLoopLora
+from loopdropout_trainer.adapters.prepared import PreparedProjections
 from loopdropout_trainer.adapters.weight_noise import NoisyLora
 
 
@@ -25,6 +26,7 @@ __all__ = [
     "LearnedGatesLora",
     "NoisyLora",
     "PerLoopLora",
+    "PreparedProjections",
     "SparseLora",
     "adapted_layers",
     "add_gates",

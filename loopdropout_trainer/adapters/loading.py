@@ -13,7 +13,9 @@ from loopdropout_trainer.adapters.gated import ADAPTER_KINDS, add_gates
 from loopdropout_trainer.looped import find_looped_model
 
 
-def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool = False) -> PeftModel:
+def attach_adapter(
+    model: PreTrainedModel, folder: str | Path, is_trainable: bool = False, config: PeftConfig | None = None
+) -> PeftModel:
     """Put a saved adapter of any kind on a looped model.
 
     PEFT itself does that for adapters that have A and B only. It refuses those whose A and B have another shape, and ignores
@@ -23,19 +25,20 @@ def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: boo
         model: looped model without adapter.
         folder: local path or hub name of the adapter.
         is_trainable: False freezes it.
+        config: its configuration; default: as PEFT reads it from the folder.
 
     Raises:
         ValueError: if tensors are missing, or not finite; or if each loop has factors or a gate of its own, for another
             number of loops than the model runs.
     """
-    config = PeftConfig.from_pretrained(str(folder))
+    config = PeftConfig.from_pretrained(str(folder)) if config is None else config
     weights = load_peft_weights(str(folder), device="cpu")
     check_finite(weights, folder)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     depths = {kind: kind.saved_num_loops(shapes) for kind in ADAPTER_KINDS.values()}
     depths = {kind: depth for kind, depth in depths.items() if depth is not None}
     if not depths:
-        peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+        peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=config)
         check_complete(peft_model, weights, folder)
         return peft_model
 

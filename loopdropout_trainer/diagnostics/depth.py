@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from loopdropout_trainer.adapters import ADAPTER_KINDS
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
 from loopdropout_trainer.diagnostics.plots import draw_curves, draw_heat_map, new_figure, percent_axis, save_figure
 from loopdropout_trainer.diagnostics.subjects import with_depth
@@ -37,9 +38,9 @@ class _AtDepths(Diagnostic):
     """What both depth diagnostics share."""
 
     def why_not(self, context: Context) -> str | None:
-        kind = context.subject.rule
-        if kind in ("independent", "learned"):
-            return f"its loops have {'factors' if kind == 'independent' else 'gates'} of their own, for one depth only"
+        shapes = {name: tuple(p.shape) for name, p in context.model.named_parameters() if "lora_" in name}
+        if any(kind.saved_num_loops(shapes) is not None for kind in ADAPTER_KINDS.values()):
+            return "each of its loops has parameters of its own, for one depth only"
         return super().why_not(context)
 
     def settings(self, context: Context) -> dict[str, Any]:

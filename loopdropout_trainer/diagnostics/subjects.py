@@ -146,7 +146,8 @@ def _training_settings(folder: Path) -> dict[str, Any]:
     if (folder / "recipe.yaml").is_file():
         return dict(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")) or {})
     if (folder / "results.json").is_file():
-        return dict(json.loads((folder / "results.json").read_text(encoding="utf-8")).get("settings") or {})
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        return dict(results.get("run_info", {}).get("settings") or {})
     return {}
 
 

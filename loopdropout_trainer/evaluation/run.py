@@ -26,6 +26,8 @@ from loopdropout_trainer.evaluation.results import FORMAT, BenchmarkResult, read
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
+from loopdropout_trainer.settings.field_types import json_of
+from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import RecipeError, public_settings
 from loopdropout_trainer.settings.versions import library_versions
 
@@ -65,6 +67,7 @@ class EvaluationArguments(BenchmarkArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        check_folder("output_dir", self.output_dir)
         if not isinstance(self.benchmarks, list) or not self.benchmarks:
             raise ValueError(
                 f"`benchmarks` must name one or more benchmarks, such as [gsm8k]; got {self.benchmarks!r}."
@@ -75,7 +78,7 @@ class EvaluationArguments(BenchmarkArguments):
         for name in self.benchmark_files:
             find_task(name)
         if isinstance(self.averages, str):
-            self.averages = json.loads(self.averages)
+            self.averages = json_of("averages", self.averages)
         self.averages = self.averages or {}
         self.rows()
 

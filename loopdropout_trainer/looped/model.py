@@ -102,14 +102,18 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     return found
 
 
+MOST_LOOPS = 1024
+"""A depth above this is taken for a mistake, or for a damaged configuration."""
+
+
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
     """Return `num_loops` if it is a usable recurrence depth K.
 
     Raises:
-        ValueError: if it is not a positive whole number.
+        ValueError: if it is not a whole number from 1 to `MOST_LOOPS`.
     """
-    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
+    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
         raise ValueError(
-            f"`{name}` is the number of loops K and must be a whole number of at least 1; got {num_loops!r}."
+            f"`{name}` is the number of loops K and must be a whole number from 1 to {MOST_LOOPS:,}; got {num_loops!r}."
         )
     return num_loops

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -84,3 +86,53 @@ def check_safetensors(path: str | Path, finite: bool = False) -> dict[str, list[
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
+
+
+class WriteError(RuntimeError):
+    """Something could not be written; what was there before is as it was."""
+
+
+@contextmanager
+def written_whole(folder: str | Path, what: str, advice: str = "Free some space and try again.") -> Iterator[Path]:
+    """Give a folder to write into, whose files take their places in `folder` when all of them have reached the disk.
+
+    Files of the same name are replaced, all others stay. If writing fails, `folder` is as it was.
+
+    Args:
+        folder: made if need be.
+        what: is written, as the beginning of the error.
+        advice: the end of the error.
+
+    Raises:
+        WriteError: if the disk refuses; one sentence.
+    """
+    folder = Path(folder)
+    partial = folder / "_partial"  # in the same file system; what begins with an underscore is not pushed to the Hub
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        files = sorted(file for file in partial.rglob("*") if file.is_file())
+        for file in files:
+            flush_to_disk(file)
+        for file in files:
+            place = folder / file.relative_to(partial)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, place)
+        flush_to_disk(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not is_about_files(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise WriteError(
+            f"{what} could not be written to {folder} ({reason}); what was there before is untouched. {advice}"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_about_files(error: Exception) -> bool:
+    """Return whether an error comes from writing a file: torch and safetensors have their own kinds."""
+    return isinstance(error, (OSError, SafetensorError)) or any(
+        words in str(error) for words in ("PytorchStreamWriter", "failed writing", "unexpected pos", "file write")
+    )

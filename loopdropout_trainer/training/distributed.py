@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainingArguments
@@ -111,6 +115,62 @@ def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
     layer less often, and ZeRO-2 was silently wrong when an adapter was left out of one of its loops.
     """
     return whole_parameters(accelerator) and not args.ddp_static_graph and not args.torch_compile
+
+
+class EveryExampleOnceMixin:
+    """Lets a trainer whose batches have labels train on each example once in an epoch, in any number of processes.
+
+    accelerate fills the last batches of an epoch with examples of its beginning, so that all processes have the same number
+    of whole batches. Here the last batches stay as short as they are in one process, and a process that has none left takes
+    part with an example whose labels are all ignored: the loss is a sum over labels, divided by their number over all
+    processes. With `dataloader_drop_last` the remainder is dropped, which is more in more processes. Streamed datasets, whose
+    end is not known, keep accelerate's ways.
+    """
+
+    _ends_with_a_filler = False
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        shard = getattr(loader, "batch_sampler", None)
+        counts_labels = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1 and not shard.drop_last and counts_labels:
+            shard.__class__ = _EveryExampleOnce  # the loader lets nobody replace its sampler
+            self._ends_with_a_filler = shard.ends_with_a_filler
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device):
+        if self._ends_with_a_filler and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
+            batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], -100)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+
+class _EveryExampleOnce(BatchSamplerShard):
+    """One process's batches of an epoch: as many as any other process has, and as long as they are in one process."""
+
+    @property
+    def ends_with_a_filler(self) -> bool:
+        """Whether this process's last batch is the first example again, for want of another."""
+        if self.split_batches:
+            rest = len(self.batch_sampler.sampler) % self.batch_size
+            return 0 < rest <= self.process_index * self.batch_size // self.num_processes
+        return math.ceil((len(self.batch_sampler) - self.process_index) / self.num_processes) < len(self)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.batch_sampler) / (1 if self.split_batches else self.num_processes))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = self.batch_size // self.num_processes
+        filler = None
+        for index, batch in enumerate(self.batch_sampler):
+            filler = filler or batch[:1]
+            if self.split_batches:
+                batch = batch[rows * self.process_index : rows * (self.process_index + 1)]
+            elif index % self.num_processes != self.process_index:
+                continue
+            if batch:
+                yield batch
+        if self.ends_with_a_filler:
+            yield filler
 
 
 def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:

@@ -8,42 +8,20 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    TrainingArguments,
-)
+from transformers import TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import (
-    add_gates,
-    check_adapter,
-    check_peft_config,
-    physical_layers,
-    trained_lora_parameters,
-)
+from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
-from loopdropout_trainer.looped import (
-    GatePlan,
-    NotLoopedError,
-    TrainingPolicy,
-    check_num_loops,
-    example_starts,
-    find_looped_model,
-)
-from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
-from loopdropout_trainer.models.strict_loading import checkpoint_names
+from loopdropout_trainer.looped import GatePlan, TrainingPolicy, example_starts, find_looped_model
 from loopdropout_trainer.saving.adapter_files import save_adapter_card
 from loopdropout_trainer.training.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import (
-    check_arguments,
     check_packed_batch,
     check_processes,
     check_quantised_base,
@@ -52,24 +30,10 @@ from loopdropout_trainer.training.distributed import (
     non_reentrant_checkpointing,
     whole_parameters,
 )
+from loopdropout_trainer.training.preflight import check_dataset, check_run, complete_peft_config
 
 
 logger = logging.get_logger(__name__)
-
-
-def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> LoraConfig:
-    """Return the paper's adapter: rank 16, alpha 32, on all linear projections of the recurrent block.
-
-    Args:
-        model: looped model, or its config (nothing is loaded then).
-        overrides: other fields of `LoraConfig`, or other values for these.
-    """
-    if isinstance(model, PreTrainedConfig):
-        with torch.device("meta"):  # by its class: `from_config` would let ZeRO-3 divide the meta tensors
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)](model)
-    fields = {"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM"}
-    fields["target_modules"] = find_looped_model(model).recurrent_linears()
-    return LoraConfig(**{**fields, **overrides})
 
 
 def scaled_peft_config(config: LoraConfig, factor: float) -> LoraConfig:
@@ -103,8 +67,8 @@ class GateSamplingMixin:
         model, peft_config = given["model"], given.get("peft_config")
         args = self.args_class.from_arguments(given.get("args"), _output_dir(model))
         config = check_run(model, args, peft_config)
-        if peft_config is None and not isinstance(model, PeftModel):
-            peft_config = default_peft_config(config if isinstance(model, str) else model)
+        if not isinstance(model, PeftModel):
+            peft_config = complete_peft_config(peft_config, config if isinstance(model, str) else model)
         self.rule = args.make_rule()
         if not isinstance(model, PeftModel):
             peft_config = scaled_peft_config(peft_config, self.rule.alpha_factor)
@@ -318,26 +282,6 @@ class GateSamplingMixin:
             metrics[f"active_loop_{loop}"].append(fraction)
 
 
-def check_dataset(dataset: Any, formats: list[set[str]]) -> None:
-    """Refuse training data that is empty, cannot be read, or has none of the sets of columns in `formats`.
-
-    Raises:
-        ValueError: in one sentence.
-    """
-    if dataset is None:
-        return
-    try:
-        columns = set(next(iter(dataset)))
-    except StopIteration:
-        raise ValueError("`train_dataset` is empty: there is no example to train on.") from None
-    except Exception as error:  # whatever the file format's reader raises
-        raise ValueError(f"`train_dataset` cannot be read ({type(error).__name__}: {error}).") from error
-    if not any(wanted <= columns for wanted in formats):
-        valid = " or ".join(" and ".join(map(repr, sorted(wanted))) for wanted in formats)
-        found = ", ".join(map(repr, sorted(columns)))
-        raise ValueError(f"`train_dataset` has the columns {found}; it needs {valid}.")
-
-
 def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -345,50 +289,3 @@ def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
 def _output_dir(model: str | nn.Module) -> str:
     name = model if isinstance(model, str) else model.config.name_or_path
     return f"{name.rstrip('/').split('/')[-1]}-LoopDropout"
-
-
-def check_run(
-    model: str | nn.Module, args: LoopDropoutArguments, peft_config: PeftConfig | None = None
-) -> PreTrainedConfig:
-    """Refuse what cannot be trained, before weights or data are loaded.
-
-    Returns:
-        The model's config, with the depth that it will run at.
-
-    Raises:
-        NotLoopedError: for a model without loops.
-        ValueError: for a depth, rule, adapter or layout that cannot be trained.
-    """
-    config = _looped_config(model, args)
-    args.make_rule().check(config.num_loops)
-    check_arguments(args)
-    if peft_config is not None:
-        check_peft_config(peft_config)
-    elif isinstance(model, PeftModel):
-        check_adapter(model)
-    return config
-
-
-def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTrainedConfig:
-    """Return the model's config with the depth that it will run at, without loading weights."""
-    if not isinstance(model, str):
-        return find_looped_model(model).config
-    init_kwargs = dict(args.model_init_kwargs or {})
-    num_loops = init_kwargs.get("num_loops")
-    if num_loops is not None:
-        check_num_loops(num_loops)
-    given = {key: value for key, value in init_kwargs.items() if key != "num_loops"}
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **given)
-        if isinstance(config, LoopedConfigMixin):
-            config.complete(lambda: checkpoint_names(model, **given))
-    except OSError as error:
-        raise ValueError(f"The model {model} cannot be loaded: {' '.join(str(error).split())}") from error
-    if not hasattr(config, "num_loops"):
-        raise NotLoopedError(
-            f"{model} is a `{config.model_type}` model, which is not looped: Loop Dropout needs a model that applies one "
-            "block several times, such as `model_type: ouro`."
-        )
-    if num_loops is not None:
-        config.num_loops = num_loops
-    return config
