@@ -22,6 +22,7 @@ from rich.console import Console
 
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
 from loopdropout_trainer.runs.measuring import measure_adapter
+from loopdropout_trainer.runs.replication import Results, methods_table
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.runs.study import Study, StudyArguments
 from loopdropout_trainer.runs.sweep import SweepError
@@ -58,11 +59,9 @@ def main(argv: list[str] | None = None) -> None:
             path = Path(arguments.results)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(study.collect(), indent=1) + "\n", encoding="utf-8")
-    for name, sweep in study.sweeps():
-        console = Console()
-        console.rule(name)
-        console.print(sweep.grid_table())
-        console.print(sweep.final_table())
+    results = Results.of(study.collect())
+    if results.runs:
+        print(methods_table(results))
 
 
 if __name__ == "__main__":
