@@ -1,6 +1,6 @@
 """Time of greedy generation for an evaluation: transformers' `generate`, and each thing that ours does besides.
 
-    python benchmarks/generation.py                        # a minute on a CPU; writes benchmarks/results/generation.md
+    python benchmarks/generation.py                        # some minutes on a CPU; writes benchmarks/results/generation.md
     python benchmarks/generation.py --preset ouro-1.4b     # one GPU with 80 GB
 
 All rows continue the same random prompts with one random Ouro and an adapter on it, in one process, and are checked to give
@@ -11,6 +11,7 @@ real answers do. In each round every row answers all prompts once, in an order t
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import statistics
@@ -30,7 +31,7 @@ from peft import get_peft_model
 from speed import clock, cpu_name, random_ouro, report, synchronize, versions
 
 from loopdropout_trainer import default_peft_config
-from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.adapters import PreparedProjections, add_gates
 from loopdropout_trainer.evaluation.generation import DECODINGS
 
 
@@ -52,10 +53,12 @@ class Preset:
     batch: int
     rounds: int
     num_loops: int = 4
+    answer_tokens: int | None = None  # the length of every answer; None: lengths vary
 
 
 PRESETS = {
     "cpu": Preset(256, 704, 1, 4, 1024, 0.2, "float32", num_prompts=48, batch=8, rounds=3),
+    "cpu-equal": Preset(256, 704, 1, 4, 1024, 0.2, "float32", num_prompts=16, batch=8, rounds=5, answer_tokens=26),
     "ouro-1.4b": Preset(2048, 5632, 24, 16, 49152, 1.0, "bfloat16", num_prompts=512, batch=64, rounds=2),
 }
 
@@ -69,8 +72,11 @@ class DrawnEnds:
 
     def __init__(self, preset: Preset) -> None:
         self.scale = preset.length_scale
+        self.equal = preset.answer_tokens
 
     def length(self, answer: list[int]) -> int:
+        if self.equal is not None:
+            return self.equal
         seed = int.from_bytes(hashlib.blake2b(repr(answer[:3]).encode(), digest_size=4).digest(), "little")
         length = np.exp(np.random.default_rng(seed).normal(np.log(130), 0.5)).clip(16, LONGEST_ANSWER)
         return max(4, round(length * self.scale))
@@ -124,16 +130,39 @@ def by_batches(model: torch.nn.Module, preset: Preset, prompts: list[list[int]],
     return answers
 
 
+def prepared(model: torch.nn.Module, *arguments) -> Answers:
+    """Answer with prepared projections, as an evaluation does."""
+    with PreparedProjections(model.get_base_model()).in_use():
+        return answer("eager", model, *arguments)
+
+
+class Merged:
+    """The model with its adapter merged for good, in the place of a PEFT model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = copy.deepcopy(model).merge_and_unload()
+
+    def get_base_model(self) -> torch.nn.Module:
+        return self.model
+
+
 def make_rows(model: torch.nn.Module, preset: Preset, prompts: list[list[int]]) -> dict[str, Callable[[], Answers]]:
     given = list(range(len(prompts)))
     longest_first = sorted(given, key=lambda index: -len(prompts[index]))
-    everything = (model, preset, prompts)
+    everything, merged = (model, preset, prompts), Merged(model)
     return {
         "`generate`, batches as given": partial(answer, "generate", *everything, given),
         "`generate`, sorted by length": partial(answer, "generate", *everything, longest_first),
         "rows that end leave": partial(by_batches, *everything, longest_first),
         "and waiting prompts take their places (`eager`)": partial(answer, "eager", *everything, longest_first),
-        "and steps are compiled (`compiled`)": partial(answer, "compiled", *everything, longest_first),
+        "and projections are prepared (what an evaluation does)": partial(prepared, *everything, longest_first),
+        "adapter merged for good: `generate`, sorted by length": partial(
+            answer, "generate", merged, *everything[1:], longest_first
+        ),
+        "adapter merged for good: `eager`": partial(answer, "eager", merged, *everything[1:], longest_first),
+        "without prepared projections, steps are compiled (`compiled`)": partial(
+            answer, "compiled", *everything, longest_first
+        ),
     }
 
 
@@ -217,6 +246,7 @@ def table(details: dict) -> list[str]:
         + ("." if details["on_gpu"] else "; time is the process's own, on one thread.")
         + " First runs are by the clock on the wall; that of the compiled row compiles, without any cache.",
         "",
+        *([details["note"], ""] if details.get("note") else []),
         "| | Time | to `generate` | Tokens/s | First run | Same answers |"
         + (" Peak memory |" if details["on_gpu"] else ""),
         "|---|---:|---:|---:|---:|---:|" + ("---:|" if details["on_gpu"] else ""),
@@ -243,6 +273,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
     parser.add_argument("--rounds", type=int, help="runs of each row; default: the preset's")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
+    parser.add_argument("--note", help="what a reader of the results must know of the machine")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch._inductor.config.force_disable_caches = True
@@ -263,6 +294,7 @@ def main() -> None:
         "versions": versions(),
         "shape": asdict(preset),
         "rounds": rounds,
+        "note": options.note,
         "lengths": [lengths[0], statistics.median(lengths), lengths[-1]],
         "rows": records,
     }

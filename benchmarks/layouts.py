@@ -83,6 +83,14 @@ RULES = {
 }
 """Runs of the rules that do more than draw one gate for each example and loop; not part of the table."""
 
+_TWO_EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
+UNEVEN = {
+    "5 of 8": {**_TWO_EPOCHS, "num_examples": 21},
+    "1 of 8": {**_TWO_EPOCHS, "num_examples": 17},
+    "packing, uneven": {**_TWO_EPOCHS, "num_examples": 70, "packing": True, "max_length": 40},
+}
+"""Runs whose epochs end with a step of fewer rows; not part of the table."""
+
 
 @dataclass
 class Run:
@@ -205,16 +213,18 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
             state = self.loop_state
             if self.model.training and state.gates is not None:  # None: all ones, in the whole micro-batch
                 rows = inputs["input_ids"]
-                texts = rows.tolist() if state.segments is None else _texts(rows, state.segments)
+                texts = rows.tolist() if state.plan.segments is None else _texts(rows, state.plan.segments)
                 by_example = state.gates.transpose(0, 1).expand(len(texts), *[-1] * (state.gates.dim() - 1))
                 for text, drawn in zip(texts, by_example.tolist(), strict=True):
                     gates[f"{self.state.global_step}: {''.join(map(chr, (t for t in text if t > 1)))}"] = drawn
             return loss
 
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
-    args = LoopDropoutConfig(**{**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES}[name], **fields})
+    fields = {**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES, **UNEVEN}[name], **fields}
+    rows = examples().select(range(fields.pop("num_examples", 192)))
+    args = LoopDropoutConfig(**fields)
     args.model_init_kwargs = {"dtype": dtype}
-    trainer = RecordingTrainer(str(folder / "model"), args, train_dataset=examples())
+    trainer = RecordingTrainer(str(folder / "model"), args, train_dataset=rows)
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0

@@ -1,4 +1,4 @@
-"""Step time and memory of TRL with PEFT, of our LoRA, and of Loop Dropout with each of its levers, side by side.
+"""Step time and memory of TRL with PEFT, of our LoRA, and of Loop Dropout with each of its optimisations, side by side.
 
     python benchmarks/speed.py                        # two minutes on a CPU; writes benchmarks/results/speed.md
     python benchmarks/speed.py --memory --compiled    # four; also what saves memory at the price of time, and compiled layers
@@ -49,16 +49,16 @@ from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
 from loopdropout_trainer.runs.plan import flops_per_token
 
 
-NO_LEVER = {"remove_padding": False, "skip_frozen_loops": False, "fused_lora": False}
+NOT_OPTIMISED = {"remove_padding": False, "skip_frozen_loops": False, "fused_lora": False}
 CHECKPOINTING = {"gradient_checkpointing": True}
 STOCK, LORA, OURS = "TRL + PEFT, LoRA", "LoRA", "Loop Dropout"
 ROWS: dict[str, dict[str, Any] | None] = {
     STOCK: None,
-    "LoRA, no lever": {"rule": "lora", **NO_LEVER},
+    "LoRA, no optimisation": {"rule": "lora", **NOT_OPTIMISED},
     LORA: {"rule": "lora"},
-    "Loop Dropout, no lever": NO_LEVER,
-    "Loop Dropout, fused LoRA only": {**NO_LEVER, "fused_lora": True},
-    "Loop Dropout, no padding only": {**NO_LEVER, "remove_padding": True},
+    "Loop Dropout, no optimisation": NOT_OPTIMISED,
+    "Loop Dropout, fused LoRA only": {**NOT_OPTIMISED, "fused_lora": True},
+    "Loop Dropout, no padding only": {**NOT_OPTIMISED, "remove_padding": True},
     "Loop Dropout, no padding, frozen prefix": {"fused_lora": False},
     OURS: {},
 }

@@ -1,6 +1,7 @@
 """What dropping whole loops costs when there are only two: examples without an adapter, and noise of loss and gradient.
 
-    python benchmarks/two_loops.py             # writes benchmarks/results/two_loops.md; about ten minutes on one free core
+    python benchmarks/two_loops.py             # writes benchmarks/results/two_loops.md; some twenty minutes on one free core
+    python benchmarks/two_loops.py --seeds 0   # without training
 
 The small pretrained Ouro of the package learns arithmetic problems. First, at depths 2 and 4, at one fixed adapter and one
 fixed batch, gates are drawn many times: how far do loss and gradient scatter? Then the rules train at depth 2, from the same
@@ -121,19 +122,22 @@ def main() -> None:
             fixed.train()
             for label, *fields in RULES:
                 silent, deviation, noise = scatter(fixed, tuple(fields), options.draws)
-                trained = held_out(fields, options, folder) if num_loops == 2 else ""
+                trained = held_out(fields, options, folder) if num_loops == 2 and options.seeds > 1 else ""
                 rows.append(
                     f"| {num_loops} | {label} | {100 * silent:.1f}% | {deviation:.3f} | {noise:.2f} | {trained} |"
                 )
                 print(rows[-1], flush=True)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    trained = f"at unit gates after {options.steps} steps; mean and deviation of {options.seeds} seeds"
     text = f"""# Loop Dropout with two loops
 
-`python benchmarks/two_loops.py` on a CPU, float32; torch {torch.__version__}, transformers {transformers.__version__}. The
-package's small Ouro, pretrained at four loops, on arithmetic problems in batches of {BATCH}.
+`python benchmarks/two_loops.py` on a CPU, float32; {versions}. The package's small Ouro, pretrained
+at four loops, on arithmetic problems in batches of {BATCH}.
 
-Scatter is over {options.draws} draws of the gates, at one fixed adapter (LoRA, {options.steps // 2} steps) and one batch. Noise over
-signal: the gradient's summed variance over its squared mean. Held-out loss: at unit gates after {options.steps} steps; mean and
-standard deviation of {options.seeds} seeds. These are a toy's numbers: they say how noise grows, not which p is best for 3B.
+Scatter is over {options.draws} draws of the gates, at one fixed adapter (LoRA, {options.steps // 2} steps) and one batch.
+Noise over signal: the gradient's summed variance over its squared mean, itself an estimate from so many draws.
+Held-out loss: {trained if options.seeds > 1 else "not measured"}.
+These are a toy's numbers: they say how noise grows, not which p is best for a model of 3B.
 
 | Loops | Rule | Examples without an active loop | Deviation of the loss | Gradient: noise over signal | Held-out loss |
 |---:|---|---:|---:|---:|---:|

@@ -10,17 +10,28 @@ A recipe of sft.py or evaluate.py will do; what concerns only the training is no
 from __future__ import annotations
 
 import os
-import sys
+
+from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (
+    ("Model", "settings/arguments.py", "ModelArguments"),
+    ("Diagnostics", "diagnostics/arguments.py", "DiagnosticArguments"),
+    ("Rows", "diagnostics/arguments.py", "RowArguments"),
+    ("Data", "data/arguments.py", "DataArguments"),
+    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
+)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP)  # before the imports that take seconds
 
 from loopdropout_trainer import LoopDropoutConfig
-from loopdropout_trainer.data import DataError
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.run import FOLDER, run_diagnostics
-from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.run import EvaluationArguments
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
+from loopdropout_trainer.settings.recipe import parse_recipe
 
 
 UNREAD = (RunArguments, EvaluationArguments, AdapterArguments, LoopDropoutConfig)
@@ -37,9 +48,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (RecipeError, DataError, SettingsChangedError) as error:  # what the user can put right, in one sentence
-        if IS_FIRST:
-            print(f"diagnose.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command(main, "diagnose.py")

@@ -11,17 +11,27 @@ versions, scores and every prediction (docs/results.md). The same command contin
 from __future__ import annotations
 
 import os
-import sys
+
+from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (
+    ("Model", "settings/arguments.py", "ModelArguments"),
+    ("Evaluation", "evaluation/run.py", "EvaluationArguments"),
+    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
+)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP)  # before the imports that take seconds
 
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.averages import results_table
 from loopdropout_trainer.evaluation.results import read_results
 from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
+from loopdropout_trainer.settings.recipe import parse_recipe
 
 
 OF_TRAINING = (RunArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
@@ -47,9 +57,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (RecipeError, SettingsChangedError) as error:  # what the user can put right, in one sentence
-        if IS_FIRST:
-            print(f"evaluate.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command(main, "evaluate.py")

@@ -27,6 +27,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from loopdropout_trainer.data.arithmetic import pretraining_texts
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
+from loopdropout_trainer.settings.command import run_command
 
 
 VOCAB_SIZE = 768
@@ -176,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "make_tiny_ouro.py")

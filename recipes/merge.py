@@ -10,18 +10,25 @@ trained by many.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from loopdropout_trainer.settings.command import run_command, user_supplied
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (("Merging", __file__, "MergeArguments"), ("Model", "settings/arguments.py", "ModelArguments"))
+if __name__ == "__main__":
+    answer_help(__doc__, HELP)  # before the imports that take seconds
 
 from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.run import load_model
 from loopdropout_trainer.saving.adapter_files import adapter_metadata
 from loopdropout_trainer.saving.cards import ModelCardFields
-from loopdropout_trainer.saving.hub import PushError
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
+from loopdropout_trainer.settings.ranges import check_folder
+from loopdropout_trainer.settings.recipe import parse_recipe
 
 
 @dataclass
@@ -40,14 +47,21 @@ def facts_of_run(adapter: Path, model: ModelArguments) -> ModelCardFields:
     """Return what the files beside an adapter tell about its training."""
     trained = adapter_metadata(adapter)
     recipe, results = adapter / "recipe.yaml", adapter / "results.json"
-    scores = json.loads(results.read_text(encoding="utf-8"))["benchmarks"] if results.is_file() else {}
+    scores, text = {}, None
+    if results.is_file():
+        with user_supplied(f"{results} cannot be read"):
+            measured = json.loads(results.read_text(encoding="utf-8"))["benchmarks"]
+            scores = {name: counts["score"] for name, counts in measured.items()}
+    if recipe.is_file():
+        with user_supplied(f"{recipe} cannot be read"):
+            text = recipe.read_text(encoding="utf-8")
     return ModelCardFields(
         base_model=model.base_name,
         rule=trained.get("rule"),
         p=trained.get("p"),
         num_loops=trained.get("num_loops"),
-        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else None,
-        results={name: counts["score"] for name, counts in scores.items()},
+        recipe=text,
+        results=scores,
     )
 
 
@@ -57,9 +71,10 @@ def main(argv: list[str] | None = None) -> None:
         (RunArguments, AdapterArguments, DataArguments, LoopDropoutConfig),
     )
     (merge, model), _ = parse_recipe(types, argv, description=__doc__, unread_types=unread)
+    merged_dir = Path(merge.adapter) / "merged" if merge.merged_dir is None else merge.merged_dir
+    check_folder("merged_dir", merged_dir)
     adapted, tokenizer = load_model(model, merge.adapter)
     facts = facts_of_run(Path(merge.adapter), model)
-    merged_dir = merge.merged_dir or Path(merge.adapter) / "merged"
     folder = merge_and_save(adapted, merged_dir, tokenizer, facts, repo_id=merge.hub_model_id)
     print(f"Merged model in {folder}")
     if merge.hub_model_id is not None:
@@ -67,7 +82,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (RecipeError, PushError, ValueError) as error:  # what the user can put right, in one sentence
-        sys.exit(f"merge.py: {error}")
+    run_command(main, "merge.py")

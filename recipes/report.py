@@ -12,7 +12,6 @@ has not been measured is listed as missing.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +19,7 @@ from rich.console import Console
 from loopdropout_trainer.reports.records import ReportError
 from loopdropout_trainer.reports.render import console_table
 from loopdropout_trainer.reports.report import write_report
-from loopdropout_trainer.settings.recipe import RecipeError
+from loopdropout_trainer.settings.command import run_command
 
 
 TABLES = Path(__file__).parent / "tables"
@@ -63,8 +62,4 @@ def table_files(names: list[str]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ReportError, RecipeError) as error:
-        print(f"report.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command(main, "report.py")

@@ -9,33 +9,53 @@ the run are printed at the end and saved in `output_dir`.
 
 from __future__ import annotations
 
-import sys
-import time
+import json
+import shutil
 import warnings
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tqdm.auto import tqdm
+
+from loopdropout_trainer.settings.command import run_command, user_supplied
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (
+    ("Model", "settings/arguments.py", "ModelArguments"),
+    ("Adapter", "settings/arguments.py", "AdapterArguments"),
+    ("Rule and speed", "training/config.py", "LoopDropoutArguments"),
+    ("Data", "data/arguments.py", "DataArguments"),
+    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
+    ("Around the training", "settings/arguments.py", "RunArguments"),
+)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP, trains=True)  # before the imports that take seconds
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import single_loop_activation
-from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, load_benchmark, put_to
+from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.progress import SHORT, hide_short_bars, show_training
 from loopdropout_trainer.runs.report import plot_report, print_report
-from loopdropout_trainer.runs.result import RunResult, show_log, write_results
+from loopdropout_trainer.runs.result import DIVERGED_FILE, RunResult, read_results, show_log, write_results
 from loopdropout_trainer.saving.cards import ModelCardFields
-from loopdropout_trainer.saving.hub import PushError, push_merged_to_hub
+from loopdropout_trainer.saving.files import sha256, write_atomically
+from loopdropout_trainer.saving.hub import push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.recipe import RecipeError, build, parse_recipe, settings_yaml
-from loopdropout_trainer.training.checkpoints import CheckpointError
+from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
 from loopdropout_trainer.training.distributed import divides_weights
 from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
-from loopdropout_trainer.training.gate_sampling import check_run
+from loopdropout_trainer.training.preflight import check_run
+
+
+BEFORE, AFTER = "before", "after"
 
 
 class Run:
@@ -71,13 +91,13 @@ class Run:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
 
     def config_for(self, rule: str, config: LoopDropoutConfig) -> LoopDropoutConfig:
-        """Return the same arguments under another rule, at that rule's own defaults."""
-        other = {"rule": rule, "p": None, "rule_args": None, "output_dir": f"{config.output_dir}/{rule}"}
-        return build(LoopDropoutConfig, {**self.settings, **other})
+        """Return the same arguments under another rule, with those of `p` and `rule_args` that it has as well."""
+        kept = for_another_rule(self.settings, rule)
+        return build(LoopDropoutConfig, {**kept, "rule": rule, "output_dir": f"{config.output_dir}/{rule}"})
 
     def load(self) -> None:
         """Load tokenizer, data and benchmarks."""
-        self.tokenizer = load_tokenizer(self.model)
+        self.tokenizer = load_tokenizer(self.model, self.configs[0].trust_remote_code)
         config = self.configs[0]
         hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
@@ -104,19 +124,47 @@ class Run:
             config: rule and hyperparameters.
             base_benchmarks: results before training if they are known; they are the same for every rule.
         """
-        trainer = LoopDropoutSFTTrainer(
-            self.model.model_name_or_path,
-            args=config,
-            train_dataset=self.data.train,
-            eval_dataset=self.data.eval,
-            processing_class=self.tokenizer,
-            peft_config=self.peft_config,
-        )
-        if base_benchmarks is None:  # a new adapter changes nothing yet
-            base_benchmarks = self.evaluate(trainer) if self.script.evaluate_base else []
-        show_training(trainer, config.rule)
-        began = time.perf_counter()
-        result = trainer.train(resume_from_checkpoint=checkpoint_of(config))
+        with user_supplied("The training cannot begin"):
+            trainer = LoopDropoutSFTTrainer(
+                self.model.model_name_or_path,
+                args=config,
+                train_dataset=self.data.train,
+                eval_dataset=self.data.eval,
+                processing_class=self.tokenizer,
+                peft_config=self.peft_config,
+            )
+        checkpoint = self.checkpoint_for(config)
+        with trainer.only_run_in_output_dir():
+            finished = trainer.from_main_process(lambda: self.finished(trainer)) if checkpoint else None
+            if finished is not None:
+                return finished
+            if base_benchmarks is None:  # a new adapter changes nothing yet
+                base_benchmarks = self.evaluate(trainer, BEFORE) if self.script.evaluate_base else []
+            return self.train_and_measure(trainer, checkpoint, base_benchmarks)
+
+    def finished(self, trainer: LoopDropoutSFTTrainer) -> RunResult | None:
+        """Return the results of this very run if it was finished before."""
+        outcome = read_results(self.settings, trainer.args.output_dir, trainer.run_identity)
+        if outcome is not None:
+            print(f"{outcome.title} is finished: its results are read from {trainer.args.output_dir}.", flush=True)
+        return outcome
+
+    def train_and_measure(
+        self, trainer: LoopDropoutSFTTrainer, checkpoint: str | bool | None, base_benchmarks: list[BenchmarkResult]
+    ) -> RunResult:
+        config, is_main = trainer.args, trainer.accelerator.is_main_process
+        diverged = Path(config.output_dir, DIVERGED_FILE)
+        try:
+            show_training(trainer, config.rule)
+            result = trainer.train(resume_from_checkpoint=checkpoint)
+            progress = trainer.progress()
+            trainer.save_model()  # before anything else can go wrong
+        except NonFiniteLossError as error:
+            if is_main:  # for a sweep: this rate is out, the others go on
+                write_atomically(diverged, json.dumps({"error": str(error), "step": trainer.state.global_step}) + "\n")
+            raise
+        if is_main:
+            diverged.unlink(missing_ok=True)
         outcome = RunResult(
             rule=config.rule,
             p=config.p,
@@ -125,26 +173,61 @@ class Run:
             steps=trainer.state.global_step,
             examples=len(trainer.train_dataset),
             train_loss=result.training_loss,
-            train_seconds=time.perf_counter() - began,
+            train_seconds=result.metrics["train_runtime"],
+            step_seconds=progress["step_seconds"],
+            num_tokens=progress["num_tokens"],
+            peak_memory_gb=progress["peak_memory_gb"],
             base_benchmarks=base_benchmarks,
+            adapter={**self.adapter.lora_fields, **training_facts(trainer)},
+            model=self.model_facts(trainer),
         )
-        trainer.save_model()  # before anything else can go wrong
         outcome.saved["adapter"] = config.output_dir
-        outcome.benchmarks = self.evaluate(trainer)
+        outcome.benchmarks = self.evaluate(trainer, AFTER)
         outcome.by_depth = self.evaluate_depths(trainer, outcome.benchmarks)
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
             batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
             outcome.single_loop = single_loop_activation(trainer.model, batches)
-        if trainer.accelerator.is_main_process:
-            Path(config.output_dir, "recipe.yaml").write_text(settings_yaml(self.settings), encoding="utf-8")
+        if is_main:
             if config is self.configs[0] and (self.script.merge or self.script.push_merged_to_hub):
                 self.merge(trainer, outcome)
-            write_results(outcome, self.settings, config.output_dir)
+            processes = trainer.accelerator.num_processes
+            write_results(outcome, self.settings, config.output_dir, trainer.run_identity, processes)  # the last file
         return outcome
 
-    def evaluate(self, trainer: LoopDropoutSFTTrainer) -> list[BenchmarkResult]:
-        """Answer every benchmark by greedy generation at unit gates."""
-        return [self.answer(trainer, each) for each in self.benchmarks]
+    def model_facts(self, trainer: LoopDropoutSFTTrainer) -> dict[str, Any]:
+        """Return which model was trained, for the results."""
+        config = trainer.model.get_base_model().config
+        return {
+            "model": self.model.base_name,
+            "revision": self.model.model_revision,
+            "model_type": config.model_type,
+            "dtype": self.model.dtype,
+            "attn_implementation": self.model.attn_implementation,
+            "data": self.data.description,
+        }
+
+    def checkpoint_for(self, config: LoopDropoutConfig) -> str | bool | None:
+        """Return the checkpoint to resume from; True: the newest whole one in `output_dir`, if there is one.
+
+        A checkpoint that is given belongs to the rule in whose folder it lies; the other rules go on from their own.
+        """
+        wanted = {"true": True, "false": None}.get(
+            str(config.resume_from_checkpoint).lower(), config.resume_from_checkpoint
+        )
+        if not isinstance(wanted, str):
+            return wanted
+        folders = Path(wanted).resolve().parents
+        others = [each for each in self.configs[1:] if Path(each.output_dir).resolve() in folders]
+        return wanted if config is (others or self.configs)[0] else True
+
+    def evaluate(self, trainer: LoopDropoutSFTTrainer, moment: str) -> list[BenchmarkResult]:
+        """Answer every benchmark at unit gates; what a killed run answered is not asked again.
+
+        Args:
+            trainer: with the model.
+            moment: `BEFORE` or `AFTER` the training.
+        """
+        return [self.answer(trainer, each, moment) for each in self.benchmarks]
 
     def evaluate_depths(
         self, trainer: LoopDropoutSFTTrainer, at_own_depth: list[BenchmarkResult]
@@ -157,22 +240,37 @@ class Run:
             for depth in tqdm(self.script.depths or (), desc="depths", disable=trainer.args.disable_tqdm or None):
                 config.num_loops = depth
                 results[depth] = (
-                    at_own_depth[0] if depth == own else self.answer(trainer, self.benchmarks[0], progress=False)
+                    at_own_depth[0]
+                    if depth == own
+                    else self.answer(trainer, self.benchmarks[0], f"{AFTER}/{depth}_loops", progress=False)
                 )
         finally:
             config.num_loops = own
         return results
 
-    def answer(self, trainer: LoopDropoutSFTTrainer, benchmark: Benchmark, progress: bool = True) -> BenchmarkResult:
-        """Answer one benchmark by greedy generation at unit gates."""
-        return evaluate_benchmark(
-            trainer.model,
-            self.tokenizer,
-            benchmark,
-            self.script.benchmark_batch_size,
-            progress=progress,
-            decoding=self.script.decoding,
-        )
+    def answer(
+        self, trainer: LoopDropoutSFTTrainer, benchmark: Benchmark, moment: str, progress: bool = True
+    ) -> BenchmarkResult:
+        """Answer one benchmark at unit gates."""
+        folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
+        for _ in range(2):
+            try:
+                settings = trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment))
+                subject = Subject.of(trainer.model, self.tokenizer, self.script)
+                return put_to(subject, benchmark, folder, settings, progress)
+            except SettingsChangedError:  # of a run that this one takes the place of
+                if trainer.accelerator.is_main_process:
+                    shutil.rmtree(folder)
+                trainer.accelerator.wait_for_everyone()
+        raise AssertionError("answers are for other settings, though the folder is new")
+
+    def answers_depend_on(self, trainer: LoopDropoutSFTTrainer, moment: str) -> dict[str, Any]:
+        """Return what tells the evaluated weights from others."""
+        adapter = Path(trainer.args.output_dir, "adapter_model.safetensors")
+        return {
+            "model": trainer.run_identity["model"],
+            "adapter": sha256(adapter) if moment.startswith(AFTER) else None,
+        }
 
     def merge(self, trainer: LoopDropoutSFTTrainer, outcome: RunResult) -> None:
         """Save the merged model with its card."""
@@ -189,10 +287,11 @@ class Run:
         outcome.saved["merged model"] = str(folder)
 
 
-def checkpoint_of(config: LoopDropoutConfig) -> str | bool | None:
-    """Return the checkpoint to resume from; True: the newest whole one in `output_dir`, if there is one."""
-    wanted = config.resume_from_checkpoint
-    return {"true": True, "false": None}.get(str(wanted).lower(), wanted)
+def training_facts(trainer: LoopDropoutSFTTrainer) -> dict[str, Any]:
+    """Return the settings that tables of results name."""
+    args = trainer.args
+    seeds = {"seed": args.seed, "gate_seed": args.seed if args.gate_seed is None else args.gate_seed}
+    return {"rule_args": args.rule_args, "learning_rate": args.learning_rate, **seeds}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -222,7 +321,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
-    try:
-        main()
-    except (ValueError, PushError, CheckpointError, NonFiniteLossError) as error:  # one sentence, to be put right
-        sys.exit(f"sft.py: {error}")
+    run_command(main, "sft.py")

@@ -20,12 +20,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (("Study", "runs/study.py", "StudyArguments"),)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP, recipe="STUDY.yaml")  # before the imports that take seconds
+
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
 from loopdropout_trainer.runs.measuring import measure_adapter
-from loopdropout_trainer.runs.replication import Results, methods_table
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.runs.study import Study, StudyArguments
-from loopdropout_trainer.runs.sweep import SweepError
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import RecipeError, build, load_recipe, parse_recipe
 
@@ -59,15 +65,12 @@ def main(argv: list[str] | None = None) -> None:
             path = Path(arguments.results)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(study.collect(), indent=1) + "\n", encoding="utf-8")
-    results = Results.of(study.collect())
-    if results.runs:
-        print(methods_table(results))
+    for name, sweep in study.sweeps():
+        console = Console()
+        console.rule(name)
+        for table in sweep.tables():
+            console.print(table)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (RecipeError, SweepError) as error:  # what the user can put right, in one sentence
-        sys.exit(f"study.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("study.py: interrupted; the same command continues.")
+    run_command(main, "study.py", interrupted="interrupted; the same command continues.")

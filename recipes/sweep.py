@@ -18,8 +18,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, sweep_command_line
-from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
+from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (("Sweep", "runs/sweep.py", "SweepArguments"),)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP, recipe="[SWEEP.yaml | RECIPE.yaml]")  # before the imports that take seconds
+
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, sweep_command_line
+from loopdropout_trainer.settings.recipe import parse_recipe
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -34,14 +42,10 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("sweep.py: asked to stop; the same command continues."))
     sweep.run()
     console = Console()
-    console.print(sweep.grid_table())
-    console.print(sweep.final_table())
+    for table in sweep.tables():
+        console.print(table)
+    print(f"Everything is in {sweep.output_dir / 'summary.json'} and summary.md")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (RecipeError, SweepError) as error:  # what the user can put right, in one sentence
-        sys.exit(f"sweep.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("sweep.py: interrupted; the same command continues.")
+    run_command(main, "sweep.py", interrupted="interrupted; the same command continues.")

@@ -417,7 +417,9 @@ def test_refusals(tmp_path, write, tokenizer):
     refuse("preparation.*must be one of arithmetic, gsm8k", preparation="gsm9k", dataset_name="x")
     refuse("bad_rows", bad_rows="ignore", dataset_name="x")
     refuse("exclude each other", dataset_name="x", eval_files=["y"], num_eval_examples=3)
-    refuse("`num_train_examples` must be at least 0", dataset_name="x", num_train_examples=-1)
+    refuse(
+        "`num_train_examples` must be a whole number of at least 1; got -1", dataset_name="x", num_train_examples=-1
+    )
     refuse("no.jsonl cannot be read", train_files=[str(tmp_path / "no.jsonl")])
     refuse("must end in .jsonl", train_files=[write("a.txt", ["x"])])
     refuse("is broken JSON .line 2", train_files=[write("a.json", ['[{"text": "x"}, {'])])

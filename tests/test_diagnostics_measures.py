@@ -13,12 +13,14 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
+from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.diagnostics import DIAGNOSTICS, Context, single_loop_activation
 from loopdropout_trainer.diagnostics.rows import Example, Rows, tokenize
 from loopdropout_trainer.diagnostics.similarity import linear_cka
 from loopdropout_trainer.diagnostics.subjects import Subject
 from loopdropout_trainer.evaluation.processes import all_processes
+from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -101,6 +103,15 @@ def test_relative_compute_counts_the_block_once_for_each_loop():
     gate = sum(m.weight.numel() for n, m in model.named_modules() if n.endswith("early_exit_gate"))
     want = [(depth * block + head + gate) / (4 * block + head + gate) for depth in (1, 2, 4, 8)]
     assert measure("depth", model, depths=[1, 2, 4, 8])["relative_compute"] == pytest.approx(want)
+
+
+def test_adapters_for_one_depth_are_left_out_of_the_depths():
+    for rule in ("independent", "learned"):
+        model = adapted(tiny_ouro())
+        add_gates(model, rule=make_rule(rule))
+        context = Context(Subject("method", "adapter"), 4, ROWS, [], (1,), all_processes(), model=model)
+        assert "parameters of its own, for one depth only" in DIAGNOSTICS["depth"]().why_not(context)
+        assert np.isfinite(measure("patterns", model)["frozen"])
 
 
 def test_patterns_are_use_gates(make_tiny):

@@ -18,6 +18,7 @@ from loopdropout_trainer.diagnostics import DIAGNOSTICS, Report, single_loop_act
 from loopdropout_trainer.diagnostics.answers import Answers, compare_seeds
 from loopdropout_trainer.diagnostics.rows import load_rows
 from loopdropout_trainer.diagnostics.single_loop import SingleLoop
+from loopdropout_trainer.diagnostics.subjects import find_subjects
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.saving.adapter_files import save_adapter_metadata
 from loopdropout_trainer.settings.recipe import RecipeError
@@ -186,6 +187,42 @@ def test_runs_that_are_not_comparable_are_refused(diagnose, saved, tmp_path):
         assert "\n" not in str(caught.value)
 
 
+def test_adapters_of_several_training_depths_are_methods_of_their_own(tmp_path):
+    for folder, depth in (("a", 4), ("b", 6), ("c", 6)):
+        (tmp_path / folder).mkdir()
+        save_adapter_metadata(tmp_path / folder, num_loops=depth)
+    a, b, c = (f"LoRA={tmp_path / folder}" for folder in "abc")
+    assert [each.method for each in find_subjects([a, b, c])] == [
+        "base",
+        "LoRA (K = 4)",
+        "LoRA (K = 6)",
+        "LoRA (K = 6)",
+    ]
+    assert [each.method for each in find_subjects([b, c])] == ["base", "LoRA", "LoRA"]
+
+
+def test_a_grid_of_pictures_may_have_an_empty_place(everything, tmp_path):
+    """Three methods in two columns, and matrices of training depth by evaluation depth."""
+    _, _, files = everything
+    for name in ("patterns", "similarity"):
+        content = copy.deepcopy(files[name])
+        content["runs"].append({**content["runs"][-1], "method": "Third"})
+        assert all(file.stat().st_size > 1000 for file in DIAGNOSTICS[name]().draw(Report(content), tmp_path / name))
+    score = {"correct": 1, "missing": 0, "score": 50.0}
+    measured = {
+        "depths": [2, 4],
+        "relative_compute": [0.6, 1.0],
+        "benchmarks": {"math": {"total": 2, "results": [score] * 2}},
+    }
+    runs = [
+        {"method": f"LoRA (K = {depth})", "kind": "adapter", "train_num_loops": depth, "measured": measured}
+        for depth in (2, 4)
+    ]
+    report = Report({"title": "", "settings": {"num_loops": 4}, "runs": runs})
+    names = {file.name for file in DIAGNOSTICS["depth_generation"]().draw(report, tmp_path / "depth_generation")}
+    assert names == {f"depth_generation{what}.{kind}" for what in ("", "_matrix") for kind in ("png", "pdf")}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -317,11 +354,10 @@ def test_answers_of_an_evaluation_are_taken_if_they_are_to_the_same_problems(dia
 
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(diagnose, saved, tmp_path):
-    names = ["single_loop", "readouts", "updates", "similarity", "settling", "depth", "answers"]
+    names = ["single_loop", "readouts", "updates", "similarity", "depth", "answers"]
     one = diagnose(tmp_path / "one", "--diagnostics", *names, "--depths", "1", "5")
     adapters = [f"{name}={saved / folder}" for name, folder in (("LoRA", "lora"), ("Loop Dropout", "dropout_1"))]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(ROOT / "recipes" / "diagnose.py"), str(saved / "recipe.yaml"), "--adapters", *adapters]
     command += [f"Loop Dropout={saved / 'dropout_2'}", "--output_dir", str(tmp_path / "two"), "--depths", "1", "5"]
     subprocess.run(

@@ -74,10 +74,10 @@ class Recorder(LoopDropoutDPOTrainer):
     def training_step(self, model, inputs, *args, **kwargs):
         batch = {name: tensor.clone() for name, tensor in inputs.items()}
         drawn = []
-        set_gates = self.loop_state.set_gates
-        self.loop_state.set_gates = lambda gates, *rest: (drawn.append(gates), set_gates(gates, *rest))[1]
+        apply = self.loop_state.apply
+        self.loop_state.apply = lambda plan: (drawn.append(plan.gates), apply(plan))[1]
         loss = super().training_step(model, inputs, *args, **kwargs)
-        del self.loop_state.set_gates
+        del self.loop_state.apply
         if self.seen is None:
             gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.requires_grad}
             self.seen = (batch, [gates for gates in drawn if gates is not None], loss, gradients)
@@ -101,7 +101,7 @@ def test_loss_and_gradients_are_those_of_the_gated_policy_against_the_ungated_re
     batch, drawn, loss, gradients = trainer.seen
 
     assert len(drawn) == 1, "the gates are drawn once in a micro-batch"
-    want = LoopDropout(0.5).sample(Draw(seed=args.seed, step=0, places=[(i, 0) for i in range(4)], num_loops=4))
+    want = LoopDropout(0.5).sample(Draw(seed=args.seed, step=0, example_ids=[(i, 0) for i in range(4)], num_loops=4))
     torch.testing.assert_close(drawn[0], torch.cat([want, want], dim=1), rtol=0, atol=0)
 
     oracle = with_adapter()

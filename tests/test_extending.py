@@ -24,7 +24,8 @@ from loopdropout_trainer import (
 )
 from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
 from loopdropout_trainer.evaluation import generate_greedy
-from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, find_looped_model
+from loopdropout_trainer.looped import NotLoopedError, find_looped_model
+from loopdropout_trainer.looped.described import DESCRIPTIONS
 from loopdropout_trainer.models import OuroForCausalLM
 
 
@@ -197,11 +198,14 @@ def test_a_wrong_description_is_found_out():
             return self.model.norm
 
     config = functools.partial(LlamaConfig, vocab_size=258, hidden_size=16, intermediate_size=16)
-    model = LlamaForCausalLM(config(num_hidden_layers=1, num_attention_heads=2))
-    with pytest.raises(NotLoopedError, match="or one that `register_looped` describes"):
-        check_loops(model, input_ids=torch.tensor([[3]]))
+    config = config(num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
     register_looped(LlamaForCausalLM, OneLoop)
     try:
+        with pytest.raises(NotLoopedError, match="that was built after `register_looped` described its class"):
+            check_loops(model, input_ids=torch.tensor([[3]]))
+        assert type(model) is LlamaForCausalLM
+        model = LlamaForCausalLM(config)
         with pytest.raises(NotLoopedError, match=r"`model.layers.0.*` should run in each of the 2 loops.*were \[0\]"):
             check_loops(model, input_ids=torch.tensor([[3]]))
         with pytest.raises(ValueError, match="runs once in each of the 2 loops; it ran 1 times"):

@@ -358,7 +358,8 @@ def test_the_command_line_trains_resumes_and_merges(make_tiny, tokenizer, tmp_pa
         "benchmarks": "arithmetic_test",
         "benchmark_limit": 2,
     }
-    for more in ({"max_steps": 2}, {"max_steps": 4, "resume_from_checkpoint": "true"}):
+    longer = {"resume_with_changed_settings": "true"}
+    for more in ({"max_steps": 2}, {"max_steps": 4, "resume_from_checkpoint": "true", **longer}):
         words = [word for name, value in {**options, **more}.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, ROOT / "recipes" / "sft.py", ROOT / "recipes" / "quickstart.yaml", *words]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
@@ -408,3 +409,12 @@ def test_the_diagnostics_run(make_tiny):
     measured = single_loop_activation(peft_model, batches)
     assert measured.only == (measured.frozen,) * 4  # an untrained adapter changes nothing, in any loop
     assert readout_losses(peft_model, batches)[-1] == pytest.approx(measured.all_on, abs=1e-5)
+
+
+def test_a_float16_base_trains_under_bfloat16_autocast(make_tiny, config, dataset, tokenizer):
+    trainer = LoopDropoutSFTTrainer(
+        make_tiny().half(), config(bf16=True, max_steps=2), train_dataset=dataset, processing_class=tokenizer
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2 and all(5 < loss < 6.5 for loss in losses)  # log 258 = 5.55

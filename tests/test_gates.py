@@ -23,7 +23,7 @@ PROFILE = (0.75, 0.6, 0.4, 0.25)
 
 def draw(num_examples=16, **fields):
     defaults = {"seed": 101, "step": 3, "num_steps": 10, "num_loops": K, "num_modules": M, "layers": LAYERS}
-    return Draw(places=[(row, 0) for row in range(num_examples)], **{**defaults, **fields})
+    return Draw(example_ids=[(row, 0) for row in range(num_examples)], **{**defaults, **fields})
 
 
 def odds(p):
@@ -199,6 +199,17 @@ def test_coto_switches_layers_for_a_whole_step():
     assert (rule.sample(draw(2, step=7, num_steps=8, layers=layers, num_modules=6)) == 1).all()
 
 
+def test_structured_masks_agree_with_loop_dropout_as_far_as_their_shapes_allow():
+    # The loop that is retained least: whenever such a rule retains it, so does Loop Dropout at p <= 1 - 1/K of one seed.
+    dropout = make_rule("loop_dropout", p=0.5).sample(draw(4000)) > 0
+    for name, loop in (("random_suffix", 0), ("random_prefix", K - 1)):
+        active = make_rule(name).sample(draw(4000)) > 0
+        assert not (active[loop] & ~dropout[loop]).any(), name
+        assert (active[loop] == dropout[loop]).double().mean().item() == pytest.approx(0.75, abs=0.03), name
+    exactly = make_rule("exactly_m", m=2).sample(draw(4000)) > 0
+    assert (exactly == dropout).double().mean() > 0.75
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_is_stateless_and_leaves_global_randomness_alone(name):
     rule = make_rule(name)
@@ -210,7 +221,7 @@ def test_every_rule_is_stateless_and_leaves_global_randomness_alone(name):
 
     assert gates.dtype == torch.float32 and gates.shape[:2] in ((K, 16), (K, 1)) and gates.shape[2:] in ((), (M,))
     assert torch.equal(gates, rule.sample(draw()))
-    part = Draw(**{**vars(draw()), "places": [(5, 0), (11, 0)]})  # another micro-batch split
+    part = Draw(**{**vars(draw()), "example_ids": [(5, 0), (11, 0)]})  # another micro-batch split
     assert torch.equal(rule.sample(part), gates if gates.shape[1] == 1 else gates[:, [5, 11]])
     if seeds is not None:
         assert seeds.dtype == torch.int64 and torch.equal(seeds, rule.seeds(draw()))
@@ -243,8 +254,8 @@ def test_streams_are_numpys_philox():
 
 
 def test_uniforms_and_normals_are_what_they_say():
-    places = [(row, 0) for row in range(50_000)]
-    u, z = uniforms(0, "a", 1, places, 4).flatten(), normals(0, "b", 1, places, 4).flatten()
+    example_ids = [(row, 0) for row in range(50_000)]
+    u, z = uniforms(0, "a", 1, example_ids, 4).flatten(), normals(0, "b", 1, example_ids, 4).flatten()
     assert (u.mean().item(), u.var().item()) == pytest.approx((1 / 2, 1 / 12), abs=0.005)
     assert (z.mean().item(), z.var().item(), (z**4).mean().item()) == pytest.approx((0, 1, 3), abs=0.05)
 

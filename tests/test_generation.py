@@ -1,6 +1,7 @@
 """Generation against a plain loop and against transformers' own, in places that rows take and leave."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from conftest import tiny_ouro
 from peft import get_peft_model
 
 from loopdropout_trainer import default_peft_config, use_gates
+from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates
 from loopdropout_trainer.evaluation import decoding, generate_greedy
 from loopdropout_trainer.evaluation.generation import generate_batches
 from loopdropout_trainer.looped import find_looped_model
@@ -210,6 +212,67 @@ def test_compiled_steps_give_the_same_text_and_one_compilation_serves_all_length
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     ours = [record for record in caplog.records if record.name.startswith("loopdropout_trainer")]
     assert not [record for record in ours if record.levelname != "INFO"]  # no warning that it was not compiled
+
+
+# Prepared projections
+
+
+@torch.no_grad()
+def logits_of(model, prepared=None):
+    ids = torch.arange(12).view(2, 6) + 3
+    with nullcontext() if prepared is None else prepared.in_use():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("gates", [None, [0.5, 2.0, 0.0, 1.3]])
+def test_prepared_projections_compute_what_the_layers_compute_and_leave_them_as_they_are(make_tiny, gates):
+    model = adapted(varied(make_tiny())).double()
+    add_gates(model)
+    looped = find_looped_model(model)
+    for layer in adapted_layers(model):
+        if layer.get_base_layer().bias is not None:
+            torch.nn.init.normal_(layer.get_base_layer().bias)
+    before = {name: (p, p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+    prepared = PreparedProjections(looped)
+    with nullcontext() if gates is None else use_gates(model, gates):
+        want = logits_of(model)
+        torch.testing.assert_close(logits_of(model, prepared), want, atol=1e-9, rtol=1e-9)
+    assert any(matrix is not None for matrix in prepared._made.values())  # it was not left to the layers
+    with torch.no_grad():  # between two uses the weights may change
+        adapted_layers(model)[0].lora_B["default"].weight.mul_(3)
+        assert not torch.allclose(logits_of(model), want)
+        torch.testing.assert_close(logits_of(model, prepared), logits_of(model), atol=1e-9, rtol=1e-9)
+        adapted_layers(model)[0].lora_B["default"].weight.div_(3)
+    with model.disable_adapter():
+        torch.testing.assert_close(logits_of(model, prepared), logits_of(model), atol=1e-9, rtol=1e-9)
+    for name, parameter in model.named_parameters():
+        same, address, values = before[name]
+        assert parameter is same and parameter.data_ptr() == address
+        torch.testing.assert_close(parameter, values, atol=1e-15, rtol=1e-15)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()}.keys() == attributes.keys()
+    assert not any(vars(module).get("project_together") for module in model.modules())
+
+
+def test_no_update_is_merged_in_bfloat16():
+    model = adapted(varied(tiny_ouro()))
+    add_gates(model, in_activation_dtype=True)
+    model.bfloat16()
+    prepared = PreparedProjections(find_looped_model(model))
+    exact = logits_of(copy.deepcopy(model).double())
+    errors = [(logits - exact).abs().mean() for logits in (logits_of(model, prepared), logits_of(model))]
+    assert 0 < errors[0] < 1.5 * errors[1]
+    assert all(matrix.up is not None for matrix in prepared._made.values())
+
+
+def test_layers_that_do_something_else_are_left_to_themselves():
+    model = varied(tiny_ouro())
+    config = default_peft_config(model, r=4)
+    config.use_dora = True
+    model = get_peft_model(model, config).eval()
+    prepared = PreparedProjections(find_looped_model(model))
+    assert torch.equal(logits_of(model, prepared), logits_of(model))
+    assert not any(prepared._made.values())
 
 
 # What is not supported

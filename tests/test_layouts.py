@@ -79,6 +79,31 @@ def test_every_launch_file_trains_as_one_process_does(reference, tmp_path, name)
     check(layouts.launch(layout, tmp_path / "run", timeout=600), reference, layout)
 
 
+@pytest.mark.parametrize(
+    "processes, batch, accumulation",
+    [
+        (2, 4, 1),
+        pytest.param(2, 2, 2, marks=pytest.mark.slow),
+        pytest.param(2, 1, 4, marks=pytest.mark.slow),
+        pytest.param(3, 2, 1, marks=pytest.mark.slow),
+        pytest.param(3, 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_an_uneven_last_batch_is_that_of_one_process(tmp_path, processes, batch, accumulation):
+    """No example is trained twice: neither when the last process has a shorter batch, nor when it has none."""
+    rows, runs = processes * batch * accumulation, list(layouts.UNEVEN)
+    layouts.save_model(tmp_path / "model")
+    alone = {}
+    for name in runs:
+        record = layouts.train(tmp_path, name, per_device_train_batch_size=rows, optim="sgd", learning_rate=0.1)
+        alone[name] = layouts.Run([record], layouts._adapter(tmp_path / name))
+    layout = layouts.Layout("ddp", processes, batch, accumulation)
+    for name, run in layouts.launch(layout, tmp_path / "run", runs, optim="sgd", learning_rate=0.1).items():
+        assert run.records[0]["losses"] == pytest.approx(alone[name].records[0]["losses"], rel=1e-5), name
+        for weight, tensor in alone[name].adapter.items():
+            torch.testing.assert_close(run.adapter[weight], tensor, rtol=0, atol=1e-6, msg=name)
+
+
 @pytest.fixture(scope="module")
 def rules_alone(tmp_path_factory):
     """A run of each kind of rule in one process."""
@@ -99,8 +124,8 @@ def test_every_kind_of_rule_trains_as_in_one_process(rules_alone, tmp_path, name
         for record in run.records:
             assert record["losses"] == pytest.approx(alone.records[0]["losses"], rel=1e-4), rule
         assert run.gates.keys() == alone.gates.keys()
-        for place, gates in run.gates.items():  # adaptive p follow gradients, which are rounded
-            assert torch.allclose(torch.tensor(gates), torch.tensor(alone.gates[place]), rtol=1e-4), rule
+        for example, gates in run.gates.items():  # adaptive p follow gradients, which are rounded
+            assert torch.allclose(torch.tensor(gates), torch.tensor(alone.gates[example]), rtol=1e-4), rule
         assert run.distance(alone) < TOLERANCE, rule
 
 
@@ -148,13 +173,13 @@ class Recorder(LoopDropoutSFTTrainer):
     def training_step(self, model, inputs, *args, **kwargs):
         batch = {name: value.clone() for name, value in inputs.items() if torch.is_tensor(value)}
         drawn = []
-        set_gates = self.loop_state.set_gates
-        self.loop_state.set_gates = lambda *given: (drawn.append(given), set_gates(*given))[1]
+        apply = self.loop_state.apply
+        self.loop_state.apply = lambda plan: (drawn.append(plan), apply(plan))[1]
         loss = super().training_step(model, inputs, *args, **kwargs)
-        del self.loop_state.set_gates
+        del self.loop_state.apply
         if self.seen is None:
             gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.requires_grad}
-            gates, segments = next(given[:2] for given in drawn if given[0] is not None)
+            gates, segments = next((plan.gates, plan.segments) for plan in drawn if plan.gates is not None)
             self.seen = (batch, gates, segments, loss, gradients)
         return loss
 
@@ -196,9 +221,12 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
     batch, gates, segments, loss, gradients = trainer.seen
     examples = len(gates.T)
     assert segments.max() == examples - 1 and examples >= (4 if args.packing else 2)
-    places = batch["gate_places"].tolist()
+    ids_of_examples = batch["example_ids"].tolist()
     torch.testing.assert_close(
-        gates, LoopDropout(0.5).sample(Draw(seed=args.seed, step=0, places=places, num_loops=4)), rtol=0, atol=0
+        gates,
+        LoopDropout(0.5).sample(Draw(seed=args.seed, step=0, example_ids=ids_of_examples, num_loops=4)),
+        rtol=0,
+        atol=0,
     )
     assert len(set(map(tuple, gates.T.tolist()))) > 1
 
@@ -223,12 +251,12 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
 
 def test_packed_rows_that_attention_would_mix_are_refused():
     ids, positions = torch.ones(1, 6, dtype=torch.long), torch.tensor([[0, 1, 2, 0, 1, 2]])
-    places = torch.tensor([[0, 0], [0, 1]])
-    check_packed_batch({"input_ids": ids, "position_ids": positions}, places)
+    example_ids = torch.tensor([[0, 0], [0, 1]])
+    check_packed_batch({"input_ids": ids, "position_ids": positions}, example_ids)
     check_packed_batch({"input_ids": ids, "position_ids": torch.arange(6)[None], "attention_mask": ids}, None)
     for inputs, given, message in (
-        ({"position_ids": positions, "attention_mask": ids}, places, "came with an `attention_mask`"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, places, "without `position_ids`"),
+        ({"position_ids": positions, "attention_mask": ids}, example_ids, "came with an `attention_mask`"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, example_ids, "without `position_ids`"),
         ({"position_ids": positions}, None, "which gates are theirs is not known"),
         ({"position_ids": positions, "attention_mask": ids}, None, "which gates are theirs is not known"),
     ):

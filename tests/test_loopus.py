@@ -92,6 +92,7 @@ def test_both_styles_of_rope_base_are_read(loopus):
     config = LoopusConfig(**{**hub, "base_config_dict": {**base, "rope_theta": 12345.0}})
     assert config.rope_parameters["rope_theta"] == 12345.0
     assert config.to_diff_dict()["base_config_dict"]["rope_theta"] == 12345.0
+    assert config.to_diff_dict()["architectures"] == ["LDSForCausalLM"]  # the published class
     assert (config.num_hidden_layers, config.num_loops, config.tie_word_embeddings) == (5, 4, False)
 
 

@@ -60,9 +60,9 @@ def test_a_recipe_builds_on_another_and_states_what_differs(recipe):
     [
         ("learnin_rate: 1e-4", "unknown key `learnin_rate`; did you mean `learning_rate`"),
         ("xyzzy: 1", "unknown key `xyzzy`; `--help` lists the valid ones"),
-        ("learning_rate: fast", "`learning_rate` in .* must be of type float; got 'fast'"),
-        ("lora_r: 1.5", "`lora_r` in .* must be of type int; got 1.5"),
-        ("merge: yes", "`merge` in .* must be of type bool; got 'yes'"),
+        ("learning_rate: fast", "`learning_rate` in .* must be a number; got 'fast'"),
+        ("lora_r: 1.5", "`lora_r` in .* must be a whole number; got 1.5"),
+        ("merge: yes", "`merge` in .* must be true or false; got 'yes'"),
         ("seed:", "`seed` in .* must not be empty"),
         ("dtype: float8", "`dtype` must be one of bfloat16, float16, float32; got 'float8'"),
         ("seed: 1\nseed: 2", "`seed` stands twice in the recipe .near line"),

@@ -58,9 +58,7 @@ def test_recipe_parses_and_names_itself(path):
     seed = {"huginn": 301, "loopus": 501}.get(family, 101)
     assert (config.seed, config.data_seed, config.gate_seed) == (seed, None, None)
     assert config.eval_strategy == "no" and not config.load_best_model_at_end  # the final checkpoint
-    # The rescaled masks of LoRA Dropout at alpha q^2 are plain ones at alpha, with the expected update at inference.
-    q = 1 - config.p if config.rule == "lora_dropout" else 1
-    assert adapter.lora_alpha / adapter.lora_r == 2 * q**2
+    assert adapter.lora_alpha / adapter.lora_r == 2
     assert adapter.lora_target_modules is None
     accumulation, epochs, length, warmup, rows = {
         "metamath_gsm": (4, 1, 1024, 0.03, 100_000),

@@ -35,14 +35,14 @@ class Ledger(TorchDispatchMode):
         return sum(size for storage, size in self.storages.items() if not storage.expired())
 
 
-@pytest.mark.parametrize("levers", [{}, {"skip": True, "fused": True}], ids=["plain", "levers"])
+@pytest.mark.parametrize("optimisations", [{}, {"skip": True, "fused": True}], ids=["plain", "optimisations"])
 @pytest.mark.parametrize("layout", ["left", "packed"])
-def test_no_bit_of_loss_and_gradients_changes(make_tiny, layout, levers):
+def test_no_bit_of_loss_and_gradients_changes(make_tiny, layout, optimisations):
     model = adapted(make_tiny())
     inputs, segments = batch(layout)
-    want = loss_and_gradients(model, MIXED, inputs, segments, **levers)
+    want = loss_and_gradients(model, MIXED, inputs, segments, **optimisations)
     model.get_base_model().recompute_pointwise()
-    loss, grads = loss_and_gradients(model, MIXED, inputs, segments, **levers)
+    loss, grads = loss_and_gradients(model, MIXED, inputs, segments, **optimisations)
     assert torch.equal(loss, want[0])
     for name, grad in want[1].items():
         assert torch.equal(grads[name], grad), name

@@ -16,6 +16,7 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load
 from loopdropout_trainer.adapters import ADAPTER_KINDS, adapted_layers, add_gates, physical_layers
 from loopdropout_trainer.adapters.weight_noise import update_norm
 from loopdropout_trainer.gates import RULES, Draw, make_rule
+from loopdropout_trainer.looped import GatePlan
 from loopdropout_trainer.models import OuroConfig
 
 
@@ -178,7 +179,7 @@ def draw_of(trainer, num_examples, **fields):
         seed=101,
         step=0,
         num_steps=trainer.state.max_steps,
-        places=[(row, 0) for row in range(num_examples)],
+        example_ids=[(row, 0) for row in range(num_examples)],
         num_loops=K,
         num_modules=len(layers),
         layers=layers,
@@ -208,8 +209,8 @@ def test_loss_and_gradients_are_those_of_full_matrices(case, make_trainer):
         elif rule.name == "lora_dropout":
             updates.append(sparse_update(rule.seeds(draw), 0.5))
         else:
-            learned = trainer.loop_state.learned
-            updates.append(gated_update(rule.sample(draw), learned and learned[0][learned[1]]))
+            learned = dict(model.named_parameters()).get("base_model.lora_loop_gates.default")
+            updates.append(gated_update(rule.sample(draw), learned))
     expected = sum(oracle_loss(model, batch, num_items, update) for update in updates) / len(updates)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -289,7 +290,7 @@ def test_gradient_checkpointing_changes_nothing(case, make_trainer):
 
 @pytest.mark.parametrize("case", ["loop_dropout", "weight_noise", "module_wise"])
 def test_packed_examples_keep_their_own_draws(case, make_trainer):
-    # One padding-free row of four examples against four rows: the same places, so the same loss.
+    # One padding-free row of four examples against four rows: the same ids, so the same loss.
     losses = []
     for fields in ({}, {"padding_free": True, "max_length": None}):
         with warnings.catch_warnings():
@@ -313,25 +314,42 @@ def test_weight_noise_has_the_energy_of_loop_dropout():
     assert update_norm(layer, "default").item() == pytest.approx(torch.linalg.matrix_norm(delta).item(), rel=1e-5)
     eye = torch.eye(layer.in_features)
     clean = layer(eye)
-    draw = Draw(seed=0, step=0, places=[(row, 0) for row in range(count)], num_loops=K)
-    state.set_gates(None, None, rule.seeds(draw))
+    draw = Draw(seed=0, step=0, example_ids=[(row, 0) for row in range(count)], num_loops=K)
     x = eye.expand(count, -1, -1)
     for loop in range(K):
-        state.loop = loop
         with torch.no_grad():
             energy = torch.cat(
-                [(layer(part) - clean).square().sum(dim=(1, 2)) for part in _in_parts(state, x, rule, draw)]
+                [(layer(part) - clean).square().sum(dim=(1, 2)) for part in _in_parts(state, x, rule, draw, loop)]
             )
         expected = c**2 * p[loop] / (1 - p[loop]) * float(delta.square().sum())
         assert abs(energy.mean().item() - expected) <= 5 * energy.std().item() / count**0.5
 
 
-def _in_parts(state, x, rule, draw, size=50):
+def _in_parts(state, x, rule, draw, loop, size=50):
     """Yield batches of x with the seeds of their own examples set."""
     seeds = rule.seeds(draw)
     for start in range(0, x.shape[0], size):
-        state.set_gates(None, None, seeds[:, start : start + size])
+        state.apply(GatePlan(seeds=seeds[:, start : start + size]))
+        state.announce(state.plan.step(loop))
         yield x[start : start + size]
+
+
+@pytest.mark.parametrize("p", [0.5, 0.2])
+def test_lora_dropout_has_one_strength_however_it_is_chosen(p, config, dataset, tokenizer, tmp_path):
+    # Masks that are not rescaled, at the `lora_alpha` asked for, remove p of each side and add nothing to what is left;
+    # inference then uses their mean, q^2 (alpha / r) B A.
+    asked = default_peft_config(tiny_ouro(), r=4, lora_alpha=32, alpha_pattern={"q_proj": 16})
+    args, data = config(rule="lora_dropout", p=[p]), {"train_dataset": dataset, "processing_class": tokenizer}
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, peft_config=asked, **data)
+    layers = adapted_layers(trainer.model)
+    strengths = [layer.scaling["default"] for layer in layers]
+    assert strengths == pytest.approx([4 * (1 - p) ** 2, *[8 * (1 - p) ** 2] * 6] * (len(layers) // 7))
+    assert (asked.lora_alpha, asked.alpha_pattern) == (32, {"q_proj": 16})
+    trainer.save_model(tmp_path)
+    assert [layer.scaling["default"] for layer in adapted_layers(load_adapter(tiny_ouro(), tmp_path))] == strengths
+
+    again = LoopDropoutSFTTrainer(load_adapter(tiny_ouro(), tmp_path, is_trainable=True), args, **data)
+    assert [layer.scaling["default"] for layer in adapted_layers(again.model)] == strengths
 
 
 def test_lora_dropout_is_lora_on_average():
@@ -342,7 +360,8 @@ def test_lora_dropout_is_lora_on_average():
     x = torch.randn(1, 1, layer.in_features)
     clean, outputs = layer(x), []
     for step in range(4000):
-        state.set_gates(None, None, rule.seeds(Draw(seed=0, step=step, places=[(0, 0)], num_loops=K)))
+        draw = Draw(seed=0, step=step, example_ids=[(0, 0)], num_loops=K)
+        state.apply(GatePlan(seeds=rule.seeds(draw)))
         outputs.append(layer(x).detach().flatten())
     outputs = torch.stack(outputs)
     error = (outputs.mean(dim=0) - clean.flatten()).abs()
@@ -412,8 +431,7 @@ def test_unmergeable_adapters_say_why(make_trainer, tmp_path):
         with pytest.raises(ValueError, match=reason):
             trainer.model.merge_and_unload()
 
-    gates, _ = trainer.loop_state.learned
-    gates["default"].data.fill_(0.5)
+    trainer.model.base_model.lora_loop_gates["default"].data.fill_(0.5)
     batch, _ = batch_of(trainer)
     expected = trainer.model.eval()(**batch).logits
     merged = AutoModelForCausalLM.from_pretrained(merge_and_save(trainer.model, tmp_path / "merged"))

@@ -1,6 +1,7 @@
-"""Every lever of speed gives the losses and gradients of the plain path, and says when it does not apply."""
+"""Every optimisation gives the losses and gradients of the plain path, and says when it does not apply."""
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,10 @@ from peft import get_peft_model
 from torch.nn import functional as F
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.adapters import add_gates, sole_trained_factors
+from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.looped import applied_gates, first_active_loops
+from loopdropout_trainer.looped import TrainingPolicy, applied_gates, find_looped_model, first_active_loops
 from loopdropout_trainer.models import attention
 from loopdropout_trainer.training.distributed import may_skip_loops, whole_parameters
 
@@ -63,15 +64,21 @@ def batch(layout):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}, None
 
 
+@contextmanager
+def training_policy(peft_model, packs, lora_parameters):
+    model = find_looped_model(peft_model)
+    model.training_policy = TrainingPolicy(packs, lora_parameters)
+    yield
+    model.training_policy = TrainingPolicy()
+
+
 def loss_and_gradients(peft_model, gates, inputs, segments=None, pack=False, skip=False, fused=False):
     state = add_gates(peft_model, in_activation_dtype=True, fused=fused)
     peft_model.zero_grad()
     with applied_gates(state, gates, segments):
-        state.pack = pack or skip
-        state.factors = sole_trained_factors(peft_model) if skip else None
-        loss = peft_model(**inputs).loss
+        with training_policy(peft_model, pack or skip, trained_lora_parameters(peft_model) if skip else None):
+            loss = peft_model(**inputs).loss
         loss.backward()
-    state.unit_gates()
     grads = {name: p.grad for name, p in peft_model.named_parameters() if p.requires_grad}
     if skip and gates.dim() == 2:
         assert all(grad is not None for grad in grads.values())  # else DDP waits for them for ever
@@ -87,7 +94,7 @@ def assert_same(got, want, tolerance=1e-9):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", ["left", "right", "packed"])
-def test_levers_give_the_plain_losses_and_gradients(make_tiny, layout, checkpointing):
+def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, layout, checkpointing):
     peft_model = adapted(make_tiny(), checkpointing)
     inputs, segments = batch(layout)
     for name in GATES if layout == "left" else ["mixed"]:
@@ -99,7 +106,7 @@ def test_levers_give_the_plain_losses_and_gradients(make_tiny, layout, checkpoin
     )
 
 
-def test_levers_are_exact_with_a_float_mask():
+def test_optimisations_are_exact_with_a_float_mask():
     model = adapted(tiny_ouro(attn_implementation="eager"))
     for layout in ("right", "packed"):
         inputs, segments = batch(layout)
@@ -114,10 +121,11 @@ def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset
     assert model.can_pack
     model.config._attn_implementation = "flex_attention"
     assert not model.can_pack
-    assert LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer).factors is None
+    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
+    assert trainer.training_policy == TrainingPolicy()
 
 
-def test_levers_are_exact_with_gates_for_each_module_and_with_truncated_backpropagation():
+def test_optimisations_are_exact_with_gates_for_each_module_and_with_truncated_backpropagation():
     model = adapted(tiny_ouro())
     inputs, _ = batch("left")
     gates = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
@@ -178,7 +186,7 @@ def test_inference_stays_peft_bit_for_bit_and_bfloat16_stays_close():
 # What it saves
 
 
-def saved_bytes(peft_model, gates, inputs, **levers):
+def saved_bytes(peft_model, gates, inputs, **optimisations):
     """Bytes that autograd keeps for the backward pass, weights left out, each storage counted once."""
     storages = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in peft_model.parameters()}
@@ -189,7 +197,7 @@ def saved_bytes(peft_model, gates, inputs, **levers):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss_and_gradients(peft_model, gates, inputs, **levers)
+        loss_and_gradients(peft_model, gates, inputs, **optimisations)
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -205,7 +213,7 @@ def test_saved_activations_shrink_by_the_share_of_waiting_loops():
 
 
 def test_a_quarter_of_the_loops_waits_in_the_paper_s_setting():
-    draw = Draw(seed=0, step=0, places=[(row, 0) for row in range(4000)], num_loops=4)
+    draw = Draw(seed=0, step=0, example_ids=[(row, 0) for row in range(4000)], num_loops=4)
     firsts = torch.tensor(first_active_loops(make_rule("loop_dropout", p=0.5).sample(draw))).float()
     assert firsts.mean() == pytest.approx(0.9375, abs=0.06)  # p + p^2 + p^3 + p^4
 
@@ -222,8 +230,8 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_training_run_is_the_same_with_and_without_levers(name, config, dataset, tokenizer):
-    def train(**levers):
+def test_a_training_run_is_the_same_with_and_without_optimisations(name, config, dataset, tokenizer):
+    def train(**optimisations):
         args = config(
             optim="sgd",
             learning_rate=0.05,
@@ -232,16 +240,17 @@ def test_a_training_run_is_the_same_with_and_without_levers(name, config, datase
             gradient_accumulation_steps=2,
             max_grad_norm=0.0,
             **FIELDS[name],
-            **levers,
+            **optimisations,
         )
         model = TINY["huginn" if "huginn" in name else "ouro"]()
         trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
         trainer.train()
-        assert trainer.loop_state.factors is None  # not after training, where other parameters may be trained
+        policy = find_looped_model(trainer.model).training_policy
+        assert policy == TrainingPolicy()  # not after training, where other parameters may be trained
         return trainer
 
     on, off = train(), train(remove_padding=False, fused_lora=False)
-    assert on.factors is not None and off.factors is None
+    assert on.training_policy.lora_parameters and not off.training_policy.lora_parameters
     for (key, got), want in zip(on.model.named_parameters(), off.model.parameters(), strict=True):
         if got.requires_grad:
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4, msg=key)
@@ -273,9 +282,9 @@ def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, con
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
 
-    def train(**levers):
+    def train(**optimisations):
         args = config(
-            max_steps=9, p=[0.6], per_device_train_batch_size=3, adam_epsilon=1e-3, eval_strategy="no", **levers
+            max_steps=9, p=[0.6], per_device_train_batch_size=3, adam_epsilon=1e-3, eval_strategy="no", **optimisations
         )
         model = TINY[family](num_loops=3)
         if checkpointing:
@@ -311,7 +320,7 @@ def test_two_processes_train_as_one_although_some_have_no_active_example(compile
 # Where they do not apply
 
 
-def test_levers_are_off_where_processes_share_parameters():
+def test_optimisations_are_off_where_processes_share_parameters():
     args = SimpleNamespace(ddp_static_graph=None, torch_compile=False)
     for kind in DistributedType:
         accelerator = SimpleNamespace(distributed_type=kind)
@@ -322,22 +331,22 @@ def test_levers_are_off_where_processes_share_parameters():
 
 
 def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(config, dataset, tokenizer, caplog):
-    assert sole_trained_factors(adapted(tiny_ouro(), lora_dropout=0.1)) is None
+    assert trained_lora_parameters(adapted(tiny_ouro(), lora_dropout=0.1)) is None
     model = adapted(tiny_ouro())
-    assert len(sole_trained_factors(model)) == 28
+    assert len(trained_lora_parameters(model)) == 28
     model.get_base_model().model.norm.weight.requires_grad_(True)
-    assert sole_trained_factors(model) is None
+    assert trained_lora_parameters(model) is None
     args = config(rule="learned", p=[0.5])
     trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
-    assert trainer.factors is None
+    assert trainer.training_policy.lora_parameters is None
     trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
-    assert trainer.factors is not None
+    assert trainer.training_policy.lora_parameters is not None
     trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
     trainer.train()
-    assert trainer.factors is None
+    assert trainer.training_policy.lora_parameters is None
     assert not LoopDropoutSFTTrainer(
         tiny_ouro(), config(skip_frozen_loops=False), train_dataset=dataset, processing_class=tokenizer
-    ).factors
+    ).training_policy.lora_parameters
 
 
 def test_gates_and_inputs_that_need_gradients_run_every_loop():
@@ -348,11 +357,10 @@ def test_gates_and_inputs_that_need_gradients_run_every_loop():
         embeddings = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
         gates = MIXED.double().requires_grad_()
         for skip in (False, True):
-            with applied_gates(state, gates):
-                state.factors = sole_trained_factors(model) if skip else None
+            lora_parameters = trained_lora_parameters(model) if skip else None
+            with applied_gates(state, gates), training_policy(model, skip, lora_parameters):
                 model(inputs_embeds=embeddings, **inputs).loss.backward()
-        with applied_gates(state, MIXED):
-            state.factors = sole_trained_factors(model)
+        with applied_gates(state, MIXED), training_policy(model, True, lora_parameters):
             model(inputs_embeds=embeddings, **inputs).loss.backward()
             whole = model(inputs_embeds=embeddings, output_hidden_states=True, **inputs).hidden_states
             assert {len(hidden) for hidden in whole} == {4}

@@ -15,6 +15,7 @@ from conftest import tiny_ouro
 from rich.console import Console
 
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, sweep_command_line
+from loopdropout_trainer.saving.lock import LockedError
 from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
@@ -34,25 +35,29 @@ if pathlib.Path({trap!r}).exists():
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text('{{"benchmarks": ')  # cut off in the middle
     time.sleep(60) if {hang} else sys.exit(3)
-rate = float(option("--learning_rate", "0"))
+out.mkdir(parents=True, exist_ok=True)
+if option("--learning_rate") in {diverging}:
+    (out / "diverged.json").write_text(json.dumps({{"error": "The loss of step 3 is not finite (nan)."}}))
+    sys.exit(2)
 correct = {{"0.01": 5, "0.02": 7, "0.04": 7}}.get(option("--learning_rate"), 1)
 if option("--adapter"):
     correct = int(option("--adapter")[-1])
 names = [option("--benchmarks")]
-out.mkdir(parents=True, exist_ok=True)
 name = "evaluation.json" if option("--adapter") else "results.json"
 result = {{"score": 10.0 * correct, "correct": correct, "total": 10, "missing": 0}}
-(out / name).write_text(json.dumps({{"benchmarks": {{each: result for each in names}}}}))
+cost = {{"train_seconds": 90.0, "peak_memory_gb": 2.5}}
+(out / name).write_text(json.dumps({{"benchmarks": {{each: result for each in names}}, "train_info": cost}}))
 """
 
 
 class Lab:
     """A folder with stand-in scripts, a recipe, and the log of the commands that ran."""
 
-    def __init__(self, folder, hang=False):
+    def __init__(self, folder, hang=False, diverging=()):
         self.folder, self.log, self.trap = folder, folder / "log", folder / "trap"
+        folder.mkdir(exist_ok=True)
         for name in ("sft.py", "evaluate.py"):
-            text = SCRIPT.format(log=str(self.log), trap=str(self.trap), hang=hang)
+            text = SCRIPT.format(log=str(self.log), trap=str(self.trap), hang=hang, diverging=diverging)
             (folder / name).write_text(text)
         self.recipe = folder / "recipe.yaml"
         self.recipe.write_text("model_name_or_path: m\nbenchmarks: [test]\n")
@@ -80,10 +85,11 @@ def words(line):
     return argv[0], dict(zip(argv[2::2], argv[3::2], strict=True))
 
 
-def table(rendered):
+def tables(sweep):
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(rendered)
+        for each in sweep.tables():
+            console.print(each)
     return capture.get()
 
 
@@ -102,9 +108,9 @@ def test_grid_then_choice_then_seeds_then_tests(lab):
         (method, "lr_0.02", f"seed_{seed}") for method in ("lora", "loop_dropout") for seed in (101, 102)
     ]
     assert sweep.chosen_rate("lora") == 0.02
-    assert "0.01: 50.00  0.02: 70.00*  0.04: 70.00" in table(sweep.grid_table())
+    assert "0.01: 50.00  0.02: 70.00*  0.04: 70.00" in tables(sweep)
     # 1 and 2 of 10 correct on the test, 7 of 10 on development
-    row = next(line for line in table(sweep.final_table()).splitlines() if "lora" in line)
+    row = next(line for line in tables(sweep).splitlines() if "lora" in line and "±" in line)
     assert "15.00 ± 7.07 (2)" in row and "70.00 ± 0.00 (2)" in row
 
     sweep.run()
@@ -128,7 +134,9 @@ def test_an_interrupted_run_ends_with_the_sweep_and_is_done_again(tmp_path, monk
     lab.trap.touch()
     children = []
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *args: children.append(popen(*args)) or children[-1])
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **fields: children.append(popen(*args, **fields)) or children[-1]
+    )
 
     def interrupt():
         while not lab.ran():
@@ -142,6 +150,89 @@ def test_an_interrupted_run_ends_with_the_sweep_and_is_done_again(tmp_path, monk
     assert len(lab.ran()) == 1
     lab.sweep().run()
     assert lab.ran()[0] == lab.ran()[1]
+
+
+def test_a_sweep_that_is_killed_takes_its_run_with_it(tmp_path):
+    lab = Lab(tmp_path, hang=True)
+    lab.trap.touch()
+    sweep = os.fork()
+    if sweep == 0:
+        lab.sweep().run()
+        os._exit(0)
+    deadline = time.time() + 60
+    while not lab.ran() and time.time() < deadline:
+        time.sleep(0.02)
+    with pytest.raises(LockedError, match=f"process {sweep} on .* is at work in"):
+        lab.sweep().run()
+    run = children_of(sweep)
+    assert len(run) == 1
+    os.kill(sweep, signal.SIGKILL)
+    os.waitpid(sweep, 0)
+    while any(Path(f"/proc/{pid}").exists() and "Z" not in state_of(pid) for pid in run) and time.time() < deadline:
+        time.sleep(0.02)
+    assert time.time() < deadline
+    lab.sweep().run()
+    assert lab.ran()[0] == lab.ran()[1]
+
+
+def children_of(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def state_of(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def test_a_rate_that_diverges_is_out_and_the_sweep_goes_on(tmp_path):
+    lab = Lab(tmp_path, diverging=("0.02",))
+    sweep = lab.sweep(methods=["lora"])
+    sweep.run()
+    assert sweep.chosen_rate("lora") == 0.04  # 0.02 had been the best
+    assert "0.01: 50.00  0.02: diverged  0.04: 70.00*" in tables(sweep)
+    ran = len(lab.ran())
+    sweep.run()
+    assert len(lab.ran()) == ran  # nor is it tried again
+
+    other = Lab(tmp_path / "all", diverging=("0.01", "0.02", "0.04"))
+    other.sweep(methods=["lora", "loop_dropout"]).run()
+    assert len(other.ran()) == 6  # nothing to choose from: the other method is tried all the same
+    assert other.sweep().chosen_rate("lora") is None
+
+
+def test_table_and_choice_are_saved(lab):
+    sweep = lab.sweep(methods=["lora"])
+    sweep.run()
+    summary = json.loads((lab.folder / "out" / "summary.json").read_text())
+    lora = summary["methods"]["lora"]
+    assert lora["chosen_learning_rate"] == 0.02
+    assert [row["score"] for row in lora["grid"]] == [50.0, 70.0, 70.0]
+    assert [(run["seed"], run["benchmarks"]["test"]["correct"]) for run in lora["runs"]] == [(101, 1), (102, 2)]
+    written = (lab.folder / "out" / "summary.md").read_text()
+    assert "| lora | 0.02 | 70.00 ± 0.00 (2) | 15.00 ± 7.07 (2) | 1.5 | 2.50 |" in written
+    assert "0.02: 70.00*" in written
+
+
+def test_what_trains_at_other_settings_is_tested_at_them(lab):
+    passed_on = [
+        "--num_loops",
+        "6",
+        "--max_steps",
+        "3",
+        "--dtype",
+        "float32",
+        "--benchmark_files={}",
+        "--warmup_steps",
+        "2",
+    ]
+    lab.sweep(passed_on, methods=["lora"]).run()
+    for line in lab.ran():
+        trains = line.startswith("sft.py")
+        expected = passed_on if trains else ["--num_loops", "6", "--dtype", "float32", "--benchmark_files={}"]
+        assert line.endswith(" " + " ".join(expected))
+        assert trains or "--max_steps" not in line
 
 
 @pytest.mark.slow
@@ -158,7 +249,7 @@ def test_the_script_is_stopped_and_continues(tmp_path, stop):
         time.sleep(0.05)
     process.send_signal(stop)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert process.returncode == (130 if stop == signal.SIGINT else 1)
     assert "the same command continues" in errors
     assert len(lab.ran()) == 1
 
@@ -192,7 +283,7 @@ def test_commands_for_a_scheduler(lab):
 def test_full_grid_chooses_nothing(lab):
     lab.sweep(methods=["lora"], full_grid=True, test_benchmarks=[]).run()
     assert len(lab.ran()) == 6
-    assert table(lab.sweep(methods=["lora"], full_grid=True).final_table()).count("(2)") == 3
+    assert tables(lab.sweep(methods=["lora"], full_grid=True, test_benchmarks=[])).count("(2)") == 3
 
 
 def test_methods_as_recipes_with_their_own_rates(lab):
@@ -218,7 +309,7 @@ def test_refusals(lab):
         lab.sweep(["--benchmarks", "development"], select_on="test", output_dir=str(lab.folder / "other")).run()
     for message, fields in {
         "`seeds` must be one or more different values": {"seeds": [1, 1]},
-        "`learning_rates` must be positive": {"learning_rates": [0.0, 1.0]},
+        "`learning_rates` must be a number above 0; got 0.0": {"learning_rates": [0.0, 1.0]},
         "`methods` must have different names": {"methods": ["a/x.yaml", "b/x.yaml"]},
         "`rate_factors` names `x`": {"rate_factors": {"x": 2.0}},
     }.items():

@@ -10,17 +10,23 @@ from loopdropout_trainer.adapters.gated import (
     merged_update,
     physical_layers,
     remove_gates,
-    sole_trained_factors,
+    trained_lora_parameters,
     use_gates,
 )
+from loopdropout_trainer.adapters.learned import LearnedGatesLora
 from loopdropout_trainer.adapters.loading import attach_adapter
 from loopdropout_trainer.adapters.lora_dropout import SparseLora
+from loopdropout_trainer.adapters.per_loop import PerLoopLora
+from loopdropout_trainer.adapters.prepared import PreparedProjections
 from loopdropout_trainer.adapters.weight_noise import NoisyLora
 
 
 __all__ = [
     "ADAPTER_KINDS",
+    "LearnedGatesLora",
     "NoisyLora",
+    "PerLoopLora",
+    "PreparedProjections",
     "SparseLora",
     "adapted_layers",
     "add_gates",
@@ -32,6 +38,6 @@ __all__ = [
     "merged_update",
     "physical_layers",
     "remove_gates",
-    "sole_trained_factors",
+    "trained_lora_parameters",
     "use_gates",
 ]

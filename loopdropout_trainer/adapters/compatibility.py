@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -26,6 +28,12 @@ def check_peft_config(config: PeftConfig) -> None:
     """Raise ValueError if the adapter described by `config` has no gated meaning; one sentence says why."""
     if not isinstance(config, LoraConfig):
         raise ValueError(f"Loop Dropout gates LoRA adapters; got a {type(config).__name__} ({config.peft_type}).")
+    if not isinstance(config.r, int) or config.r < 1:
+        raise ValueError(f"The adapter's rank `r` must be a whole number of at least 1; got {config.r!r}.")
+    if not isinstance(config.lora_alpha, (int, float)) or not 0 < config.lora_alpha < math.inf:
+        raise ValueError(f"The adapter's `lora_alpha` must be a number above 0; got {config.lora_alpha!r}.")
+    if not isinstance(config.lora_dropout, (int, float)) or not 0 <= config.lora_dropout < 1:
+        raise ValueError(f"The adapter's `lora_dropout` must lie in [0, 1); got {config.lora_dropout!r}.")
     for field, reason in _REFUSED_FIELDS.items():
         if getattr(config, field, None):
             raise ValueError(f"`{field}` cannot be combined with gated LoRA: {reason}.")

@@ -9,7 +9,7 @@ PEFT calls a layer with another forward a `LoraVariant`. That interface is priva
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,8 +27,13 @@ from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix,
 class GatedLora(LoraVariant):
     """PEFT variant of one LoRA layer that multiplies its update by the running loop's gate.
 
-    A subclass is another kind of adapter: it overrides how A and B are applied, or adds to the result, and names itself
-    (`class Kind(GatedLora, kind="name")`), so that a rule can ask for it by `adapter = "name"`.
+    A subclass is another kind of adapter: it overrides the gate, how A and B are applied, or adds to the result, and names
+    itself (`class Kind(GatedLora, kind="name")`), so that a rule can ask for it by `adapter = "name"`. A kind that has
+    parameters beyond PEFT's also says how they are made (`prepare`) and told on a model and in a file (`is_on`,
+    `saved_num_loops`, `is_own`): training, saving, loading and merging ask it, and name no kind.
+
+    Class attributes:
+        description: what a message calls the kind's own parameters.
 
     Args:
         loop_state: of the looped model that the layer is part of.
@@ -36,7 +41,10 @@ class GatedLora(LoraVariant):
         rule: whose public fields the kind reads; None outside training.
         in_activation_dtype: compute the update in the dtype of the layer's output, with the float32 factors cast to it,
             as the paper does. False: in the factors' dtype, as PEFT does. Under autocast the two agree.
+        shared: what `prepare` returned.
     """
+
+    description = "a shared adapter"
 
     def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,36 +56,61 @@ class GatedLora(LoraVariant):
         module: int,
         rule: Any = None,
         in_activation_dtype: bool = False,
+        shared: Any = None,
     ) -> None:
         self.loop_state = loop_state
         self.module = module
         self.in_activation_dtype = in_activation_dtype
+        self.shared = shared
 
     @classmethod
     def is_plain(cls) -> bool:
         """Return whether the kind computes nothing but a gated product of shared factors."""
-        own = ("forward", "down", "up")
+        own = ("forward", "gate", "down", "up")
         return all(getattr(cls, name) is getattr(GatedLora, name) for name in own)
 
     @classmethod
-    def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:
-        """Give the model the parameters that this kind has beyond PEFT's, without touching the global random state."""
+    def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> Any:
+        """Give the model the parameters that this kind has beyond PEFT's, if it lacks them, without the global random state.
+
+        Returns:
+            What all layers of the kind share, if anything.
+        """
+
+    @classmethod
+    def is_on(cls, model: PeftModel, adapter: str) -> bool:
+        """Return whether the model's adapter has this kind's own parameters."""
+        return False
+
+    @classmethod
+    def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        """Return the depth that saved parameters of this kind belong to, from the shapes of all; None: there are none."""
+        return None
+
+    @classmethod
+    def is_own(cls, name: str) -> bool:
+        """Return whether a saved parameter is this kind's own and neither A nor B of a linear map."""
+        return False
 
     def forward(
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         """Return `result` [B, S, out] plus the gated update of `x` [B, S, in]."""
-        if self.loop_state.is_off(self.module):
-            return self._off(module, active_adapter, x, result)
+        if self.loop_state.is_unused(self.module):
+            return self._unused(module, active_adapter, x, result)
         scaling = module.scaling[active_adapter]
         x = self._cast(module.lora_dropout[active_adapter](x), result)
-        gate = self.loop_state.gate_for(x, self.module)
+        gate = self.gate(x)
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if gate is None:
             return result + self.up(module, active_adapter, low_rank) * scaling
         # In float32: a gate such as 1/0.7 rounded to bfloat16 would be 0.2% off for every token alike.
         low_rank = (low_rank * (gate * scaling)).to(low_rank.dtype)
         return result + self.up(module, active_adapter, low_rank)
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return what multiplies the [B, S, r] activations of x [B, S, in] in the running loop; None: one."""
+        return self.loop_state.gate_for(x, self.module)
 
     def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
         """Return A x, [B, S, r]."""
@@ -90,12 +123,14 @@ class GatedLora(LoraVariant):
     def _cast(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         return x.to(result.dtype) if self.in_activation_dtype else x
 
-    def _off(self, module: LoraLayer, adapter: str, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def _unused(self, module: LoraLayer, adapter: str, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Leave the update out; among several processes, where it may have a gradient, run it on one token times zero.
 
         A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
         """
-        if self.loop_state.frozen or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if self.loop_state.step.frozen or not (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        ):
             return result
         token = self._cast(x.flatten(0, -2)[:1], result)
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
@@ -117,18 +152,7 @@ class GatedLora(LoraVariant):
         Raises:
             ValueError: if loops differ at unit gates, so that there is none.
         """
-        delta = module.get_delta_weight(adapter)
-        if self.loop_state.learned is None:
-            return delta
-        parameters, key = self.loop_state.learned
-        gates = parameters[key].detach()  # [K]
-        if not bool((gates == gates[0]).all()):
-            raise ValueError(
-                f"An adapter with learned gates {[round(gate, 4) for gate in gates.tolist()]} cannot be merged: each loop "
-                "scales the update differently, and one weight serves all loops. Keep the adapter, or train without "
-                "learned gates."
-            )
-        return delta * gates[0]
+        return module.get_delta_weight(adapter)
 
 
 ADAPTER_KINDS: dict[str, type[GatedLora]] = {"gated": GatedLora}
@@ -156,22 +180,20 @@ def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
     return variant.merged_update(layer, adapter) if isinstance(variant, GatedLora) else layer.get_delta_weight(adapter)
 
 
-def sole_trained_factors(model: PeftModel) -> list[nn.Parameter] | None:
-    """Return the factors A and B of a gated adapter, or None if anything else is trained, or if its input is dropped out."""
-    factors = [
-        factor[adapter].weight
-        for layer in adapted_layers(model)
-        for factor in (layer.lora_A, layer.lora_B)
+def trained_lora_parameters(model: PeftModel) -> tuple[nn.Parameter, ...] | None:
+    """Return the A and B of a gated adapter, or None if anything else is trained, or if its input is dropped out."""
+    layers = adapted_layers(model)
+    parameters = tuple(
+        linear[adapter].weight
+        for layer in layers
+        for linear in (layer.lora_A, layer.lora_B)
         for adapter in layer.active_adapters
-    ]
+    )
     dropped = any(
-        module.p > 0
-        for layer in adapted_layers(model)
-        for module in layer.lora_dropout.modules()
-        if isinstance(module, nn.Dropout)
+        module.p > 0 for layer in layers for module in layer.lora_dropout.modules() if isinstance(module, nn.Dropout)
     )
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    return factors if trained == set(map(id, factors)) and not dropped else None
+    return parameters if trained == set(map(id, parameters)) and not dropped else None
 
 
 def physical_layers(model: nn.Module) -> list[int]:
@@ -209,18 +231,17 @@ def add_gates(
     """
     looped = find_looped_model(model)
     adapter = check_adapter(model)
-    found = getattr(adapted_layers(model)[0].lora_A[adapter], "adapter_kind", "gated")
-    name = found if rule is None else rule.adapter
-    if found not in ("gated", name):
+    found = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
+    kind = found if rule is None else ADAPTER_KINDS[rule.adapter]
+    if found not in (GatedLora, kind):
         raise ValueError(
-            f"The rule {rule.name!r} trains a shared adapter, but the model's has a pair of factors for each loop: use the "
-            "rule 'independent', or start from another adapter."
+            f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {found.description}: use the rule "
+            "that it was trained with, or start from another adapter."
         )
-    kind = ADAPTER_KINDS[name]
-    kind.prepare(model, adapter, looped.config.num_loops, seed)
+    shared = kind.prepare(model, adapter, looped.config.num_loops, seed)
     together = FusedProjection(looped.loop_state, adapter) if fused and kind.is_plain() else None
     for module, layer in enumerate(adapted_layers(model)):
-        layer.lora_variant[adapter] = kind(looped.loop_state, module, rule, in_activation_dtype)
+        layer.lora_variant[adapter] = kind(looped.loop_state, module, rule, in_activation_dtype, shared)
         layer.cast_input_dtype_enabled = not in_activation_dtype
         layer.project_together = together
     return looped.loop_state

@@ -6,24 +6,71 @@ with `load_adapter`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from loopdropout_trainer.adapters.gated import GatedLora, adapted_layers
-from loopdropout_trainer.looped import find_looped_model
+
+
+_NAME = "lora_loop_gates"
 
 
 class LearnedGatesLora(GatedLora, kind="learned"):
-    """A gated layer of a model whose gates are learned; the gates themselves are the model's, one set for all layers."""
+    """A gated layer of a model whose gates are learned; the gates themselves are the model's, one set for all layers.
+
+    What the layers share is the dictionary that holds the gates, and their name in it: not the tensor itself, since sharding
+    puts another one in its place.
+    """
+
+    description = "learned gates"
+    shared: tuple[nn.ParameterDict, str]
 
     @classmethod
-    def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:
-        state = find_looped_model(model).loop_state
-        if state.learned is not None:
-            return
-        device = adapted_layers(model)[0].lora_A[adapter].weight.device
-        # Here PEFT saves and loads it with the adapter, and FSDP gathers it for the whole forward pass.
-        tuner = model.base_model
-        tuner.lora_loop_gates = nn.ParameterDict({adapter: nn.Parameter(torch.ones(num_loops, device=device))})
-        state.learned = (tuner.lora_loop_gates, adapter)
+    def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> tuple[nn.ParameterDict, str]:
+        tuner = (
+            model.base_model
+        )  # here PEFT saves and loads them with the adapter, and FSDP gathers them for a whole forward
+        if not cls.is_on(model, adapter):
+            device = adapted_layers(model)[0].lora_A[adapter].weight.device
+            tuner.register_module(
+                _NAME, nn.ParameterDict({adapter: nn.Parameter(torch.ones(num_loops, device=device))})
+            )
+        return tuner.get_submodule(_NAME), adapter
+
+    @classmethod
+    def is_on(cls, model: PeftModel, adapter: str) -> bool:
+        return adapter in dict(model.base_model.named_children()).get(_NAME, ())
+
+    @classmethod
+    def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        return next((shape[0] for name, shape in shapes.items() if cls.is_own(name)), None)
+
+    @classmethod
+    def is_own(cls, name: str) -> bool:
+        return _NAME in name.split(".")
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        drawn, loop = super().gate(x), self.loop_state.loop
+        parameters, adapter = self.shared
+        if loop >= len(parameters[adapter]):
+            raise ValueError(
+                f"The adapter learned gates for {len(parameters[adapter])} loops, but the model is running loop {loop + 1}: "
+                "set its depth (`config.num_loops`) back."
+            )
+        learned = parameters[adapter][loop].to(x.device)
+        return learned if drawn is None else drawn * learned
+
+    def merged_update(self, module: LoraLayer, adapter: str) -> torch.Tensor:
+        parameters, key = self.shared
+        gates = parameters[key].detach()  # [K]
+        if not bool((gates == gates[0]).all()):
+            raise ValueError(
+                f"An adapter with learned gates {[round(gate, 4) for gate in gates.tolist()]} cannot be merged: each loop "
+                "scales the update differently, and one weight serves all loops. Keep the adapter, or train without "
+                "learned gates."
+            )
+        return super().merged_update(module, adapter) * gates[0]

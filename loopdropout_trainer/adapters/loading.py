@@ -9,45 +9,43 @@ from peft import PeftConfig, PeftModel
 from peft.utils import get_peft_model_state_dict, load_peft_weights
 from transformers import PreTrainedModel
 
-from loopdropout_trainer.adapters.gated import GatedLora, add_gates
-from loopdropout_trainer.adapters.learned import LearnedGatesLora
-from loopdropout_trainer.adapters.per_loop import PerLoopLora
+from loopdropout_trainer.adapters.gated import ADAPTER_KINDS, add_gates
 from loopdropout_trainer.looped import find_looped_model
 
 
-def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool = False) -> PeftModel:
-    """Put a saved adapter on a looped model: shared, independent for each loop, or with learned gates.
+def attach_adapter(
+    model: PreTrainedModel, folder: str | Path, is_trainable: bool = False, config: PeftConfig | None = None
+) -> PeftModel:
+    """Put a saved adapter of any kind on a looped model.
 
-    PEFT itself does that for shared adapters. It refuses independent ones, whose factors have another shape, and ignores
-    learned gates.
+    PEFT itself does that for adapters that have A and B only. It refuses those whose A and B have another shape, and ignores
+    parameters that it does not know.
 
     Args:
         model: looped model without adapter.
         folder: local path or hub name of the adapter.
         is_trainable: False freezes it.
+        config: its configuration; default: as PEFT reads it from the folder.
 
     Raises:
         ValueError: if tensors are missing, or not finite; or if each loop has factors or a gate of its own, for another
             number of loops than the model runs.
     """
-    config = PeftConfig.from_pretrained(str(folder))
+    config = PeftConfig.from_pretrained(str(folder)) if config is None else config
     weights = load_peft_weights(str(folder), device="cpu")
     check_finite(weights, folder)
-    kinds: dict[type[GatedLora], int] = {}  # number of loops that each was trained for
-    for name, weight in weights.items():
-        if weight.dim() == 3:
-            kinds[PerLoopLora] = len(weight)
-        elif name.endswith("lora_loop_gates"):
-            kinds[LearnedGatesLora] = len(weight)
-    if not kinds:
-        peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    depths = {kind: kind.saved_num_loops(shapes) for kind in ADAPTER_KINDS.values()}
+    depths = {kind: depth for kind, depth in depths.items() if depth is not None}
+    if not depths:
+        peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=config)
         check_complete(peft_model, weights, folder)
         return peft_model
 
     num_loops = find_looped_model(model).config.num_loops
     config.inference_mode = not is_trainable
     peft_model = PeftModel(model, config)
-    for kind, trained_for in kinds.items():
+    for kind, trained_for in depths.items():
         if trained_for != num_loops:
             raise ValueError(
                 f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}: set "

@@ -20,23 +20,23 @@ from loopdropout_trainer.looped import LoopState
 class SparseLora(GatedLora, kind="lora_dropout"):
     """A gated layer whose A loses columns and whose B loses rows.
 
-    It reads `LoopState.seeds` as [M], and `p` from the rule.
+    It reads `GatePlan.seeds` as [M], and `p` from the rule.
     """
 
-    def __init__(self, loop_state: LoopState, module: int, rule: Any = None, *options: bool) -> None:
+    def __init__(self, loop_state: LoopState, module: int, rule: Any = None, *options: Any) -> None:
         super().__init__(loop_state, module, rule, *options)
         self.p = 0.0 if rule is None else rule.p
         self._expanded: tuple[int | None, tuple] = (None, ())
 
     def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
-        if self.loop_state.seeds is None:
+        if self.loop_state.plan.seeds is None:
             return super().down(module, adapter, x)
         mask_in, _ = self._masks(module, x.device)
         rescaled = module.lora_A[adapter].weight * (mask_in / (1 - self.p))
         return F.linear(x, rescaled.to(x.dtype))
 
     def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
-        if self.loop_state.seeds is None:
+        if self.loop_state.plan.seeds is None:
             return super().up(module, adapter, low_rank)
         _, mask_out = self._masks(module, low_rank.device)
         rescaled = module.lora_B[adapter].weight * (mask_out / (1 - self.p)).unsqueeze(1)
@@ -44,7 +44,7 @@ class SparseLora(GatedLora, kind="lora_dropout"):
 
     def _masks(self, module: LoraLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [d_in] and [d_out] masks of the pass; all its loops, and their recomputation, share them."""
-        seed = int(self.loop_state.seeds[self.module])
+        seed = int(self.loop_state.plan.seeds[self.module])
         if self._expanded[0] != seed:
             size = (module.in_features, module.out_features)
             self._expanded = (seed, seeded.masks(seed, sum(size), self.p, device).split(size))

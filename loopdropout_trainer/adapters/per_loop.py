@@ -8,6 +8,7 @@ pair is computed.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ from loopdropout_trainer.adapters.gated import GatedLora, adapted_layers
 
 class LoopFactors(nn.Module):
     """The A or the B of every loop: `weight` [K, out, in]."""
-
-    adapter_kind = "per_loop"
 
     def __init__(self, factors: list[torch.Tensor], requires_grad: bool) -> None:
         super().__init__()
@@ -44,6 +43,16 @@ class LoopFactors(nn.Module):
 
 class PerLoopLora(GatedLora, kind="per_loop"):
     """A gated layer with factors of its own for each loop."""
+
+    description = "a pair of factors for each loop"
+
+    @classmethod
+    def is_on(cls, model: PeftModel, adapter: str) -> bool:
+        return isinstance(adapted_layers(model)[0].lora_A[adapter], LoopFactors)
+
+    @classmethod
+    def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        return next((shape[0] for shape in shapes.values() if len(shape) == 3), None)
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:

@@ -22,10 +22,10 @@ from loopdropout_trainer.looped import LoopState
 class NoisyLora(GatedLora, kind="weight_noise"):
     """A gated layer with noise on its weight for the examples that have an event in the running loop.
 
-    It reads `LoopState.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
+    It reads `GatePlan.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
     """
 
-    def __init__(self, loop_state: LoopState, module: int, rule: Any = None, *options: bool) -> None:
+    def __init__(self, loop_state: LoopState, module: int, rule: Any = None, *options: Any) -> None:
         super().__init__(loop_state, module, rule, *options)
         self.rule = rule
 
@@ -33,10 +33,10 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        if self.loop_state.seeds is None:
+        if self.loop_state.plan.seeds is None:
             return updated
-        num_loops = len(self.loop_state.seeds)
-        seeds = self.loop_state.seeds[self.loop_state.loop, :, self.module].tolist()  # [N]
+        num_loops = len(self.loop_state.plan.seeds)
+        seeds = self.loop_state.plan.seeds[self.loop_state.loop, :, self.module].tolist()  # [N]
         events = [example for example, seed in enumerate(seeds) if seed]
         if not events:
             return updated

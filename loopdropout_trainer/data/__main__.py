@@ -5,7 +5,6 @@ The example goes through the trainer's own preparation, so that what is marked i
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,6 +18,7 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None) -> None:
     examples = data.eval if show.held_out else data.train
     if examples is None or not 0 <= show.index < len(examples):
         raise ValueError(f"`index` must be below {len(examples or ())}, the number of examples; got {show.index}.")
-    input_ids, labels = trained_tokens(examples.select([show.index]), tokenizer, **vars(loss))
+    with user_supplied("The example cannot be prepared"):
+        input_ids, labels = trained_tokens(examples.select([show.index]), tokenizer, **vars(loss))
     console = Console(highlight=False)
     console.print(str(data.report), markup=False, soft_wrap=True)
     num_trained = sum(label != -100 for label in labels)
@@ -88,7 +89,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:  # what the user can put right, in one sentence
-        sys.exit(f"data: {error}")
+    run_command(main, "data")

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 
+from loopdropout_trainer.settings.field_types import fits, json_of, shown
+from loopdropout_trainer.settings.ranges import check_list, check_whole
 
-PREPARATIONS = ("arithmetic", "gsm8k", "metamath_gsm", "tulu2")
+
+PREPARATIONS = {
+    "arithmetic": "gsm8k.Arithmetic",
+    "gsm8k": "gsm8k.GSM8K",
+    "metamath_gsm": "metamath_gsm.MetaMathGSM",
+    "tulu2": "tulu2.Tulu2",
+}
+"""Each preparation's file in this folder, and its class there: the one place that lists them."""
 
 
 @dataclass
@@ -80,7 +88,13 @@ class DataArguments:
 
     def __post_init__(self):
         if isinstance(self.column_mapping, str):
-            self.column_mapping = json.loads(self.column_mapping)
+            self.column_mapping = json_of("column_mapping", self.column_mapping)
+        if not fits(self.column_mapping, dict[str, str] | None):
+            raise ValueError(
+                f"`column_mapping` must be a mapping {{expected name: name in the rows}}; got {shown(self.column_mapping)}."
+            )
+        check_list("train_files", self.train_files)
+        check_list("eval_files", self.eval_files)
         if self.preparation is not None and self.preparation not in PREPARATIONS:
             raise ValueError(
                 f"`preparation` must be one of {', '.join(PREPARATIONS)}, or be left out; got {self.preparation!r}."
@@ -91,7 +105,7 @@ class DataArguments:
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
-        for name in ("num_train_examples", "num_eval_examples"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"`{name}` must be at least 0; got {value}.")
+        for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least)
+        check_whole("split_seed", self.split_seed, least=-(2**63))

@@ -9,6 +9,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.data.rows import DataError
 
 
@@ -38,10 +39,8 @@ def _token_ids(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase) 
     elif "text" in batch:
         return tokenizer([_ended(text, tokenizer) for text in batch["text"]], verbose=False)["input_ids"]
     elif isinstance(batch["prompt"][0], str):
-        pairs = zip(batch["prompt"], batch["completion"], strict=True)
-        return tokenizer([prompt + _ended(completion, tokenizer) for prompt, completion in pairs], verbose=False)[
-            "input_ids"
-        ]
+        completions = [_ended(completion, tokenizer) for completion in batch["completion"]]
+        return prompt_completion_ids(tokenizer, batch["prompt"], completions)[0]
     else:
         pairs = zip(batch["prompt"], batch["completion"], strict=True)
         conversations = [prompt + completion for prompt, completion in pairs]

@@ -18,26 +18,21 @@ from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from loopdropout_trainer.data.arguments import DataArguments
-from loopdropout_trainer.data.gsm8k import GSM8K, Arithmetic
 from loopdropout_trainer.data.lengths import token_lengths
-from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
-from loopdropout_trainer.data.preparation import Preparation, Unwanted, rank
+from loopdropout_trainer.data.preparation import Preparation, Unwanted, preparation_class, random_order
 from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, DataError, Row
 from loopdropout_trainer.data.source import Source
-from loopdropout_trainer.data.tulu2 import Tulu2
+from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.settings.ranges import check_whole
 
 
-_CACHE_VERSION = 2  # to be raised when the same settings give other examples
-_PREPARATIONS: dict[str | None, type[Preparation]] = {
-    None: Preparation,
-    "arithmetic": Arithmetic,
-    "gsm8k": GSM8K,
-    "metamath_gsm": MetaMathGSM,
-    "tulu2": Tulu2,
-}
+logger = logging.get_logger(__name__)
+
+_CACHE_VERSION = 3  # to be raised when the same settings give other examples
 
 
 @dataclass
@@ -70,17 +65,36 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
     Raises:
         DataError: if the data cannot be used; it names the file and row.
     """
-    preparation = _PREPARATIONS[args.preparation](args)
+    if max_length is not None:
+        check_whole("max_length", max_length)
+    preparation = preparation_class(args.preparation)(args)
     source = Source.open(args, preparation)
     key = _cache_key(args, source, tokenizer, max_length)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "loopdropout_trainer" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # the processes of one machine prepare the data once
-        if not folder.is_dir():
+        loaded = _load_from(folder, preparation) if folder.is_dir() else None
+        if loaded is None:
             _prepare_into(folder, preparation, source, tokenizer, max_length)
-    report = DataReport.from_dict(json.loads((folder / "report.json").read_text(encoding="utf-8")))
-    held_out = Dataset.load_from_disk(folder / "eval") if report.held_out else None
-    return LoadedData(Dataset.load_from_disk(folder / "train"), held_out, report, _description(preparation, report))
+            loaded = _load_from(folder, preparation)
+    if loaded is None:
+        raise DataError(f"The prepared data in {folder} cannot be read back: is the disk full or damaged?")
+    return loaded
+
+
+def _load_from(folder: Path, preparation: Preparation) -> LoadedData | None:
+    """Return the examples in a folder that `_prepare_into` wrote; None, and the folder is removed, if it is damaged."""
+    try:
+        report = DataReport.from_dict(json.loads((folder / "report.json").read_text(encoding="utf-8")))
+        train = Dataset.load_from_disk(folder / "train")
+        held_out = Dataset.load_from_disk(folder / "eval") if report.held_out else None
+        if len(train) != report.train or len(held_out or ()) != report.held_out:
+            raise ValueError(f"{len(train)} and {len(held_out or ())} examples")
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        logger.warning(f"The prepared data in {folder} is damaged ({one_line(error)}); it is prepared again.")
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return LoadedData(train, held_out, report, _description(preparation, report))
 
 
 def _description(preparation: Preparation, report: DataReport) -> str:
@@ -156,7 +170,7 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
             if isinstance(row, BadRow):
                 raise row
             row = _mapped(row, args.column_mapping)
-            yield {**preparation.example(row), "rank": rank(preparation.identity(row), args.split_seed)}
+            yield {**preparation.example(row), "rank": random_order(preparation.identity(row), args.split_seed)}
         except Unwanted as reason:
             report.dropped[str(reason)] += 1
         except BadRow as error:

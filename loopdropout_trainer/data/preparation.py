@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.arguments import PREPARATIONS, DataArguments
 from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, Row
 from loopdropout_trainer.data.templates import render_prompt
@@ -94,7 +95,15 @@ class Preparation:
         return rest[: self.args.num_train_examples], held_out
 
 
-def rank(identity: str, seed: int) -> int:
+def preparation_class(name: str | None) -> type[Preparation]:
+    """Return the class of a preparation by its name in `PREPARATIONS`; None: rows as they are."""
+    if name is None:
+        return Preparation
+    module, class_name = PREPARATIONS[name].split(".")
+    return getattr(importlib.import_module(f"loopdropout_trainer.data.{module}"), class_name)
+
+
+def random_order(identity: str, seed: int) -> int:
     """Return a number in [0, 2^63) that depends on nothing but a row's identity and the seed."""
     digest = hashlib.blake2b(f"{seed}\n{identity}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,11 +44,11 @@ def read_files(paths: Sequence[str | Path]) -> Iterator[Row]:
         if read is None:
             raise DataError(f"{path} must end in {', '.join(_READERS)} (the text formats also with .gz).")
         if not path.is_file():
-            raise DataError(f"The data file {path} does not exist.")
+            raise DataError(f"The data file {path} {'is a folder' if path.is_dir() else 'does not exist'}.")
         try:
             for number, value in read(path):
                 yield Row(f"{path.name}, row {number}", value)
-        except (OSError, UnicodeDecodeError, EOFError) as error:
+        except (OSError, UnicodeDecodeError, EOFError, zlib.error, csv.Error) as error:
             raise DataError(f"The data file {path} cannot be read: {error}.") from error
 
 
@@ -62,6 +63,8 @@ def _json_value(text: str) -> dict[str, Any] | BadRow:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         return BadRow("broken JSON", f" ({error.msg} at character {error.pos + 1})")
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, a thousand brackets
+        return BadRow("broken JSON", f" ({error})")
     return value if isinstance(value, dict) else BadRow("not an object", f" (a {type(value).__name__})")
 
 
@@ -88,11 +91,16 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
                 f"The data file {path} is broken JSON (line {error.lineno}: {error.msg}), so none of its rows can be told "
                 "apart; JSONL files can skip broken rows."
             ) from error
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, UnicodeDecodeError):
+                raise
+            raise DataError(f"The data file {path} is broken JSON: {error}.") from error
     for number, value in enumerate(values, start=1):
         yield number, value if isinstance(value, dict) else BadRow("not an object", f" (a {type(value).__name__})")
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
     with _open(path) as file:
         for number, value in enumerate(csv.DictReader(file), start=1):
             if None in value:
@@ -106,14 +114,17 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet
 
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
-    except pyarrow.ArrowInvalid as error:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
         raise DataError(f"The data file {path} is not Parquet: {error}") from error
     number = 0
-    for batch in batches:
-        for value in batch.to_pylist():
-            number += 1
-            yield number, value
+    try:
+        for batch in file.iter_batches(batch_size=1024):
+            for value in batch.to_pylist():
+                number += 1
+                yield number, value
+    except pyarrow.ArrowException as error:
+        raise DataError(f"The data file {path} is damaged after row {number}: {error}") from error
 
 
 _READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}

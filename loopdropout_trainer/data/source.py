@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from datasets import Dataset, load_dataset
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.preparation import Preparation
 from loopdropout_trainer.data.rows import DataError, Row, read_files
+from loopdropout_trainer.settings.command import one_line
 
 
 @dataclass
@@ -52,11 +54,15 @@ class Source:
 
 
 def _file_print(path: str) -> list[Any]:
+    """Return the name of a file and a hash of its bytes: size and time may stay the same when it is written again."""
+    digest = hashlib.blake2b(digest_size=16)
     try:
-        stat = Path(path).stat()
+        with Path(path).open("rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
     except OSError as error:
         raise DataError(f"The data file {path} cannot be read: {error.strerror}.") from error
-    return [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns]
+    return [str(Path(path).resolve()), digest.hexdigest()]
 
 
 def _load_from_hub(args: DataArguments) -> Dataset:
@@ -65,5 +71,4 @@ def _load_from_hub(args: DataArguments) -> Dataset:
             args.dataset_name, args.dataset_config, revision=args.dataset_revision, split=args.dataset_split
         )
     except Exception as error:  # the Hub's client raises many kinds
-        reason = " ".join(str(error).split())
-        raise DataError(f"The dataset `{args.dataset_name}` cannot be loaded: {reason}") from error
+        raise DataError(f"The dataset `{args.dataset_name}` cannot be loaded: {one_line(error)}") from error

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.rows import BadRow
 from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.command import user_supplied
 
 
 PROMPT_TEMPLATES = {
@@ -65,21 +66,33 @@ def chat_template(name_or_path: str) -> str:
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in packaged.parent.glob("*.jinja")))
         raise ValueError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"`chat_template` {name_or_path} cannot be read: {error}.") from None
 
 
-def load_tokenizer(model: ModelArguments) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelArguments, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, with the recipe's chat template if it names one, and with a padding token.
 
     Ouro's configuration names no padding token: the end token serves, since labels and attention mask tell them apart.
     A chat template of this package brings its special tokens with it.
 
+    Args:
+        model: whose tokenizer.
+        trust_remote_code: whether the tokenizer may run code of its own; nobody is asked.
+
     Raises:
-        ValueError: if the tokenizer lacks one of these, or the template's turns do not end with the end token.
+        ValueError: if there is none, it cannot be read, it names no end token, or the template's turns do not end with it.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    with user_supplied(f"The tokenizer of {model.model_name_or_path} cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
+        )
     if model.chat_template is not None:
         set_chat_template(tokenizer, model.chat_template)
+    if tokenizer.eos_token is None:
+        raise ValueError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

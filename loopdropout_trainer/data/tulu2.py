@@ -25,13 +25,13 @@ class Tulu2(Preparation):
     title = "Tulu 2"
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        turns = messages(row, "messages")
+        turns = _turns(row)
         if not has_target(turns):
             raise Unwanted("no assistant message with content")
         return {"messages": turns}
 
     def identity(self, row: Mapping[str, Any]) -> str:
-        return json.dumps([(turn["role"], turn["content"]) for turn in row["messages"]], ensure_ascii=False)
+        return json.dumps([(turn["role"], turn["content"]) for turn in _turns(row)], ensure_ascii=False)
 
     def split(
         self, examples: Dataset, ranks: np.ndarray, tokenizer: PreTrainedTokenizerBase, report: DataReport
@@ -45,3 +45,8 @@ class Tulu2(Preparation):
         num_drawn = min(num_drawn, len(order) - self.num_held_out)
         # Held out from the other end, so that the draw and the held-out rows do not depend on each other's number.
         return np.sort(order[:num_drawn]), np.sort(order[len(order) - self.num_held_out :])
+
+
+def _turns(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the messages of a row, also one in ShareGPT's form."""
+    return messages(row, "conversations" if "messages" not in row and "conversations" in row else "messages")

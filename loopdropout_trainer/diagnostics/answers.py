@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from loopdropout_trainer.diagnostics.depth import counts
 from loopdropout_trainer.diagnostics.diagnostic import BASE, Context, Diagnostic, Problems, Report, shown
@@ -160,8 +161,6 @@ def compare_seeds(a: Sequence[dict], b: Sequence[dict], name: str) -> list[dict[
 
 
 def _compare(a: dict, b: dict, name: str) -> dict[str, Any]:
-    from scipy.stats import binomtest
-
     before, after = (_result(run, name) for run in (a, b))
     split = decompose_difference([before], [after])
     verdicts = [(x.correct, y.correct) for x, y in zip(before.predictions, after.predictions, strict=True)]

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from loopdropout_trainer.adapters import ADAPTER_KINDS
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
 from loopdropout_trainer.diagnostics.plots import draw_curves, draw_heat_map, new_figure, percent_axis, save_figure
+from loopdropout_trainer.diagnostics.subjects import with_depth
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -36,9 +38,9 @@ class _AtDepths(Diagnostic):
     """What both depth diagnostics share."""
 
     def why_not(self, context: Context) -> str | None:
-        kind = context.subject.rule
-        if kind in ("independent", "learned"):
-            return f"its loops have {'factors' if kind == 'independent' else 'gates'} of their own, for one depth only"
+        shapes = {name: tuple(p.shape) for name, p in context.model.named_parameters() if "lora_" in name}
+        if any(kind.saved_num_loops(shapes) is not None for kind in ADAPTER_KINDS.values()):
+            return "each of its loops has parameters of its own, for one depth only"
         return super().why_not(context)
 
     def settings(self, context: Context) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class DepthGeneration(_AtDepths):
         with new_figure(rows=len(names), height=2.6, squeeze=False) as (figure, axes):
             for axis, name in zip(axes.flat, names, strict=True):
                 _draw_curves(axis, report, f"{name} (%)", "benchmarks", name, "results", key="score")
-                percent_axis(axis)
+                percent_axis(axis, from_zero=False)
             files = save_figure(figure, path, legend_of=axes.flat[0])
         if len({run["train_num_loops"] for run in report.runs if run["kind"] == "adapter"}) > 1:
             files += self._matrix(report, names, depths, path)
@@ -125,7 +127,7 @@ class DepthGeneration(_AtDepths):
     def _matrix(self, report: Report, names, depths, path):
         """Draw accuracy by training depth (and method) from top to bottom and by evaluation depth across."""
         methods = [method for method in report.methods if report.of(method)[0]["kind"] == "adapter"]
-        labels = [f"{method}, K = {report.of(method)[0]['train_num_loops']}" for method in methods]
+        labels = [with_depth(method, report.of(method)[0]["train_num_loops"]) for method in methods]
         height = 0.26 * len(methods) + 0.9
         with new_figure(rows=len(names), height=height, squeeze=False) as (figure, axes):
             for axis, name in zip(axes.flat, names, strict=True):
@@ -173,10 +175,11 @@ def _draw_curves(axis, report: Report, label: str, *path: str, key: str | None =
         }
     draw_curves(axis, depths, series)
     axis.set(xlabel="Loops at evaluation", ylabel=label)
-    axis.set_xticks(depths if len(depths) <= 10 else depths[:: -(-len(depths) // 10)])
+    shown = range(0, len(depths), -(-len(depths) // 8))
+    axis.set_xticks([depths[place] for place in shown])
     axis.axvline(report.num_loops, color="black", linewidth=0.5, linestyle=":")
     if len(depths) > 1:
-        upper = axis.secondary_xaxis(
-            "top", functions=(lambda x: np.interp(x, depths, compute), lambda x: np.interp(x, compute, depths))
-        )
+        upper = axis.secondary_xaxis("top")
+        shown = shown[:: -(-len(shown) // 5)]
+        upper.set_xticks([depths[place] for place in shown], [f"{compute[place]:.2f}" for place in shown])
         upper.set_xlabel("Relative work")

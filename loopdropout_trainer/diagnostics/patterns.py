@@ -90,8 +90,8 @@ class Patterns(Diagnostic):
                 values = [[mean[place[first + last]] for last in late] for first in early]
                 image = draw_heat_map(axis, values, [_name(x) for x in late], [_name(x) for x in early], low, high)
                 axis.set(title=method, xlabel="Adapted late loops", ylabel="Adapted early loops")
-            bar = figure.colorbar(image, ax=axes[axes != None].tolist(), label="Loss reduction (%)")  # noqa: E711
-            bar.outline.set_visible(False)
+            drawn = list(axes.flat[: len(means)])
+            figure.colorbar(image, ax=drawn, label="Loss reduction (%)").outline.set_visible(False)
             return save_figure(figure, path)
 
 

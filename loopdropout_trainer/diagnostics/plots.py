@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from loopdropout_trainer.diagnostics.style import SEQUENTIAL_MAP, method_styles, new_figure, save_figure
+from loopdropout_trainer.diagnostics.style import (
+    COLUMN_WIDTH,
+    PAGE_WIDTH,
+    SEQUENTIAL_MAP,
+    method_styles,
+    new_figure,
+    save_figure,
+)
 
 
 __all__ = [
@@ -52,9 +59,20 @@ def draw_curves(axes: Any, places: Sequence[float], series: Series) -> None:
         axes.errorbar(places, mean, yerr=sd, label=method, **styles[method].line)
 
 
-def percent_axis(axes: Any) -> None:
-    """Let an axis of answers in percent start at 0, and reach far enough that small numbers look small."""
-    axes.set_ylim(0, max(10, min(100, axes.get_ylim()[1])))
+def percent_axis(axes: Any, from_zero: bool = True) -> None:
+    """Let an axis of answers in percent span at least ten points, so that small differences look small.
+
+    Args:
+        axes: with everything drawn.
+        from_zero: start at 0 (a little below it, where points are drawn there).
+    """
+    low, high = axes.get_ylim()
+    if from_zero:
+        high = max(high, 10)
+        low = 0 if axes.patches else -0.03 * high
+    elif high - low < 10:
+        low, high = (low + high) / 2 - 5, (low + high) / 2 + 5
+    axes.set_ylim(low, high)
 
 
 def draw_heat_map(
@@ -77,8 +95,9 @@ def draw_heat_map(
     """
     values = np.asarray(values, dtype=float)
     image = axes.imshow(values, cmap=SEQUENTIAL_MAP, vmin=low, vmax=high, aspect="auto")
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), rows)
+    for set_ticks, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
+        step = -(-len(names) // 10)  # at most ten names, which do not run into one another
+        set_ticks(range(0, len(names), step), names[::step])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if values.size <= 100:
@@ -106,7 +125,7 @@ def plot_single_loop(
     """
     num_loops = len(next(iter(reductions.values())))
     series = {method: (mean, (sds or {}).get(method)) for method, mean in reductions.items()}
-    with new_figure() as (figure, axes):
+    with new_figure(width=COLUMN_WIDTH if num_loops * len(series) <= 20 else PAGE_WIDTH) as (figure, axes):
         draw_bars(axes, series, range(1, num_loops + 1), values=num_loops * len(series) <= 16)
         axes.set(xlabel="Only active adapter loop", ylabel="Loss reduction (%)")
         return save_figure(figure, path, legend_of=axes)

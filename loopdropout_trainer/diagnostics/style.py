@@ -148,7 +148,7 @@ def legend_above(figure: Any, axes: Any, columns: int | None = None) -> None:
     """Put one legend for the whole figure above its axes, where it covers nothing; default: as many columns as fit."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        widest = 0.055 * max(map(len, labels)) + 0.55  # inches, at the legend's letters
+        widest = 0.05 * max(map(len, labels)) + 0.5  # inches, at the legend's letters
         columns = columns or max(1, int(figure.get_figwidth() / widest))
         figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, len(labels)))
 

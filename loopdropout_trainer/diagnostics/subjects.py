@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ def find_subjects(
 ) -> list[Subject]:
     """Return the base model, then the adapters and merged models that are given as `name=path`.
 
+    A name whose adapters were trained at several depths becomes one method for each depth.
+
     Raises:
         RecipeError: for another form, a name of the base's, or an evaluation that belongs to none of them.
     """
@@ -88,12 +90,27 @@ def find_subjects(
     for subject in subjects:
         if kinds[subject.method] != subject.kind:
             raise RecipeError(f"`{subject.method}` names an adapter and a merged model: give them different names.")
+    depths: dict[str, set[int | None]] = {}
+    for subject in subjects:
+        depths.setdefault(subject.method, set()).add(subject.train_num_loops)
+    subjects = [
+        replace(subject, method=with_depth(subject.method, subject.train_num_loops))
+        if len(depths[subject.method]) > 1
+        else subject
+        for subject in subjects
+    ]
     for method, files in answers.items():
         if files:
             raise RecipeError(
                 f"`evaluations` names {files[0]} for `{method}`, which has no adapter left to belong to."
             )
     return subjects
+
+
+def with_depth(method: str, num_loops: int | None) -> str:
+    """Return a method's name with the depth that it was trained at."""
+    depth = f" (K = {'unknown' if num_loops is None else num_loops})"
+    return method if method.endswith(depth) else method + depth
 
 
 def _pair(option: str, given: str) -> tuple[str, str]:
@@ -129,7 +146,8 @@ def _training_settings(folder: Path) -> dict[str, Any]:
     if (folder / "recipe.yaml").is_file():
         return dict(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")) or {})
     if (folder / "results.json").is_file():
-        return dict(json.loads((folder / "results.json").read_text(encoding="utf-8")).get("settings") or {})
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        return dict(results.get("run_info", {}).get("settings") or {})
     return {}
 
 

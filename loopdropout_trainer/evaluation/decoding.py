@@ -20,8 +20,11 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-COLUMNS = {False: 64, True: 256}
+COLUMNS = {False: 16, True: 256}
 """The cache's length is a multiple of it: eager; compiled, where CUDA graphs are recorded anew for each length."""
+
+ALLOCATED_COLUMNS = 256
+"""What is allocated for the cache has a length that is a multiple of it, since growing takes a copy."""
 
 PREFILL_TOKENS = 16384
 """Most tokens of prompts, with their padding, that are read at once."""
@@ -34,18 +37,19 @@ class PlaceCache(Cache):
         most_places: that are allocated.
         num_places: first ones of them, which are in use.
         columns: indices of the columns in use, [columns].
-        rows: places of the rows that the next call computes, [B].
-        positions: of their tokens, [B, S].
+        allocated_columns: of each place.
+        positions: of the tokens that the next call computes, [B, S].
+        slots: where their keys and values go, counted over all places' allocated columns, [B * S].
         is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
     """
 
-    rows: torch.Tensor
     positions: torch.Tensor
+    slots: torch.Tensor
 
     def __init__(self, most_places: int, device: torch.device) -> None:
         super().__init__(layer_class_to_replicate=partial(PlaceLayer, self))
         self.most_places = most_places
-        self.num_places = 0
+        self.num_places = self.allocated_columns = 0
         self.columns = torch.arange(0, device=device)
         self.is_prefill = False
 
@@ -53,6 +57,8 @@ class PlaceCache(Cache):
         """Use the first places and columns."""
         if (num_places, num_columns) != (self.num_places, len(self.columns)):
             self.num_places = num_places
+            if num_columns > self.allocated_columns:
+                self.allocated_columns = -(-num_columns // ALLOCATED_COLUMNS) * ALLOCATED_COLUMNS
             self.columns = torch.arange(num_columns, device=self.columns.device)
             torch._dynamo.maybe_mark_dynamic(self.columns, 0)  # one compiled step for caches of any length
             for layer in self.layers:
@@ -68,26 +74,35 @@ class PlaceCache(Cache):
 
 
 class PlaceLayer(StaticLayer):
-    """One slot. `keys` and `values` are the part in use of what is allocated, which grows but never shrinks."""
+    """One slot. `keys` and `values` are the part in use of what is allocated, which grows but never shrinks.
+
+    Allocated are [places, columns, heads, d], so that the states of a token lie in one piece.
+    """
 
     def __init__(self, places: PlaceCache) -> None:
         super().__init__(max_cache_len=0)
         self.places = places
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        shape = (self.places.most_places, key_states.shape[1], 0)
-        self.allocated = tuple(states.new_empty(*shape, states.shape[-1]) for states in (key_states, value_states))
+        self.allocated = [
+            states.new_zeros(self.places.most_places, 0, states.shape[1], states.shape[3])
+            for states in (key_states, value_states)
+        ]
         self.resize()
         self.is_initialized = True
 
     def resize(self) -> None:
         num_places, num_columns = self.places.num_places, len(self.places.columns)
-        if num_columns > self.allocated[0].shape[2]:
-            self.allocated = tuple(_widened(states, num_columns) for states in self.allocated)
-        self.keys, self.values = (states[:num_places, :, :num_columns] for states in self.allocated)
-        for states in (self.keys, self.values):  # CUDA graphs then read and write them in place
+        if self.places.allocated_columns > self.allocated[0].shape[1]:
+            self.allocated = [_widened(states, self.places.allocated_columns) for states in self.allocated]
+        self.tokens = [states.flatten(0, 1) for states in self.allocated]  # [places * columns, heads, d]
+        self.keys, self.values = (states[:num_places, :num_columns].transpose(1, 2) for states in self.allocated)
+        for states in (self.keys, self.values, *self.tokens):  # CUDA graphs then read and write them in place
             torch._dynamo.mark_static_address(states, guard=False)
+        for states in (self.keys, self.values):
             torch._dynamo.maybe_mark_dynamic(states, 2)
+        for states in self.tokens:
+            torch._dynamo.maybe_mark_dynamic(states, 0)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -95,10 +110,9 @@ class PlaceLayer(StaticLayer):
         """Write the states [B, heads, S, d] of the current rows; return all that these may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows = self.places.rows.to(key_states.device).unsqueeze(1)  # [B, 1]
-        positions = self.places.positions.to(key_states.device)  # [B, S]
-        self.keys[rows, :, positions] = key_states.transpose(1, 2)
-        self.values[rows, :, positions] = value_states.transpose(1, 2)
+        slots = self.places.slots.to(key_states.device)
+        for tokens, states in zip(self.tokens, (key_states, value_states), strict=True):
+            tokens.index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         return (key_states, value_states) if self.places.is_prefill else (self.keys, self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -114,8 +128,8 @@ class PlaceLayer(StaticLayer):
 
 def _widened(states: torch.Tensor, num_columns: int) -> torch.Tensor:
     """Return a copy with zeros behind it: what a mask leaves out is multiplied by zero, and must be finite."""
-    wider = states.new_zeros(*states.shape[:2], num_columns, states.shape[3])
-    wider[:, :, : states.shape[2]] = states
+    wider = states.new_zeros(len(states), num_columns, *states.shape[2:])
+    wider[:, : states.shape[1]] = states
     return wider
 
 
@@ -214,7 +228,8 @@ class GreedyDecoder:
         self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache))
 
     def _set(self, rows: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
-        self.cache.rows = torch.tensor(rows, device=self.model.device)
+        slots = torch.tensor(rows).unsqueeze(1) * self.cache.allocated_columns + positions
+        self.cache.slots = slots.flatten().to(self.model.device)
         self.cache.positions = positions.to(self.model.device)
         self.cache.is_prefill = is_prefill
 
@@ -266,9 +281,9 @@ def _call_arguments(model: PreTrainedModel, cache: PlaceCache) -> dict:
     """Return what the model takes beside tokens; a token attends to the columns up to its own position."""
     columns = cache.columns[: cache.positions.shape[1]] if cache.is_prefill else cache.columns
     mask = columns <= cache.positions[:, None, :, None]  # [B, 1, S, columns]
-    if model.config._attn_implementation == "eager":
-        lowest = torch.finfo(model.dtype).min
-        mask = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, lowest)
+    # As what is added to the scores: each attention layer of each loop would make that of a mask of truth values.
+    lowest = torch.finfo(model.dtype).min
+    mask = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill_(~mask, lowest)
     return {
         "attention_mask": mask,
         "position_ids": cache.positions,

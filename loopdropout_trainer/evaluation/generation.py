@@ -7,7 +7,7 @@ rows beside it. (In bfloat16 two nearly equal logits may change places with the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from loopdropout_trainer.adapters import PreparedProjections
 from loopdropout_trainer.evaluation.decoding import GreedyDecoder, why_not
 from loopdropout_trainer.looped import find_looped_model
 
@@ -90,10 +91,12 @@ def generate_batches(
     looped = find_looped_model(model)
     ends = _Ends(looped, tokenizer, tuple(stop_strings))
     form = _choose(decoding, looped)
+    # A compiled step reads the weights where they are, and joins the products by itself.
+    prepared = nullcontext if form == "compiled" else PreparedProjections(looped).in_use
     decoder = DECODINGS[form](looped, [token_ids[index] for index in order], max_new_tokens, batch_size, ends)
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
         while True:
-            with _inference(model, looped):  # not while the caller has the answers
+            with _inference(model, looped), prepared():  # not while the caller has the answers
                 answers = decoder.advance()
             if not answers:
                 return

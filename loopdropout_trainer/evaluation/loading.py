@@ -23,6 +23,7 @@ from loopdropout_trainer.saving.adapter_files import (
     read_adapter_config,
 )
 from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.command import is_mendable, user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -34,14 +35,20 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
     """
     try:
         tokenizer = load_tokenizer(model)
-        base = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **model.init_kwargs)
+        with user_supplied(f"The model {model.model_name_or_path} cannot be loaded"):
+            base = AutoModelForCausalLM.from_pretrained(
+                model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
+            )
         find_looped_model(base)
         if adapter is None:
             return base.eval(), tokenizer
-        adapted = load_adapter(base, local_folder(adapter))
+        with user_supplied(f"The adapter {adapter} cannot be loaded"):
+            adapted = load_adapter(base, local_folder(adapter))
         add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
         return adapted.eval(), tokenizer
-    except (OSError, ValueError, RuntimeError) as error:
+    except ValueError as error:
+        if not is_mendable(error):
+            raise
         raise RecipeError(one_line(error)) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -14,9 +14,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
-from torch import nn
 
-from loopdropout_trainer.evaluation.answer_log import SettingsChangedError, check_same, write_atomically
+from loopdropout_trainer.evaluation.answer_log import check_same, write_atomically
 from loopdropout_trainer.evaluation.averages import averages_of
 from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.benchmarks import find_task, load_benchmark
@@ -27,6 +26,8 @@ from loopdropout_trainer.evaluation.results import FORMAT, BenchmarkResult, read
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
+from loopdropout_trainer.settings.field_types import json_of
+from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import RecipeError, public_settings
 from loopdropout_trainer.settings.versions import library_versions
 
@@ -66,6 +67,7 @@ class EvaluationArguments(BenchmarkArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        check_folder("output_dir", self.output_dir)
         if not isinstance(self.benchmarks, list) or not self.benchmarks:
             raise ValueError(
                 f"`benchmarks` must name one or more benchmarks, such as [gsm8k]; got {self.benchmarks!r}."
@@ -76,7 +78,7 @@ class EvaluationArguments(BenchmarkArguments):
         for name in self.benchmark_files:
             find_task(name)
         if isinstance(self.averages, str):
-            self.averages = json.loads(self.averages)
+            self.averages = json_of("averages", self.averages)
         self.averages = self.averages or {}
         self.rows()
 
@@ -101,9 +103,7 @@ class EvaluationArguments(BenchmarkArguments):
         return rows
 
 
-def run_evaluation(
-    model_arguments: ModelArguments, arguments: EvaluationArguments
-) -> dict[str, list[BenchmarkResult]]:
+def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dict[str, list[BenchmarkResult]]:
     """Evaluate each row on every benchmark, over all processes, and write the results file.
 
     What the file holds already is not run again.
@@ -118,102 +118,114 @@ def run_evaluation(
     state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
     with state.main_process_first():
         benchmarks = load_benchmarks(arguments)
-    report = Report(Path(arguments.output_dir), arguments.averages)
-    results = {}
-    for row, adapter in arguments.rows().items():
-        with state.main_process_first():
-            model, tokenizer = load_model(model_arguments, adapter)
-        model.to(state.device)
-        subject = _subject(model, tokenizer, arguments)
-        results[row] = _run_row(row, adapter, subject, benchmarks, model_arguments, arguments, report, state)
-        del model, subject  # before the next one is loaded
-    return results
+    evaluation = Evaluation(model, arguments, benchmarks, state)
+    return {row: evaluation.run(row, adapter) for row, adapter in arguments.rows().items()}
 
 
-def _run_row(
-    row: str,
-    adapter: str | None,
-    subject: Subject,
-    benchmarks: list[Benchmark],
-    model_arguments: ModelArguments,
-    arguments: EvaluationArguments,
-    report: Report,
-    state: PartialState,
-) -> list[BenchmarkResult]:
-    identity = _from_main(state, lambda: model_identity(model_arguments, subject.model, adapter))
-    meta_info = {
-        **identity,
-        "adapter_path": adapter,
+class Evaluation:
+    """What one call of `run_evaluation` does.
+
+    Args:
+        model, arguments: of the recipe.
+        benchmarks: loaded ones.
+        state: this process among all.
+    """
+
+    def __init__(
+        self,
+        model: ModelArguments,
+        arguments: EvaluationArguments,
+        benchmarks: list[Benchmark],
+        state: PartialState,
+    ) -> None:
+        self.model = model
+        self.arguments = arguments
+        self.benchmarks = benchmarks
+        self.state = state
+        self.report = Report(Path(arguments.output_dir), arguments.averages)
+
+    def run(self, row: str, adapter: str | None) -> list[BenchmarkResult]:
+        """Evaluate one row."""
+        subject = self._load(adapter)
+        identity = self._from_main(lambda: model_identity(self.model, subject.model, adapter))
+        try:  # for all of them, before the first one runs
+            settings = {each.name: {**identity, **each.settings(subject)} for each in self.benchmarks}
+        except ValueError as error:  # such as turns without a chat template
+            raise RecipeError(one_line(error)) from error
+        row_info = {
+            "meta_info": {**identity, "adapter_path": adapter, **_facts_of(subject)},
+            "train_info": training_facts(adapter),
+        }
+        self._from_main(lambda: self.report.check_row(row, row_info["meta_info"]))
+        return [self._answer(row, row_info, subject, each, identity, settings[each.name]) for each in self.benchmarks]
+
+    def _load(self, adapter: str | None) -> Subject:
+        with self.state.main_process_first():
+            model, tokenizer = load_model(self.model, adapter)
+        gates = None if adapter is None else self.arguments.gates  # the model alone has nothing to multiply
+        try:
+            return Subject.of(
+                model.to(self.state.device), tokenizer, self.arguments, gates=gates, readout=self.arguments.readout
+            )
+        except ValueError as error:
+            raise RecipeError(one_line(error)) from error
+
+    def _answer(
+        self,
+        row: str,
+        row_info: dict[str, Any],
+        subject: Subject,
+        benchmark: Benchmark,
+        identity: dict[str, Any],
+        settings: dict[str, Any],
+    ) -> BenchmarkResult:
+        """Return the result of one benchmark: what the results file holds, or a new one."""
+        result = self._from_main(lambda: self.report.finished(row, benchmark.name, settings))
+        if result is not None:
+            return result
+        began = time.perf_counter()
+        answers = self.report.folder / ANSWERS_FOLDER / row / benchmark.name.replace("/", "_")
+        result = put_to(subject, benchmark, answers, identity)
+        if self.state.is_main_process:
+            run_info = self._run_info()
+            self.report.add(row, row_info, benchmark, settings, run_info, result)
+            self.report.note(row, benchmark.name, time.perf_counter() - began, run_info)
+        return result
+
+    def _run_info(self) -> dict[str, Any]:
+        device = self.state.device
+        return {
+            "settings": public_settings({**asdict(self.model), **asdict(self.arguments)}),
+            "versions": library_versions(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+            "num_processes": self.state.num_processes,
+        }
+
+    def _from_main(self, compute: Callable[[], Any]) -> Any:
+        """Return in all processes what the main one computes, or raise what it raises."""
+        found: list[Any] = [None]
+        if self.state.is_main_process:
+            try:
+                found = [compute()]
+            except ValueError as error:
+                found = [error]
+        (found,) = broadcast_object_list(found)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+
+def _facts_of(subject: Subject) -> dict[str, Any]:
+    looped = find_looped_model(subject.model)
+    added = ("lora_", "loop_gates")
+    own = (p.numel() for name, p in looped.named_parameters() if not any(part in name for part in added))
+    return {
         "num_loops": subject.num_loops,
         "gates": subject.gates,
         "readout": subject.readout,
-        **_facts_of(subject.model),
+        "model_type": looped.config.model_type,
+        "num_parameters": sum(own),
     }
-    row_info = {"meta_info": meta_info, "train_info": training_facts(adapter)}
-    run_info = {
-        "settings": public_settings({**asdict(model_arguments), **asdict(arguments)}),
-        "versions": library_versions(),
-        "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else str(state.device),
-        "num_processes": state.num_processes,
-    }
-    try:
-        settings_of = {
-            benchmark.name: benchmark.settings(subject) for benchmark in benchmarks
-        }  # before the first one runs
-    except ValueError as error:  # such as turns without a chat template
-        raise RecipeError(one_line(error)) from error
-    results = []
-    for benchmark in benchmarks:
-        settings = {**identity, **settings_of[benchmark.name]}
-        result = _from_main(state, lambda b=benchmark, s=settings: report.finished(row, b.name, s))
-        if result is None:
-            began = time.perf_counter()
-            answers = report.folder / ANSWERS_FOLDER / row / benchmark.name.replace("/", "_")
-            result = put_to(subject, benchmark, answers, identity)
-            if state.is_main_process:
-                report.add(row, row_info, benchmark, settings, run_info, result)
-                report.note(row, benchmark.name, time.perf_counter() - began, run_info)
-        results.append(result)
-    return results
-
-
-def _subject(model: nn.Module, tokenizer: Any, arguments: EvaluationArguments) -> Subject:
-    try:
-        return Subject(
-            model,
-            tokenizer,
-            arguments.benchmark_batch_size,
-            arguments.decoding,
-            arguments.gates,
-            arguments.readout,
-            arguments.apply_chat_template,
-            arguments.system_instruction,
-            arguments.max_new_tokens,
-            arguments.allow_code_execution,
-        )
-    except ValueError as error:
-        raise RecipeError(one_line(error)) from error
-
-
-def _from_main(state: PartialState, compute: Any) -> Any:
-    """Return in all processes what the main one computes, or raise what it raises."""
-    found: list[Any] = [None]
-    if state.is_main_process:
-        try:
-            found = [compute()]
-        except SettingsChangedError as error:
-            found = [error]
-    (found,) = broadcast_object_list(found)
-    if isinstance(found, SettingsChangedError):
-        raise found
-    return found
-
-
-def _facts_of(model: nn.Module) -> dict[str, Any]:
-    looped = find_looped_model(model)
-    added = {"lora_", "loop_gates"}
-    own = (p.numel() for name, p in looped.named_parameters() if not any(part in name for part in added))
-    return {"model_type": looped.config.model_type, "num_parameters": sum(own)}
 
 
 def load_benchmarks(arguments: EvaluationArguments) -> list[Benchmark]:
@@ -245,7 +257,21 @@ class Report:
 
     def read(self) -> dict[str, Any]:
         """Return what is there."""
-        return read_results(self.path) if self.path.is_file() else {"format": FORMAT, "rows": {}}
+        try:
+            return read_results(self.path) if self.path.is_file() else {"format": FORMAT, "rows": {}}
+        except ValueError as error:  # another program's, or an older format
+            raise RecipeError(f"{one_line(error)} Give another `output_dir`.") from error
+
+    def check_row(self, row: str, meta_info: Mapping[str, Any]) -> None:
+        """Refuse to add another model's results to a row.
+
+        Raises:
+            SettingsChangedError: if the row is of another model, depth or gates.
+        """
+        there = self.read()["rows"].get(row)
+        if there is not None:
+            before, now = ({**info, "adapter_path": None} for info in (there["meta_info"], meta_info))  # it may move
+            check_same(before, now, f"{self.path}, row `{row}`,")
 
     def finished(self, row: str, benchmark: str, settings: Mapping[str, Any]) -> BenchmarkResult | None:
         """Return the result of a benchmark that is there, or None.

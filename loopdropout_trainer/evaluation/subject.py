@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.adapters import adapted_layers, use_gates
 from loopdropout_trainer.evaluation.answer_log import sha256_of
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
+from loopdropout_trainer.settings.arguments import BenchmarkArguments
 
 
 def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
@@ -124,10 +125,27 @@ class Subject:
     def __post_init__(self) -> None:
         self.num_loops = find_looped_model(self.model).config.num_loops
         self.gates = parse_gates(self.gates, self.num_loops)
+        if self.gates is not None and not adapted_layers(self.model):
+            raise ValueError("`gates` multiply an adapter's update, and the model has no adapter: leave them out.")
         if self.readout is not None:
             check_readout(self.model, self.readout)
         if self.system_instruction is not None and not self.apply_chat_template:
             raise ValueError("`system_instruction` is a turn of a chat: set `apply_chat_template` to true.")
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, arguments: BenchmarkArguments, **fields: Any):
+        """Return the subject that a recipe describes."""
+        return cls(
+            model,
+            tokenizer,
+            arguments.benchmark_batch_size,
+            arguments.decoding,
+            apply_chat_template=arguments.apply_chat_template,
+            system_instruction=arguments.system_instruction,
+            max_new_tokens=arguments.max_new_tokens,
+            allow_code_execution=arguments.allow_code_execution,
+            **fields,
+        )
 
     def running(self):
         """Run the model inside the block as it is to be evaluated."""

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
+from loopdropout_trainer.settings.command import run_command
 
 
 FACTS = ("Gate", "Mean", "Covariance", "Paper")
@@ -41,12 +42,12 @@ def rules_table(names: Sequence[str]) -> Table:
 
 
 def main(names: Sequence[str]) -> None:
+    if {"-h", "--help"} & set(names):
+        print(__doc__.strip())
+        return
     for name in names:
         if name not in RULES:
-            try:
-                make_rule(name)
-            except ValueError as error:
-                sys.exit(str(error))
+            make_rule(name)  # which says what is valid
     console = Console()
     # Piped, rich assumes 80 columns, in which six of text would be torn to shreds.
     console = console if console.is_terminal else Console(width=180)
@@ -54,4 +55,4 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(lambda: main(sys.argv[1:]), "gates")

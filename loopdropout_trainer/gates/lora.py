@@ -23,4 +23,4 @@ class LoRA(GateRule):
     name = "lora"
 
     def sample(self, draw: Draw) -> torch.Tensor:
-        return torch.ones(draw.num_loops, len(draw.places))
+        return torch.ones(draw.num_loops, len(draw.example_ids))

@@ -18,7 +18,8 @@ class LoRADropout(GateRule):
     Delta = (alpha/r) diag(m_out) B A diag(m_in), m ~ Bernoulli(q) / q for each dimension: one pair of masks for each
     module, held over loops, examples and the whole optimizer step. The loss is the mean over `num_masks` such draws. As
     masks are rescaled, the expected masked update is (alpha/r) B A, which is what inference uses: plain LoRA, which
-    merges. Masks without 1/q and inference at q^2 Delta, as in the original, are the same thing at alpha q^2.
+    merges. The original's masks are not rescaled, and its inference uses the expected q^2 Delta: the same thing at
+    alpha q^2. So a new adapter is made, trained and saved with q^2 times the `lora_alpha` that is asked for, whatever p.
 
     Cost: the draws differ from the first adapted layer on, so that nothing but the input can be shared between them:
     `num_masks` forward and backward passes per micro-batch, one after another in the memory of one. What is done once is
@@ -40,11 +41,15 @@ class LoRADropout(GateRule):
         check_number(self.num_masks, "num_masks", 1, 64, whole=True)
 
     @property
+    def alpha_factor(self) -> float:
+        return (1 - self.p) ** 2
+
+    @property
     def passes(self) -> int:
         return self.num_masks
 
     def sample(self, draw: Draw) -> torch.Tensor:
-        return torch.ones(draw.num_loops, len(draw.places))
+        return torch.ones(draw.num_loops, len(draw.example_ids))
 
     def seeds(self, draw: Draw) -> torch.Tensor:
         """Return [M] seeds of this pass's masks."""

@@ -71,7 +71,7 @@ class WeightNoise(MaskedRule):
         return (self.c / survival(self.p).sqrt()).view(-1).expand(num_loops)
 
     def sample(self, draw: Draw) -> torch.Tensor:
-        return torch.ones(draw.num_loops, len(draw.places))
+        return torch.ones(draw.num_loops, len(draw.example_ids))
 
     def seeds(self, draw: Draw) -> torch.Tensor:
         """Return [K, N, M] seeds of the noise of each loop, example and module, 0 where there is no event."""

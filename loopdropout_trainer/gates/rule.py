@@ -1,6 +1,6 @@
 """What a rule is: a small object that turns stateless draws into the gates of a micro-batch, and the registry of all rules.
 
-Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at five places,
+Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at several points,
 each of them optional:
 
 - `adapter` names the kind of LoRA layer (a file of `loopdropout_trainer.adapters`) that carries the rule out. The two
@@ -9,6 +9,7 @@ each of them optional:
 - `passes`: forward and backward passes per micro-batch over which the loss is averaged.
 - `wants_sensitivity`: gates then require gradients, and `observe` gets |d loss / d g_t| after each optimizer step.
 - `state_dict` and `load_state_dict`: what a checkpoint must keep beside the adapter.
+- `alpha_factor`: what a new adapter's `lora_alpha` is multiplied by, if inference uses another strength than training.
 - `mergeable`: False if what it trains differs from loop to loop at inference, so that a recipe that asks for merging is
   refused before training.
 """
@@ -23,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from loopdropout_trainer.gates.streams import Place, normals, uniforms
+from loopdropout_trainer.gates.streams import ExampleId, normals, uniforms
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Draw:
     Attributes:
         seed: of all streams of the run.
         step: optimizer step, from 0; `num_steps` is their total number, for rules that follow a schedule.
-        places: of the N examples in the step's global batch.
+        example_ids: of the N examples in the step's global batch.
         num_loops: recurrence depth K.
         num_modules: number M of adapted linear maps.
         layers: [M] index of the physical layer that each of them is part of.
@@ -42,7 +43,7 @@ class Draw:
 
     seed: int
     step: int
-    places: Sequence[Place]
+    example_ids: Sequence[ExampleId]
     num_loops: int
     num_steps: int = 0
     num_modules: int = 1
@@ -51,11 +52,11 @@ class Draw:
 
     def uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
         """Return [N, num_draws] uniforms of the stream `purpose`."""
-        return uniforms(self.seed, purpose, self.step, self.places, num_draws)
+        return uniforms(self.seed, purpose, self.step, self.example_ids, num_draws)
 
     def normals(self, purpose: str, num_draws: int) -> torch.Tensor:
         """Return [N, num_draws] standard normals of the stream `purpose`."""
-        return normals(self.seed, purpose, self.step, self.places, num_draws)
+        return normals(self.seed, purpose, self.step, self.example_ids, num_draws)
 
     def step_uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
         """Return [num_draws] uniforms that are the same for all examples of the optimizer step, on every process."""
@@ -86,6 +87,11 @@ class GateRule:
     adapter: ClassVar[str] = "gated"
     wants_sensitivity: ClassVar[bool] = False
     mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
+
+    @property
+    def alpha_factor(self) -> float:
+        """What the `lora_alpha` of a new adapter is multiplied by; it is then trained, saved and merged so."""
+        return 1.0
 
     @property
     def passes(self) -> int:

@@ -1,11 +1,11 @@
-"""Stateless random numbers: a pure function of (seed, purpose, optimizer step, place in that step's global batch).
+"""Stateless random numbers: a pure function of (seed, purpose, optimizer step, example of that step's global batch).
 
 A draw depends on nothing that came before it. So a resumed run, another number of processes or another split into
 micro-batches draws the same numbers for the same examples, and the global random stream is never touched: initial
 weights and data order are the same with and without gates.
 
 The source is Philox-4x64 (Salmon et al. 2011), whose raw output is fixed by its definition: the 128-bit key is
-(seed, hash of the purpose), the 256-bit counter is (draw, segment, place, step).
+(seed, hash of the purpose), the 256-bit counter is (draw, segment, row, step).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 
-Place = tuple[int, int]
+ExampleId = tuple[int, int]
 """(row, segment): the example's row in the step's global batch, and its position among the examples packed in that row."""
 
 _MASK64 = 2**64 - 1
@@ -30,22 +30,22 @@ def _purpose_key(purpose: str) -> int:
     return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little")
 
 
-def uniforms(seed: int, purpose: str, step: int, places: Sequence[Place], num_draws: int) -> torch.Tensor:
-    """Draw uniform numbers in [0, 1) for each place.
+def uniforms(seed: int, purpose: str, step: int, example_ids: Sequence[ExampleId], num_draws: int) -> torch.Tensor:
+    """Draw uniform numbers in [0, 1) for each example.
 
     Args:
         seed: any integer.
         purpose: name of the stream; streams of different purpose are independent.
         step: optimizer step, counted from 0.
-        places: N places in the step's global batch.
-        num_draws: numbers for each place; a longer request starts with the shorter one's numbers.
+        example_ids: of N examples in the step's global batch.
+        num_draws: numbers for each example; a longer request starts with the shorter one's numbers.
 
     Returns:
         [N, num_draws] float64.
     """
-    rows, segments = np.array(places, dtype=np.uint64).reshape(-1, 2).T
+    rows, segments = np.array(example_ids, dtype=np.uint64).reshape(-1, 2).T
     num_blocks = -(-num_draws // 4)
-    shape = (len(places), num_blocks)
+    shape = (len(example_ids), num_blocks)
     counter = [
         np.broadcast_to(np.arange(1, num_blocks + 1, dtype=np.uint64), shape),  # the first block has number 1
         np.broadcast_to(segments[:, None], shape),
@@ -53,7 +53,7 @@ def uniforms(seed: int, purpose: str, step: int, places: Sequence[Place], num_dr
         np.full(shape, step, dtype=np.uint64),
     ]
     raw = np.stack(_philox(counter, (seed & _MASK64, _purpose_key(purpose))), axis=-1)  # [N, blocks, 4]
-    raw = raw.reshape(len(places), -1)[:, :num_draws]
+    raw = raw.reshape(len(example_ids), -1)[:, :num_draws]
     return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
@@ -78,7 +78,7 @@ def _multiply(a: np.uint64, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return a1 * b1 + (middle >> half) + (middle2 >> half), a * b  # the low product wraps
 
 
-def normals(seed: int, purpose: str, step: int, places: Sequence[Place], num_draws: int) -> torch.Tensor:
-    """Draw standard normal numbers for each place; arguments and result as in `uniforms`."""
-    u = uniforms(seed, purpose, step, places, num_draws)
+def normals(seed: int, purpose: str, step: int, example_ids: Sequence[ExampleId], num_draws: int) -> torch.Tensor:
+    """Draw standard normal numbers for each example; arguments and result as in `uniforms`."""
+    u = uniforms(seed, purpose, step, example_ids, num_draws)
     return torch.special.ndtri(u + 2.0**-54)  # the middle of each of the 2^53 cells, never 0 or 1

@@ -34,19 +34,16 @@ class ExactlyM(GateRule):
 
     def sample(self, draw: Draw) -> torch.Tensor:
         chosen = draw.event_uniforms().topk(self.m, dim=0).indices  # [m, N]
-        gates = torch.zeros(draw.num_loops, len(draw.places))
+        gates = torch.zeros(draw.num_loops, len(draw.example_ids))
         return gates.scatter_(0, chosen, draw.num_loops / self.m)
-
-
-def _turning_loop(draw: Draw) -> torch.Tensor:
-    """Return T - 1 for T uniform on 1..K, [N], from the first event uniform."""
-    return (draw.event_uniforms()[0] * draw.num_loops).to(torch.int64)
 
 
 @register_rule
 @dataclass(frozen=True)
 class RandomPrefix(GateRule):
     """Loops 1..T are active, T uniform on 1..K: loop t is retained with probability (K - t + 1)/K.
+
+    T follows the event uniform of the last loop, which is retained least: where it is active, Loop Dropout retains it too.
 
     Gate: 1[t <= T] K/(K - t + 1)
     Mean: 1
@@ -58,13 +55,17 @@ class RandomPrefix(GateRule):
 
     def sample(self, draw: Draw) -> torch.Tensor:
         loop = torch.arange(draw.num_loops).unsqueeze(1)  # t - 1
-        return (loop <= _turning_loop(draw)) * (draw.num_loops / (draw.num_loops - loop))
+        last = (draw.event_uniforms()[-1] * draw.num_loops).to(torch.int64)  # T - 1, [N]
+        return (loop <= last) * (draw.num_loops / (draw.num_loops - loop))
 
 
 @register_rule
 @dataclass(frozen=True)
 class RandomSuffix(GateRule):
     """Loops T..K are active, T uniform on 1..K: loop t is retained with probability t/K.
+
+    T falls with the event uniform of the first loop, which is retained least: where it is active, Loop Dropout retains it
+    too.
 
     Gate: 1[t >= T] K/t
     Mean: 1
@@ -76,4 +77,5 @@ class RandomSuffix(GateRule):
 
     def sample(self, draw: Draw) -> torch.Tensor:
         loop = torch.arange(draw.num_loops).unsqueeze(1)
-        return (loop >= _turning_loop(draw)) * (draw.num_loops / (loop + 1))
+        first = draw.num_loops - 1 - (draw.event_uniforms()[0] * draw.num_loops).to(torch.int64)  # T - 1, [N]
+        return (loop >= first) * (draw.num_loops / (loop + 1))

@@ -4,33 +4,38 @@ The three never import one another: they meet here, in one small tensor.
 """
 
 from loopdropout_trainer.looped.model import (
-    DESCRIPTIONS,
     LoopedModelMixin,
     NotLoopedError,
+    TrainingPolicy,
     check_num_loops,
     find_looped_model,
     project,
 )
-from loopdropout_trainer.looped.state import (
+from loopdropout_trainer.looped.plan import (
+    UNIT_GATES,
     Draw,
-    LoopState,
-    Part,
-    applied_gates,
+    GatePlan,
+    LoopStep,
     as_gate_matrix,
+    example_starts,
     first_active_loops,
 )
+from loopdropout_trainer.looped.state import LoopState, applied_gates
 
 
 __all__ = [
-    "DESCRIPTIONS",
+    "UNIT_GATES",
     "Draw",
+    "GatePlan",
     "LoopState",
+    "LoopStep",
     "LoopedModelMixin",
     "NotLoopedError",
-    "Part",
+    "TrainingPolicy",
     "applied_gates",
     "as_gate_matrix",
     "check_num_loops",
+    "example_starts",
     "find_looped_model",
     "first_active_loops",
     "project",

@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from loopdropout_trainer.looped import (
-    DESCRIPTIONS,
     LoopedModelMixin,
     LoopState,
     NotLoopedError,
@@ -97,13 +96,20 @@ class LoopDescription(LoopedModelMixin):
         return tuple(readouts)
 
 
-def _describe(model: PreTrainedModel, description: type[LoopDescription]) -> None:
-    """Make `model` an instance of its description, and its recurrent layers announce their loops."""
+DESCRIPTIONS: dict[type, type[LoopDescription]] = {}
+"""How the models of registered classes loop."""
+
+
+def _describe(model: PreTrainedModel) -> None:
+    """Make a new model of a registered class an instance of its description, and its recurrent layers announce their loops."""
+    description = next((DESCRIPTIONS[cls] for cls in type(model).__mro__ if cls in DESCRIPTIONS), None)
+    if description is None or isinstance(model, LoopedModelMixin):
+        return
     model.__class__ = _both(description, type(model))
     model.loop_state = LoopState()
     for layer in model.recurrent_layers():
         layer.__class__ = _both(_Announcing, type(layer))
-        layer.__dict__["looped_model"] = model  # past nn.Module, which would take the model for a part of its layer
+        layer.looped_model = (model,)
 
 
 @functools.cache
@@ -119,17 +125,21 @@ class _Announcing:
     inside the checkpoint and is recomputed with it. A hook on the layer would run outside.
     """
 
+    looped_model: tuple[LoopDescription]  # in a tuple: nn.Module would take the model for a part of its layer
+
     def forward(self, *args, **kwargs):
-        model = self.looped_model
-        model.loop_state.loop = model.running_loop(self, *args, **kwargs)
+        (model,) = self.looped_model
+        state = model.loop_state
+        state.announce(state.plan.step(model.running_loop(self, *args, **kwargs), model.device))
         return super().forward(*args, **kwargs)
 
 
 def register_looped(model_class: type[PreTrainedModel], description: type[LoopDescription]) -> None:
     """Let Loop Dropout train, evaluate and diagnose models of a class that is not looped by itself.
 
-    The class's configurations get the property `num_loops`, so that depth is read and set as for every looped model, also
-    as a keyword of `from_pretrained`.
+    Each model of the class that is built from then on is described when it has been built, and nowhere else: its class
+    becomes a subclass of both the description and its own, under its own name. The class's configurations get the property
+    `num_loops`, so that depth is read and set as for every looped model, also as a keyword of `from_pretrained`.
 
     Args:
         model_class: causal language model whose `base_model` returns a head-ready `last_hidden_state`.
@@ -149,8 +159,20 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
     def set_num_loops(config: PreTrainedConfig, num_loops: int) -> None:
         description.set_num_loops(config, check_num_loops(num_loops))
 
+    build = model_class.__init__
+
+    @functools.wraps(build)
+    def build_described(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        _describe(self)
+
     model_class.config_class.num_loops = property(description.get_num_loops, set_num_loops)
-    DESCRIPTIONS[model_class] = functools.partial(_describe, description=description)
+    for field in ("auto_map", "served_by"):  # what the configurations of this package's own families have
+        if not hasattr(model_class.config_class, field):
+            setattr(model_class.config_class, field, {})
+    if model_class not in DESCRIPTIONS:
+        model_class.__init__ = build_described
+    DESCRIPTIONS[model_class] = description
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,20 @@ class NotLoopedError(ValueError):
     """The model has no recurrent block that announces its loops."""
 
 
+@dataclass(frozen=True)
+class TrainingPolicy:
+    """How a model may run the micro-batch of a training step; the result is the same, in less time and memory.
+
+    Attributes:
+        packs: whether the examples of a batch may run packed in one row, without their padding.
+        lora_parameters: the adapter's trained parameters, if nothing else is trained; a packed micro-batch's loops before an
+            example's first active gate may then run as the frozen model, without gradient. None: all loops run alike.
+    """
+
+    packs: bool = False
+    lora_parameters: tuple[nn.Parameter, ...] | None = None
+
+
 class LoopedModelMixin:
     """What is known of a looped model: which modules recur, which loop runs, how deep it runs, how it is read out.
 
@@ -27,7 +42,8 @@ class LoopedModelMixin:
 
     loop_state: LoopState
     config: PreTrainedConfig
-    can_pack = False  # whether batches run as `LoopState.pack` and `LoopState.factors` allow
+    training_policy = TrainingPolicy()  # written by the trainer, for the time of a training step
+    can_pack = False  # whether the model does what a `TrainingPolicy` allows
     trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
 
     def recurrent_linears(self) -> list[str]:
@@ -59,10 +75,6 @@ class LoopedModelMixin:
         return False
 
 
-DESCRIPTIONS: dict[type, Callable[[nn.Module], None]] = {}
-"""What makes a model of a class that is not looped by itself an instance of `LoopedModelMixin`; see `register_looped`."""
-
-
 def project(x: torch.Tensor, *linears: nn.Module) -> Sequence[torch.Tensor]:
     """Return the linear maps of one input [..., in], each [..., out].
 
@@ -80,26 +92,28 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     Raises:
         NotLoopedError: if there is none.
     """
-    for module in model.modules():
-        describe = next((DESCRIPTIONS[cls] for cls in type(module).__mro__ if cls in DESCRIPTIONS), None)
-        if describe is not None and not isinstance(module, LoopedModelMixin):
-            describe(module)
-        if isinstance(module, LoopedModelMixin):
-            return module
-    raise NotLoopedError(
-        f"{type(model).__name__} is not a looped model: nothing in it announces its loops. Loop Dropout needs a model that "
-        "applies one block several times, such as `model_type: ouro`, or one that `register_looped` describes."
-    )
+    found = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
+    if found is None:
+        raise NotLoopedError(
+            f"{type(model).__name__} is not a looped model: nothing in it announces its loops. Loop Dropout needs a model "
+            "that applies one block several times, such as `model_type: ouro`, or one that was built after "
+            "`register_looped` described its class."
+        )
+    return found
+
+
+MOST_LOOPS = 1024
+"""A depth above this is taken for a mistake, or for a damaged configuration."""
 
 
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
     """Return `num_loops` if it is a usable recurrence depth K.
 
     Raises:
-        ValueError: if it is not a positive whole number.
+        ValueError: if it is not a whole number from 1 to `MOST_LOOPS`.
     """
-    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
+    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
         raise ValueError(
-            f"`{name}` is the number of loops K and must be a whole number of at least 1; got {num_loops!r}."
+            f"`{name}` is the number of loops K and must be a whole number from 1 to {MOST_LOOPS:,}; got {num_loops!r}."
         )
     return num_loops

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from loopdropout_trainer.looped import Part
+from loopdropout_trainer.looped import LoopStep
 from loopdropout_trainer.models.packing import Packing
 
 
@@ -24,8 +24,7 @@ class LoopInputs:
         injected: [B, S, H] that every loop mixes in again, or None.
         attention_kwargs: further arguments of the attention kernel.
         packing: where packed examples come from, or None.
-        part: the packed tokens that these are, with their gates in the running loop; None before the loops and if they are
-            not packed.
+        step: the loop that runs, which its layers announce; None before and after the loops.
     """
 
     state: torch.Tensor
@@ -35,7 +34,7 @@ class LoopInputs:
     injected: torch.Tensor | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
     packing: Packing | None = None
-    part: Part | None = None
+    step: LoopStep | None = None
 
     def split(self, lengths: Sequence[int]) -> list[LoopInputs]:
         """Return the inputs of each packed example."""
@@ -64,12 +63,12 @@ class LoopInputs:
     ) -> LoopInputs:
         return replace(self, state=state, position_ids=position_ids, position_embeddings=(cos, sin), injected=injected)
 
-    def of_layer(self) -> dict[str, Any]:
-        """Return the keyword arguments that every layer takes."""
+    def layer_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments that every layer takes; in a loop they name it."""
         return {
             "attention_mask": self.attention_mask,
             "position_ids": self.position_ids,
             "position_embeddings": self.position_embeddings,
-            "part": self.part,
+            "step": self.step,
             **self.attention_kwargs,
         }

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, Part, check_num_loops
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
 from loopdropout_trainer.models.attention import Lengths
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 from loopdropout_trainer.models.loop_inputs import LoopInputs
@@ -99,19 +99,17 @@ def every_run(layer: type[nn.Module]) -> OutputRecorder:
 class RecurrentLayer(GradientCheckpointingLayer):
     """A transformer layer that may be part of the loop. A subclass defines `layer_forward`.
 
-    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loop), the packed tokens that they
-    are (None: rows), and what `layer_forward` takes.
+    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loops), and what `layer_forward`
+    takes.
     """
 
     loop_state: LoopState
     compiled_forward: Callable[..., torch.Tensor] | None = None  # `layer_forward`, compiled, for training
 
-    def forward(
-        self, hidden_states: torch.Tensor, loop: int | None = None, part: Part | None = None, **kwargs
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, step: LoopStep | None = None, **kwargs) -> torch.Tensor:
         # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
-        if loop is not None:
-            self.loop_state.announce(loop, part)
+        if step is not None:
+            self.loop_state.announce(step)
         if self.compiled_forward is not None and self.training:
             return self.compiled_forward(self, hidden_states, **kwargs)
         return self.layer_forward(hidden_states, **kwargs)
@@ -154,7 +152,7 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         layers = [module for module in self.modules() if isinstance(module, RecurrentLayer)]
         compiled = {cls: torch.compile(cls.layer_forward, dynamic=True) for cls in set(map(type, layers))}
         for layer in layers:
-            layer.__dict__["compiled_forward"] = compiled[type(layer)]
+            layer.compiled_forward = compiled[type(layer)]
         return True
 
     def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
@@ -230,12 +228,12 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
         The loops before the last `config.backprop_depth` run without gradient; so do those of packed examples before their
-        first active gate, where `LoopState.factors` allows it.
+        first active gate, where the training policy allows it.
 
         Args:
             inputs: of the first loop.
             cache: with one slot for every (loop, layer), or None; `use_cache`: whether layers write to it.
-            keep_states: whether the state of every loop is wanted; not of packed examples.
+            keep_states: whether to return the state of every loop; not of packed examples.
 
         Returns:
             The inputs with the final state; and the K states [B, S, H] in order if `keep_states`, else nothing.
@@ -244,7 +242,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
         _, num_inside = self.layer_counts()
         packed = self._packed_loops(inputs) if inputs.packing is not None else None
-        states = []
+        plan, prepared, states = self.loop_state.plan, {}, []
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * num_inside)
             recurrent_step = functools.partial(
@@ -254,16 +252,20 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 if packed is not None:
                     packed.run(recurrent_step, loop)
                     continue
-                self.loop_state.announce(loop)  # for what runs outside of a layer; layers announce it themselves
-                inputs = replace(inputs, state=recurrent_step(inputs))
+                step = plan.step(loop, inputs.state.device, prepared=prepared)
+                self.loop_state.announce(step)  # for what runs outside of a layer; layers announce it themselves
+                inputs = replace(inputs, state=recurrent_step(replace(inputs, step=step)))
             if keep_states:
                 states.append(inputs.state)
         return inputs if packed is None else packed.finish(), states
 
     def _packed_loops(self, inputs: LoopInputs) -> PackedLoops:
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
-        may_wait = torch.is_grad_enabled() and self.loop_state.factors is not None and not needs_gradient
-        return PackedLoops(inputs, self.loop_state, functools.partial(self._packed_mask, inputs.state), may_wait)
+        may_wait = torch.is_grad_enabled() and not needs_gradient
+        lora_parameters = self.training_policy.lora_parameters if may_wait else None
+        return PackedLoops(
+            inputs, self.loop_state, functools.partial(self._packed_mask, inputs.state), lora_parameters
+        )
 
     def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
@@ -275,7 +277,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def _pack(self, inputs: LoopInputs, token_mask: torch.Tensor | None) -> LoopInputs:
         """Return the inputs with their examples in one row, without padding."""
-        packing = find_packing(inputs.state.shape[:2], token_mask, inputs.position_ids, self.loop_state.segments)
+        packing = find_packing(inputs.state.shape[:2], token_mask, inputs.position_ids, self.loop_state.plan.segments)
         return replace(
             inputs,
             state=packing.pack(inputs.state),
@@ -304,7 +306,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
             input_ids, inputs_embeds: exactly one of [B, S] token ids and [B, S, H] embeddings.
             attention_mask: [B, cached + S], 0 on padding, on either side.
             position_ids: [B, S]; default: counted from the first token that is not padding. Without an attention mask,
-                positions that start again at 0 mark packed examples, which then attend to themselves only.
+                positions that do not count on by one mark packed examples, which then attend to themselves only.
             past_key_values: cache with one slot for every (loop, layer); missing slots are added.
             use_cache: default `config.use_cache`, and False in training or with `output_readouts`.
             initial_state: [B, S, H] that the first loop starts from; default: the family's own.
@@ -313,11 +315,40 @@ class LoopedBackbone(LoopedPreTrainedModel):
         Raises:
             ValueError: for inputs that exclude each other or do not fit.
         """
+        embeddings = self._embed(input_ids, inputs_embeds, initial_state)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not output_readouts
+        cache = self._fit_cache(past_key_values, use_cache, output_readouts)
+        packs = cache is None and not output_readouts and self._may_pack(embeddings, attention_mask, kwargs)
+        inputs = self._loop_inputs(embeddings, attention_mask, position_ids, cache, packs, kwargs)
+        self.loop_state.announce(LoopStep(tokens=inputs.packing.tokens() if packs else None))  # for initial states
+
+        outside = {"past_key_values": cache, "use_cache": use_cache}
+        inputs = self.run_prelude(inputs, initial_state, **outside)
+        with recomputation(self.recomputes_pointwise and self.training):
+            inputs, states = self.run_loops(inputs, cache, use_cache, output_readouts)
+        readouts = [self.readout(replace(inputs, state=state), **outside) for state in states]
+        last = readouts[-1] if output_readouts else self.readout(inputs, **outside)
+        self.loop_state.announce(self.loop_state.plan.step(0))  # what belongs to this pass ends with it
+        return LoopedModelOutput(
+            last_hidden_state=inputs.packing.unpack(last) if packs else last,
+            past_key_values=cache,
+            readouts=tuple(readouts) if output_readouts else None,
+            loop_states=tuple(states) if output_readouts else None,
+        )
+
+    def _embed(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        initial_state: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the embeddings [B, S, H] of checked inputs."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-            if self.loop_state.factors is not None and inputs_embeds.is_leaf:
+            if self.training_policy.lora_parameters is not None and inputs_embeds.is_leaf:
                 # PEFT and TRL make the embeddings require a gradient that nothing uses, for reentrant checkpointing.
                 inputs_embeds = inputs_embeds.detach()
         if initial_state is not None and initial_state.shape != inputs_embeds.shape:
@@ -325,35 +356,48 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 f"`initial_state` must have the shape [B, S, H] = {list(inputs_embeds.shape)} of this call's tokens; got "
                 f"{list(initial_state.shape)}."
             )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not output_readouts
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        if output_readouts and self.readout_attends and past_key_values is not None:
+        return inputs_embeds
+
+    def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
+        """Return the cache to use, with all the slots that the model needs; None: none."""
+        if cache is None:
+            if not use_cache:
+                return None
+            cache = DynamicCache()
+        if output_readouts and self.readout_attends:
             raise ValueError(
                 f"`output_readouts` cannot be combined with a cache in {type(self).__name__}: the layers behind the loop "
                 "cache the final loop's keys only. Set `use_cache=False`, or `config.num_loops` to the loop wanted."
             )
         num_outside, num_inside = self.layer_counts()
-        if past_key_values is not None:
-            fit_cache(past_key_values, num_outside + self.config.num_loops * num_inside)
+        fit_cache(cache, num_outside + self.config.num_loops * num_inside)
+        return cache
 
+    def _may_pack(self, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, options: dict) -> bool:
+        """Return whether this batch's examples run packed in one row: if nothing is asked of their rows."""
+        if not (self.training_policy.packs and self.can_pack):
+            return False
+        records = ("output_hidden_states", "output_attentions")
+        if any(options.get(name, getattr(self.config, name, False)) for name in records):
+            return False
+        return attention_mask is None or (
+            torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
+        )
+
+    def _loop_inputs(
+        self,
+        embeddings: torch.Tensor,
+        attention_mask: torch.Tensor | dict | None,
+        position_ids: torch.Tensor | None,
+        cache: Cache | None,
+        packs: bool,
+        attention_kwargs: dict,
+    ) -> LoopInputs:
+        """Return what the prelude reads: embeddings [B, S, H] with their positions and mask, packed if `packs`."""
         token_mask = attention_mask if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 else None
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = _positions(inputs_embeds, token_mask, seen)
-        recorded = any(
-            kwargs.get(name, getattr(self.config, name, False))
-            for name in ("output_hidden_states", "output_attentions")
-        )
-        maskable = attention_mask is None or (token_mask is not None and token_mask.shape == inputs_embeds.shape[:2])
-        packs = (
-            self.loop_state.pack
-            and self.can_pack
-            and maskable
-            and past_key_values is None
-            and not (output_readouts or recorded)
-        )
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = _positions(embeddings, token_mask, seen)
         if packs:
             causal_mask = None
         elif isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
@@ -361,35 +405,19 @@ class LoopedBackbone(LoopedPreTrainedModel):
         else:
             causal_mask = create_causal_mask(
                 config=self.config,
-                inputs_embeds=inputs_embeds,
+                inputs_embeds=embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                past_key_values=cache,
                 position_ids=position_ids,
             )
         inputs = LoopInputs(
-            state=inputs_embeds,
+            state=embeddings,
             attention_mask=causal_mask,
             position_ids=position_ids,
-            position_embeddings=self.rotate(inputs_embeds, position_ids),
-            attention_kwargs=kwargs,
+            position_embeddings=self.rotate(embeddings, position_ids),
+            attention_kwargs=attention_kwargs,
         )
-        self.loop_state.announce(0)
-        if packs:
-            inputs = self._pack(inputs, token_mask)
-            self.loop_state.announce(0, inputs.packing.part(self.loop_state, 0))
-        outside = {"past_key_values": past_key_values, "use_cache": use_cache}
-        inputs = self.run_prelude(inputs, initial_state, **outside)
-        with recomputation(self.recomputes_pointwise and self.training):
-            inputs, states = self.run_loops(inputs, past_key_values, use_cache, output_readouts)
-        if output_readouts:
-            readouts = tuple(self.readout(replace(inputs, state=state), **outside) for state in states)
-        last_hidden_state = readouts[-1] if output_readouts else self.readout(inputs, **outside)
-        return LoopedModelOutput(
-            last_hidden_state=last_hidden_state if not packs else inputs.packing.unpack(last_hidden_state),
-            past_key_values=past_key_values,
-            readouts=readouts if output_readouts else None,
-            loop_states=tuple(states) if output_readouts else None,
-        )
+        return self._pack(inputs, token_mask) if packs else inputs
 
 
 def _positions(embeddings: torch.Tensor, token_mask: torch.Tensor | None, seen: int) -> torch.Tensor:
@@ -430,6 +458,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     @property
     def loop_state(self) -> LoopState:
         return self.base_model.loop_state
+
+    @property
+    def training_policy(self) -> TrainingPolicy:
+        return self.base_model.training_policy
+
+    @training_policy.setter
+    def training_policy(self, policy: TrainingPolicy) -> None:
+        self.base_model.training_policy = policy
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refuse what `generate_batch` begins with.

@@ -29,6 +29,7 @@ class _Group:
 
     order: list[int]
     inputs: LoopInputs
+    tokens: torch.Tensor  # [n] index of each token's gates
 
 
 class PackedLoops:
@@ -38,7 +39,7 @@ class PackedLoops:
         inputs: of the first loop, with all examples.
         loop_state: of the model.
         mask_of: returns the attention's mask for examples of these lengths, packed in this order.
-        may_wait: whether loops before an example's first active gate run as the frozen model.
+        lora_parameters: see `TrainingPolicy`; None: no loop runs as the frozen model.
     """
 
     def __init__(
@@ -46,45 +47,46 @@ class PackedLoops:
         inputs: LoopInputs,
         loop_state: LoopState,
         mask_of: Callable[[Sequence[int]], object],
-        may_wait: bool,
+        lora_parameters: Sequence[torch.nn.Parameter] | None,
     ) -> None:
         self.loop_state = loop_state
+        self.plan = loop_state.plan
+        self.prepared = {}
         self.mask_of = mask_of
+        self.lora_parameters = lora_parameters
         self.packing = inputs.packing
         self.lengths, self.examples = inputs.packing.lengths, inputs.packing.examples
         self.all = list(range(len(self.lengths)))
         self.pieces = inputs.split(self.lengths)
-        self.groups = [_Group(self.all, inputs)]
-        self.active = loop_state.active if may_wait else None  # [K][N or 1]
+        self.groups = [_Group(self.all, inputs, self.packing.tokens())]
+        self.active = None if lora_parameters is None else self.plan.active  # [K][N or 1]
         self.joined: set[int] = set() if self.active is not None else set(self.all)
 
     def run(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
         """Run one loop, a function from inputs to the state after it, on all examples."""
+        # Three kinds of examples, by their gates up to this loop: 0 .. 0 g, 0 .. g .. 0 and 0 .. 0 0.
         active = [index for index in self.all if self._is_active(index, loop)]
         self.joined.update(active)
-        silent = sorted(self.joined.difference(active))
+        inactive = sorted(self.joined.difference(active))
         waiting = [index for index in self.all if index not in self.joined]
         groups = []
         if waiting:
-            group = self._group(waiting)
-            self.loop_state.frozen = True
-            try:
-                with torch.no_grad():
-                    groups.append(self._after(group, recurrent_step, loop, 0))
-            finally:
-                self.loop_state.frozen = False
+            # [1, tokens of the waiting, H], without a graph: nothing trained has touched their state yet.
+            with torch.no_grad():
+                groups.append(self._after(self._group(waiting), recurrent_step, loop, 0, frozen=True))
         if self.joined:
-            groups.append(self._after(self._group(active + silent), recurrent_step, loop, len(active)))
+            # [1, tokens of the active, then of the inactive, H]: the gradient of the inactive passes through the frozen
+            # weights to an earlier loop, and the adapter computes the first tokens only.
+            groups.append(self._after(self._group(active + inactive), recurrent_step, loop, len(active)))
         self.groups = groups
 
     def finish(self) -> LoopInputs:
-        """Return the inputs with the final state, in their first order."""
+        """Return the inputs with the final state [1, T, H], in their first order."""
         inputs = self._group(self.all).inputs
         if not self.joined:
             # Nothing has a gradient, but the loss must have one, and in DDP so must every adapter.
-            zero = 0 * sum(factor.flatten()[0] for factor in self.loop_state.factors)
+            zero = 0 * sum(parameter.flatten()[0] for parameter in self.lora_parameters)
             inputs = replace(inputs, state=inputs.state + zero)
-        self.loop_state.announce(self.loop_state.loop, self.packing.part(self.loop_state, self.loop_state.loop))
         return inputs
 
     def _is_active(self, index: int, loop: int) -> bool:
@@ -93,21 +95,26 @@ class PackedLoops:
         gates = self.active[loop]
         return gates[self.examples[index] if len(gates) > 1 else 0]
 
-    def _after(self, group: _Group, recurrent_step: Callable, loop: int, num_active: int) -> _Group:
-        part = self.packing.part(self.loop_state, loop, group.order, num_active)
-        self.loop_state.announce(loop, part)
-        return _Group(group.order, replace(group.inputs, state=recurrent_step(replace(group.inputs, part=part))))
+    def _after(
+        self, group: _Group, recurrent_step: Callable, loop: int, num_active: int, frozen: bool = False
+    ) -> _Group:
+        """Return the group after a loop in which only its first `num_active` examples have an active gate."""
+        num_active_tokens = sum(self.lengths[index] for index in group.order[:num_active])
+        step = self.plan.step(loop, group.tokens.device, group.tokens, num_active_tokens, frozen, self.prepared)
+        self.loop_state.announce(step)  # for what runs outside of a layer; layers announce it themselves
+        state = recurrent_step(replace(group.inputs, step=step))
+        return replace(group, inputs=replace(group.inputs, state=state))
 
     def _group(self, order: list[int]) -> _Group:
         """Return examples with the state that they have come to."""
         for group in self.groups:
             if group.order == order:
-                return group
-        states: dict[int, torch.Tensor] = {}
+                return group  # as it lies, without a copy
+        states: dict[int, torch.Tensor] = {}  # of each example, [1, length, H]
         for group in self.groups:
             lengths = [self.lengths[index] for index in group.order]
             states.update(zip(group.order, group.inputs.state.split(lengths, dim=1), strict=True))
         pieces = [replace(self.pieces[index], state=states[index]) for index in order]
         inputs = LoopInputs.join(pieces)
         mask = self.mask_of([self.lengths[index] for index in order])
-        return _Group(order, replace(inputs, attention_mask=mask))
+        return _Group(order, replace(inputs, attention_mask=mask), self.packing.tokens(order))

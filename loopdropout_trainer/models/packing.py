@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.looped import LoopState, Part
+from loopdropout_trainer.looped import example_starts
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,12 @@ class Packing:
     examples: list[int]
     device: torch.device
 
-    def part(
-        self, loop_state: LoopState, loop: int, order: Sequence[int] | None = None, active: int | None = None
-    ) -> Part:
-        """Return the tokens of examples in this order, of which only the first `active` may have a gate; default: all."""
+    def tokens(self, order: Sequence[int] | None = None) -> torch.Tensor:
+        """Return the index of each token's gates, [n], when examples are packed in this order; default: all, as they lie."""
         order = range(len(self.lengths)) if order is None else order
-        lengths = [self.lengths[index] for index in order]
-        examples = torch.tensor([self.examples[index] for index in order]).repeat_interleave(torch.tensor(lengths))
-        examples = examples.to(self.device, non_blocking=True)
-        return loop_state.part_of(loop, examples, sum(lengths[:active]))
+        lengths = torch.tensor([self.lengths[index] for index in order])
+        examples = torch.tensor([self.examples[index] for index in order]).repeat_interleave(lengths)
+        return examples.to(self.device, non_blocking=True)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """Return [1, T, ...] of [B, S, ...], or of what all rows share, [1, S, ...]."""
@@ -62,25 +59,25 @@ def find_packing(
     Args:
         shape: (B, S).
         token_mask: [B, S], 0 on padding; each row is one example then.
-        position_ids: [B or 1, S]; without a mask, an example ends where they do not count on.
+        position_ids: [B or 1, S]; without a mask, they say where examples begin (`example_starts`).
         segments: [B, S] index of each token's gates; default: its row.
     """
     rows, columns = shape
     if token_mask is not None:
+        # A row is an example: its real tokens, wherever its padding stands, keep their order when they are packed.
         mask = token_mask.bool().cpu()
-        lengths = mask.sum(dim=1).tolist()
-        firsts = [row * columns for row in range(rows)]
-        kept = (
-            None if bool(mask.all()) else mask.flatten().nonzero().squeeze(1).to(token_mask.device, non_blocking=True)
-        )
+        lengths = mask.sum(dim=1).tolist()  # [B]; 0 for a row of padding only
+        firsts = [row * columns for row in range(rows)]  # any token of the row will do: all have the row's gates
+        kept = mask.flatten().nonzero().squeeze(1)  # [T], row by row
+        kept = None if len(kept) == rows * columns else kept.to(token_mask.device, non_blocking=True)
     else:
+        # Rows of several examples: each begins a run [first, next first) of the B * S tokens, and every row begins one.
         kept = None
-        starts = torch.ones(shape, dtype=torch.bool)
-        starts[:, 1:] = (position_ids.diff(dim=1) != 1).cpu()
-        first_tokens = starts.flatten().nonzero().squeeze(1)
+        starts = example_starts(position_ids).cpu().expand(shape)  # [B, S]
+        first_tokens = starts.flatten().nonzero().squeeze(1)  # [number of examples]
         lengths = first_tokens.diff(append=torch.tensor([rows * columns])).tolist()
         firsts = first_tokens.tolist()
-    owners = torch.arange(rows).repeat_interleave(columns) if segments is None else segments.flatten().cpu()
+    owners = torch.arange(rows).repeat_interleave(columns) if segments is None else segments.flatten().cpu()  # [B * S]
     examples = owners[firsts].tolist()
     present = [index for index, length in enumerate(lengths) if length]
     lengths, examples = ([values[index] for index in present] for values in (lengths, examples))

@@ -1,8 +1,9 @@
 """Recomputation of pointwise operations: their results are not kept for the backward pass, but computed there once more.
 
 A norm's result, and SwiGLU's, is kept only because the adapter reads it, while the operation keeps its own inputs anyway.
-What goes into the backward pass instead is a recipe: the operation and its inputs, which may be recipes themselves. Results
-of matrix products and of attention are kept, so none of these runs twice, and every recomputed bit is the same.
+What goes into the backward pass instead is how to compute it: the operation and its inputs, which may be deferred
+themselves. Results of matrix products and of attention are kept, so none of these runs twice, and every recomputed bit is the
+same.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 
 
-class Recipe:
-    """A result that can be computed again, once for all the places of the graph that ask for it.
+class DeferredResult:
+    """A result that can be computed again, once for all the nodes of the graph that ask for it.
 
     Args:
         operation: a deterministic function that makes a new tensor.
@@ -27,23 +28,23 @@ class Recipe:
     def __init__(self, operation: Callable[..., torch.Tensor], inputs: tuple[Any, ...]) -> None:
         self.operation = operation
         self.inputs = inputs
-        self.num_places = 0
+        self.num_readers = 0
         self.num_waiting = 0
         self.result: torch.Tensor | None = None
 
-    def add_place(self, recipes: Recipes) -> Recipe:
-        """Note that one more place will ask; at the first, trade the inputs for their own recipes."""
-        if self.num_places == 0:
-            self.inputs = tuple(recipes.pack(x.detach()) if torch.is_tensor(x) else x for x in self.inputs)
-        self.num_places += 1
+    def add_reader(self, deferred: DeferredResults) -> DeferredResult:
+        """Note that one more reader will ask; at the first, trade the inputs for how to compute them."""
+        if self.num_readers == 0:
+            self.inputs = tuple(deferred.pack(x.detach()) if torch.is_tensor(x) else x for x in self.inputs)
+        self.num_readers += 1
         return self
 
     def compute(self) -> torch.Tensor:
-        """Return the result, which is forgotten when all places have asked."""
+        """Return the result, which is forgotten when all readers have asked."""
         if self.result is None:
             with torch.no_grad():
                 self.result = self.operation(*map(unpack, self.inputs))
-            self.num_waiting = self.num_places
+            self.num_waiting = self.num_readers
         result = self.result
         self.num_waiting -= 1
         if self.num_waiting == 0:
@@ -51,38 +52,44 @@ class Recipe:
         return result
 
 
-class Recipes:
-    """The recipes of results that are alive: those whose memory cannot have been given to another tensor."""
+class DeferredResults:
+    """How to compute results that are alive: those whose memory cannot have been given to another tensor."""
 
     def __init__(self) -> None:
-        self._alive: dict[int, tuple[weakref.ref, int, Recipe]] = {}  # by storage: result, its version, its recipe
+        self._alive: dict[
+            int, tuple[weakref.ref, int, DeferredResult]
+        ] = {}  # by storage: result, its version, its deferred
 
-    def add(self, result: torch.Tensor, recipe: Recipe) -> None:
+    def add(self, result: torch.Tensor, deferred: DeferredResult) -> None:
         """Remember how `result` was made, until it dies."""
         address = result.untyped_storage().data_ptr()
-        self._alive[address] = (weakref.ref(result, lambda _: self._alive.pop(address, None)), result._version, recipe)
+        self._alive[address] = (
+            weakref.ref(result, lambda _: self._alive.pop(address, None)),
+            result._version,
+            deferred,
+        )
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple:
         """Return what is kept of a tensor: it, or how to make what it is a view of, and the view."""
         known = self._alive.get(tensor.untyped_storage().data_ptr()) if type(tensor) is torch.Tensor else None
         if known is None:
             return tensor
-        reference, version, recipe = known
+        reference, version, deferred = known
         result = reference()
         if result is None or result._version != version or result.dtype != tensor.dtype:
             return tensor
-        return recipe.add_place(self), tensor.shape, tensor.stride(), tensor.storage_offset()
+        return deferred.add_reader(self), tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def unpack(kept: Any) -> Any:
     """Return the tensor that was packed, or what else was kept."""
     if not isinstance(kept, tuple):
         return kept
-    recipe, *view = kept
-    return recipe.compute().as_strided(*view)
+    deferred, *view = kept
+    return deferred.compute().as_strided(*view)
 
 
-_recipes: ContextVar[Recipes | None] = ContextVar("recipes", default=None)
+_deferred: ContextVar[DeferredResults | None] = ContextVar("deferred", default=None)
 
 
 @contextmanager
@@ -91,13 +98,13 @@ def recomputation(enabled: bool = True) -> Iterator[None]:
     if not enabled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
-    recipes = Recipes()
-    token = _recipes.set(recipes)
+    deferred = DeferredResults()
+    token = _deferred.set(deferred)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(recipes.pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(deferred.pack, unpack):
             yield
     finally:
-        _recipes.reset(token)
+        _deferred.reset(token)
 
 
 def recomputable(operation: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
@@ -106,6 +113,6 @@ def recomputable(operation: Callable[..., torch.Tensor], *inputs: Any) -> torch.
     That is of use where the inputs are kept anyway.
     """
     result = operation(*inputs)
-    if not torch.compiler.is_compiling() and result.requires_grad and (recipes := _recipes.get()) is not None:
-        recipes.add(result, Recipe(operation, inputs))
+    if not torch.compiler.is_compiling() and result.requires_grad and (deferred := _deferred.get()) is not None:
+        deferred.add(result, DeferredResult(operation, inputs))
     return result

@@ -82,7 +82,7 @@ def overview(records: Sequence[Record], tables: Sequence[FinishedTable]) -> Figu
         return None
     loops, p = run.fields.get("num_loops") or 4, run.fields.get("p") or 0.5
     seed = run.fields.get("seed") or 0
-    draw = Draw(seed=seed, step=0, places=[(row, 0) for row in range(8)], num_loops=loops)
+    draw = Draw(seed=seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=loops)
     gates = make_rule("loop_dropout", p=p).sample(draw)  # [K, 8]
     names = [f"loop {loop}" for loop in range(1, loops + 1)]
     panel = lambda title, values: Panel(

@@ -83,7 +83,8 @@ def answers_table(outcomes: Sequence[RunResult]) -> Table:
     ]:
         cells = []
         for result in results:
-            cells.append(f"{result.correct}/{result.total} {result.score:.1f}%")
+            count = "" if result.correct is None else f"{result.correct}/{result.total} "  # None: parts of points
+            cells.append(f"{count}{result.score:.1f}%")
             if _has_marks(result):
                 cells.append(f"{100 * right_by_last_number(result) / result.total:.1f}%")
         if cells:
@@ -121,7 +122,7 @@ def about_answers(outcomes: Sequence[RunResult]) -> str:
     """Say which of two methods answers more, and whether chance alone could make such a difference."""
     sentences = []
     for results in zip(*(outcome.benchmarks for outcome in outcomes), strict=True):
-        if len(results) != 2:
+        if len(results) != 2 or any(result.correct is None for result in results):
             continue
         (first, one), (second, other) = zip((o.title for o in outcomes), results, strict=True)
         if one.correct < other.correct:

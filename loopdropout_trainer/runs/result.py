@@ -6,14 +6,18 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult
-from loopdropout_trainer.settings.recipe import public_settings
+from loopdropout_trainer.saving.files import written_whole
+from loopdropout_trainer.settings.arguments import RunArguments
+from loopdropout_trainer.settings.recipe import public_settings, settings_yaml
 from loopdropout_trainer.settings.versions import library_versions
+from loopdropout_trainer.training.identity import differences
+from loopdropout_trainer.training.resources import device_name
 
 
 class _Once(logging.Filter):
@@ -47,10 +51,13 @@ class RunResult:
 
     Attributes:
         rule, p, num_loops: how it was trained.
-        trainable_parameters, steps, examples, train_loss, train_seconds: of the training.
+        trainable_parameters, steps, examples, train_loss, train_seconds: of the training, over all its legs.
+        step_seconds: of `train_seconds`, in training steps; num_tokens: trained on in them.
+        peak_memory_gb: most memory that the first process held, of the GPU if there is one, in 10^9 bytes.
         base_benchmarks, benchmarks: results by greedy generation before and after training.
         single_loop: losses with the adapter in one loop at a time, if measured.
         by_depth: results on the first benchmark by the number of loops at inference, if measured.
+        adapter: its other fields (`r`, `lora_alpha`, ...); model: the base's (`model`, `dtype`, ...).
         saved: what was saved, by name.
     """
 
@@ -62,10 +69,15 @@ class RunResult:
     examples: int
     train_loss: float
     train_seconds: float
+    step_seconds: float = 0.0
+    num_tokens: int = 0
+    peak_memory_gb: float | None = None
     base_benchmarks: list[BenchmarkResult] = field(default_factory=list)
     benchmarks: list[BenchmarkResult] = field(default_factory=list)
     single_loop: SingleLoopActivation | None = None
     by_depth: dict[int, BenchmarkResult] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
     saved: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -79,28 +91,88 @@ class RunResult:
         return {result.name: result.score for result in self.benchmarks}
 
 
-def write_results(outcome: RunResult, settings: Mapping[str, Any], output_dir: str | Path) -> Path:
-    """Write `results.json`: what was measured, with which settings and versions."""
-    measured: dict[str, Any] = {
-        key: value
-        for key, value in asdict(outcome).items()
-        if key not in ("base_benchmarks", "benchmarks", "single_loop", "by_depth")
+RESULTS_FILE = "results.json"
+DIVERGED_FILE = "diverged.json"
+_TRAINING = (
+    *("rule", "p", "num_loops", "steps", "examples", "num_tokens", "train_loss", "train_seconds", "step_seconds"),
+    *("peak_memory_gb", "trainable_parameters"),
+)
+
+
+def write_results(
+    outcome: RunResult, settings: Mapping[str, Any], output_dir: str | Path, run: Mapping[str, Any], processes: int = 1
+) -> Path:
+    """Write `results.json` (docs/runs.md) and `recipe.yaml`: what was measured, of what, and the settings that repeat it.
+
+    Args:
+        outcome: of the run.
+        settings: as given.
+        output_dir: of the run.
+        run: its identity, by which it is known again.
+        processes: that trained it.
+
+    Raises:
+        WriteError: if the disk refuses; what was there before is untouched.
+    """
+    speed = outcome.num_tokens / outcome.step_seconds if outcome.step_seconds else None
+    report: dict[str, Any] = {
+        "meta_info": {**outcome.model, "num_loops": outcome.num_loops, "adapter_path": str(output_dir)},
+        "train_info": {
+            **{name: getattr(outcome, name) for name in _TRAINING},
+            "tokens_per_second": speed,
+            **outcome.adapter,
+        },
+        "run_info": {
+            "settings": public_settings(settings),
+            "versions": library_versions(),
+            "device": device_name(),
+            "num_processes": processes,
+        },
+        "run": dict(run),
     }
     for name in ("base_benchmarks", "benchmarks"):
-        measured[name] = {result.name: _counts(result) for result in getattr(outcome, name)}
-    if outcome.by_depth:
-        measured["by_depth"] = {depth: _counts(result) for depth, result in outcome.by_depth.items()}
+        report[name] = {result.name: result.as_json() for result in getattr(outcome, name)}
+    report["by_depth"] = {depth: result.as_json() for depth, result in outcome.by_depth.items()}
     if outcome.single_loop is not None:
-        measured["single_loop"] = {
-            **asdict(outcome.single_loop),
-            "reductions_percent": outcome.single_loop.reductions,
+        reductions = {"reductions_percent": outcome.single_loop.reductions}
+        report["single_loop"] = {**asdict(outcome.single_loop), **reductions}
+    report["saved"] = outcome.saved
+    with written_whole(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
+        (folder / "recipe.yaml").write_text(settings_yaml(settings), encoding="utf-8")
+        (folder / RESULTS_FILE).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return Path(output_dir) / RESULTS_FILE
+
+
+def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Mapping[str, Any]) -> RunResult | None:
+    """Return what a finished run has written, if it is this run with these benchmarks and nothing is left to do; or None."""
+    try:
+        report = json.loads((Path(output_dir) / RESULTS_FILE).read_text(encoding="utf-8"))
+        training, before = report["train_info"], report["run_info"]["settings"]
+        if differences(report["run"], run) or _asked_for(before) != _asked_for(public_settings(settings)):
+            return None
+        if not all(Path(each).exists() for each in report["saved"].values()):
+            return None
+        known = {name: training[name] for name in _TRAINING}
+        benchmarks = {
+            name: [BenchmarkResult.from_json(each, measured) for each, measured in report[name].items()]
+            for name in ("base_benchmarks", "benchmarks")
         }
-    measured["settings"] = public_settings(settings)
-    measured["versions"] = library_versions()
-    path = Path(output_dir) / "results.json"
-    path.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
-    return path
+        depths, first = report["by_depth"], next(iter(report["benchmarks"]), "")
+        single_loop = dict(report.get("single_loop") or {})
+        single_loop.pop("reductions_percent", None)
+        return RunResult(
+            **known,
+            **benchmarks,
+            single_loop=SingleLoopActivation(**single_loop) if single_loop else None,
+            by_depth={int(depth): BenchmarkResult.from_json(first, each) for depth, each in depths.items()},
+            saved=report["saved"],
+        )
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or of another version
+        return None
 
 
-def _counts(result: BenchmarkResult) -> dict[str, Any]:
-    return {key: getattr(result, key) for key in ("score", "correct", "total", "missing")}
+def _asked_for(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that say what is to be measured and made of a trained adapter."""
+    names = {f.name for f in fields(RunArguments)} - {"compare_with", "benchmark_batch_size", "dry_run"}
+    given = {name: settings[name] for name in sorted(names & set(settings)) if settings[name] is not None}
+    return json.loads(json.dumps(given, default=str))

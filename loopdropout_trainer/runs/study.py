@@ -113,12 +113,15 @@ class StudySweep(Sweep):
                 final = [run for run in self.final_runs(method) if run[1] == seed]
                 grid = [(rate, seed) for rate in self.rates(method)] if seed == self.arguments.seeds[0] else []
                 for run in dict.fromkeys([*grid, *final]):
-                    if (job := self.training(method, *run)).benchmarks() is None:
+                    if not (job := self.training(method, *run)).done:
                         yield job
                 for run in final:
                     done = self.training(method, *run).benchmarks() is not None
                     if done and (job := self.test(method, *run)).benchmarks() is None:
                         yield job
+
+    def save_summary(self) -> None:
+        """Leave it to the study, whose sweeps share a folder."""
 
 
 class Study:
@@ -268,9 +271,13 @@ def _read_run(training: Job, measuring: Job) -> dict[str, Any] | None:
     if training.benchmarks() is None:
         return None
     results = json.loads(training.results.read_text(encoding="utf-8"))
-    run = {key: results[key] for key in ("rule", "p", "num_loops", "steps", "train_loss", "train_seconds")}
-    run["development"] = results["benchmarks"]
-    run["versions"] = {name: results["versions"].get(name) for name in ("torch", "transformers", "trl", "peft")}
+    trained, versions = results["train_info"], results["run_info"]["versions"]
+    run = {key: trained[key] for key in ("rule", "p", "num_loops", "steps", "train_loss", "train_seconds")}
+    run["development"] = {
+        name: {key: value for key, value in measured.items() if key != "predictions"}
+        for name, measured in results["benchmarks"].items()
+    }
+    run["versions"] = {name: versions.get(name) for name in ("torch", "transformers", "trl", "peft")}
     if measuring.benchmarks() is not None:
         run["measured"] = json.loads(measuring.results.read_text(encoding="utf-8"))
     return run

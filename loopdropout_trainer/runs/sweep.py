@@ -1,24 +1,35 @@
 """Sweeps with development selection: a grid of learning rates on the first seed, the best rate for the others.
 
 A run is a folder, and it is finished when its results file is there: a sweep that was interrupted starts again at the
-run that was interrupted, and nothing is done twice (Appendix "Hyperparameters").
+run that was interrupted, and nothing is done twice (Appendix "Hyperparameters"). A run whose loss became NaN is finished,
+too: its rate is out.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from loopdropout_trainer.runs.result import DIVERGED_FILE
+from loopdropout_trainer.saving.files import write_atomically
+from loopdropout_trainer.saving.lock import only_process_in
+from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
+from loopdropout_trainer.settings.field_types import json_of
+from loopdropout_trainer.settings.ranges import check_folder, check_list, check_number, check_whole
 from loopdropout_trainer.settings.recipe import load_recipe
+from loopdropout_trainer.settings.secrets import public_settings, public_words
+from loopdropout_trainer.settings.versions import library_versions
 
 
 class SweepError(RuntimeError):
@@ -63,14 +74,21 @@ class SweepArguments:
 
     def __post_init__(self):
         if isinstance(self.rate_factors, str):
-            self.rate_factors = json.loads(self.rate_factors)
+            self.rate_factors = json_of("rate_factors", self.rate_factors)
+        check_folder("output_dir", self.output_dir)
+        check_list("methods", self.methods)
+        check_list("test_benchmarks", self.test_benchmarks)
         for name in ("learning_rates", "methods", "seeds"):
             values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
+            if not values or len(set(map(str, values))) != len(values):
                 raise ValueError(f"`{name}` must be one or more different values; got {values!r}.")
+        for rate in self.learning_rates:
+            check_number("learning_rates", rate, above=True)
+        for seed in self.seeds:
+            check_whole("seeds", seed, 0)
+        for factor in (self.rate_factors or {}).values():
+            check_number("rate_factors", factor, above=True)
         self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
-        if self.learning_rates[0] <= 0:
-            raise ValueError(f"`learning_rates` must be positive; got {self.learning_rates[0]!r}.")
         names = [method_name(method) for method in self.methods]
         if len(set(names)) != len(names):
             raise ValueError(f"`methods` must have different names; got {', '.join(names)}.")
@@ -83,7 +101,7 @@ class SweepArguments:
 
 @dataclass(frozen=True)
 class Job:
-    """One command, finished when its results file is there.
+    """One command, finished when its results file is there, or the word that its training diverged.
 
     Attributes:
         command: words of the command line.
@@ -93,12 +111,32 @@ class Job:
     command: tuple[str, ...]
     results: Path
 
+    def report(self) -> dict[str, Any] | None:
+        """Return what the results file says about the adapter, or None if the job is not finished."""
+        try:
+            report = json.loads(self.results.read_text(encoding="utf-8"))
+            if "rows" in report:  # an evaluation's file may hold several adapters
+                report = report["rows"][self.results.parent.parent.name]
+            return report if isinstance(report["benchmarks"], dict) else None
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or cut off while it was written
+            return None
+
     def benchmarks(self) -> dict[str, dict[str, Any]] | None:
         """Return the results by benchmark, or None if the job is not finished."""
+        report = self.report()
+        return None if report is None else report["benchmarks"]
+
+    def diverged(self) -> str | None:
+        """Return why the training stopped for good, or None if it did not."""
         try:
-            return json.loads(self.results.read_text(encoding="utf-8"))["benchmarks"]
-        except (OSError, ValueError, KeyError):  # not there, or cut off while it was written
+            return json.loads((self.results.parent / DIVERGED_FILE).read_text(encoding="utf-8"))["error"]
+        except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.benchmarks() is not None or self.diverged() is not None
 
 
 def method_name(method: str) -> str:
@@ -163,20 +201,25 @@ class Sweep:
             return None
         adapter = self.training(method, rate, seed).results.parent
         options = ["--adapter", str(adapter), "--output_dir", str(adapter / "test"), "--benchmarks", *benchmarks]
+        options += options_among(self.passed_on, _FIELDS_OF_TESTS)  # the model and depth that it was trained with
         return Job(self._command("evaluate.py", self.recipe(method), *options), adapter / "test" / "evaluation.json")
 
     def _command(self, script: str, *options: str) -> tuple[str, ...]:
         return (*shlex.split(self.arguments.launcher), str(self.scripts / script), *options)
 
     def chosen_rate(self, method: str) -> float | None:
-        """Return the rate with the best development score on the first seed, the smaller of equals; None while unknown."""
+        """Return the rate with the best development score on the first seed, the smaller of equals.
+
+        None while a rate is unfinished, and if all of them diverged.
+        """
         scores = {}
         for rate in self.rates(method):
-            benchmarks = self.training(method, rate, self.arguments.seeds[0]).benchmarks()
-            if benchmarks is None:
+            job = self.training(method, rate, self.arguments.seeds[0])
+            if not job.done:
                 return None
-            scores[rate] = self._score(benchmarks, method)
-        return max(scores, key=scores.get)  # the first of equals, and the rates ascend
+            if (benchmarks := job.benchmarks()) is not None:
+                scores[rate] = self._score(benchmarks, method)
+        return max(scores, key=scores.get, default=None)  # the first of equals, and the rates ascend
 
     def _score(self, benchmarks: Mapping[str, Mapping[str, Any]], method: str) -> float:
         if self.arguments.select_on not in benchmarks:
@@ -200,7 +243,7 @@ class Sweep:
             runs += [run for run in self.final_runs(method) if run not in runs]
             for run in runs:
                 job = self.training(method, *run)
-                if job.benchmarks() is None:
+                if not job.done:
                     yield job
             for run in self.final_runs(method):
                 job = self.test(method, *run)
@@ -218,12 +261,21 @@ class Sweep:
 
         Raises:
             SweepError: if a job fails, or the folder belongs to another sweep.
+            LockedError: if another process runs a sweep in the folder.
         """
-        self.claim()
-        while (job := next(self.ready_jobs(), None)) is not None:
-            execute(job.command)
-            if job.benchmarks() is None:
-                raise SweepError(f"{shlex.join(job.command)} ended without writing {job.results}.")
+        with only_process_in(self.output_dir):
+            self.claim()
+            while (job := next(self.ready_jobs(), None)) is not None:
+                try:
+                    execute(job.command)
+                except SweepError:
+                    if not job.diverged():
+                        raise
+                    print(f"{job.diverged()} The sweep goes on without {job.results.parent}.", flush=True)
+                if not job.done:
+                    raise SweepError(f"{shlex.join(public_words(job.command))} ended without writing {job.results}.")
+                self.save_summary()
+            self.save_summary()
 
     def claim(self) -> None:
         """Write down what the runs in this folder have in common, or check it if that was done before.
@@ -231,15 +283,17 @@ class Sweep:
         Raises:
             SweepError: if the folder's runs were made with other settings; methods, rates and seeds may grow.
         """
-        recipes = {method_name(method): load_recipe(self.recipe(method)) for method in self.arguments.methods}
+        recipes = {
+            method_name(method): public_settings(load_recipe(self.recipe(method))) for method in self.arguments.methods
+        }
         mine = {
             "recipes": json.loads(json.dumps(recipes)),
-            "passed_on": list(self.passed_on),
+            "passed_on": public_words(self.passed_on),
             "select_on": self.arguments.select_on,
         }
         path = self.output_dir / "sweep.json"
         if path.exists():
-            theirs = json.loads(path.read_text(encoding="utf-8"))
+            theirs = _sweep_file(path)
             for name in ("passed_on", "select_on"):
                 if theirs[name] != mine[name]:
                     raise SweepError(_other_sweep(self.output_dir, name, theirs[name], mine[name]))
@@ -252,58 +306,148 @@ class Sweep:
                         )
             mine["recipes"] = {**theirs["recipes"], **mine["recipes"]}
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(mine, indent=2) + "\n")
 
     # What came out
 
-    def grid_table(self) -> Table:
-        """Return the score on the development split by method and rate; the chosen one has a star."""
-        table = Table(
-            title=f"{self.arguments.select_on}, % correct, seed {self.arguments.seeds[0]}", title_justify="left"
+    def summary(self) -> dict[str, Any]:
+        """Return every score, the choice and what it cost, by method, as plain JSON."""
+        return {
+            "select_on": self.arguments.select_on,
+            "seeds": self.arguments.seeds,
+            "full_grid": self.arguments.full_grid,
+            "methods": {method_name(method): self._summary_of(method) for method in self.arguments.methods},
+            "versions": library_versions(),
+        }
+
+    def _summary_of(self, method: str) -> dict[str, Any]:
+        grid = []
+        for rate in self.rates(method):
+            job = self.training(method, rate, self.arguments.seeds[0])
+            benchmarks = job.benchmarks()
+            row = {"learning_rate": rate, "score": None, "diverged": job.diverged()}
+            if benchmarks is not None:
+                row["score"] = self._score(benchmarks, method)
+            grid.append(row)
+        runs = self.final_runs(method)
+        return {
+            "recipe": self.recipe(method),
+            "grid": grid,
+            "chosen_learning_rate": None if self.arguments.full_grid else self.chosen_rate(method),
+            "runs": [run for each in runs if (run := self._run(method, *each)) is not None],
+        }
+
+    def _run(self, method: str, rate: float, seed: int) -> dict[str, Any] | None:
+        """Return the counts and the cost of one of the runs that the sweep is for; None if it is not finished."""
+        job = self.training(method, rate, seed)
+        if not job.done:
+            return None
+        report, test = job.report() or {}, self.test(method, rate, seed)
+        measured = {**report.get("benchmarks", {}), **((test and test.benchmarks()) or {})}
+        kept = ("score", "correct", "total", "missing", "errors", "metrics")
+        counts = {name: {key: each[key] for key in kept if key in each} for name, each in measured.items()}
+        cost = (
+            "train_seconds",
+            "peak_memory_gb",
+            "tokens_per_second",
+            "trainable_parameters",
+            "steps",
+            "train_loss",
         )
-        table.add_column("method")
-        table.add_column("learning rate: score")
-        for method in self.arguments.methods:
-            chosen = None if self.arguments.full_grid else self.chosen_rate(method)
-            cells = []
-            for rate in self.rates(method):
-                benchmarks = self.training(method, rate, self.arguments.seeds[0]).benchmarks()
-                score = "-" if benchmarks is None else f"{self._score(benchmarks, method):.2f}"
-                cells.append(f"{rate:.6g}: {score}{'*' if rate == chosen else ''}")
-            table.add_row(method_name(method), "  ".join(cells))
-        return table
+        training = report.get("train_info", {})
+        return {
+            "learning_rate": rate,
+            "seed": seed,
+            "diverged": job.diverged(),
+            "benchmarks": counts,
+            "train_info": {key: training[key] for key in cost if key in training},
+        }
 
-    def final_table(self) -> Table:
-        """Return mean and sample standard deviation over the finished seeds, from counts of correct answers."""
-        rows = []
-        for method in self.arguments.methods:
-            for rate in dict.fromkeys(rate for rate, _ in self.final_runs(method)):
-                rows.append((method, rate, self._scores(method, rate)))
-        names = list(dict.fromkeys(name for _, _, scores in rows for name in scores))
-        table = Table(title="Mean ± SD over seeds, % correct", title_justify="left")
-        table.add_column("method")
-        table.add_column("learning rate", justify="right")
-        for name in names:
-            table.add_column(name, justify="right")
-        for method, rate, scores in rows:
-            table.add_row(method_name(method), f"{rate:.6g}", *(_mean_and_sd(scores.get(name, [])) for name in names))
-        return table
+    def save_summary(self) -> None:
+        """Write `summary.json`, and the tables as `summary.md`."""
+        summary = self.summary()
+        write_atomically(self.output_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        tables = [_markdown(title, *table) for title, table in self._tables(summary).items()]
+        write_atomically(self.output_dir / "summary.md", "\n".join(tables))
 
-    def _scores(self, method: str, rate: float) -> dict[str, list[float]]:
-        """Return the scores in percent by benchmark, one for each finished seed."""
-        scores: dict[str, list[float]] = {}
-        for seed in self.arguments.seeds:
-            for job in (self.training(method, rate, seed), self.test(method, rate, seed)):
-                for name, result in ((job and job.benchmarks()) or {}).items():
-                    scores.setdefault(name, []).append(100 * result["correct"] / result["total"])
-        return scores
+    def tables(self) -> list[Table]:
+        """Return the development scores and the final means as tables for a terminal."""
+        rendered = []
+        for title, (header, rows) in self._tables(self.summary()).items():
+            table = Table(title=title, title_justify="left")
+            for column in header:
+                table.add_column(column, justify="left" if column in ("method", _GRID) else "right")
+            for row in rows:
+                table.add_row(*row)
+            rendered.append(table)
+        return rendered
+
+    def _tables(self, summary: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
+        """Return header and rows by title; a star marks the chosen rate."""
+        methods = summary["methods"].items()
+        grid = [
+            [name, "  ".join(_cell(row, method["chosen_learning_rate"]) for row in method["grid"])]
+            for name, method in methods
+        ]
+        runs = [run for _, method in methods for run in method["runs"]]
+        benchmarks = list(dict.fromkeys(name for run in runs for name in run["benchmarks"]))
+        finals = []
+        for name, method in methods:
+            for rate in dict.fromkeys(run["learning_rate"] for run in method["runs"]):
+                same = [run for run in method["runs"] if run["learning_rate"] == rate]
+                finals.append([name, f"{rate:.6g}", *(_mean_and_sd(same, each) for each in benchmarks), *_costs(same)])
+        return {
+            f"{summary['select_on']}, % correct, seed {summary['seeds'][0]}": (["method", _GRID], grid),
+            "Mean ± SD over seeds, % correct": (
+                ["method", "learning rate", *benchmarks, "minutes", "GB"],
+                finals,
+            ),
+        }
 
 
-def _mean_and_sd(scores: Sequence[float]) -> str:
+_GRID = "learning rate: score"
+
+
+def _cell(row: Mapping[str, Any], chosen: float | None) -> str:
+    score = "diverged" if row["diverged"] else "-" if row["score"] is None else f"{row['score']:.2f}"
+    return f"{row['learning_rate']:.6g}: {score}{'*' if row['learning_rate'] == chosen else ''}"
+
+
+def _mean_and_sd(runs: Sequence[Mapping[str, Any]], benchmark: str) -> str:
+    """Return mean and sample standard deviation over the finished seeds, from counts of correct answers."""
+    counts = [run["benchmarks"][benchmark] for run in runs if benchmark in run["benchmarks"]]
+    scores = [
+        each["score"] if each.get("correct") is None else 100 * each["correct"] / each["total"] for each in counts
+    ]
+    diverged = sum(run["diverged"] is not None for run in runs)
+    number = f"{len(scores)}, {diverged} diverged" if diverged else str(len(scores))
     if not scores:
-        return "-"
+        return f"- ({number})" if diverged else "-"
     spread = f" ± {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
-    return f"{statistics.mean(scores):.2f}{spread} ({len(scores)})"
+    return f"{statistics.mean(scores):.2f}{spread} ({number})"
+
+
+def _costs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the mean minutes of a training, and the most memory of any."""
+    seconds = [run["train_info"]["train_seconds"] for run in runs if "train_seconds" in run["train_info"]]
+    peaks = [peak for run in runs if (peak := run["train_info"].get("peak_memory_gb")) is not None]
+    return [f"{statistics.mean(seconds) / 60:.1f}" if seconds else "-", f"{max(peaks):.2f}" if peaks else "-"]
+
+
+def _markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return f"{title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _sweep_file(path: Path) -> dict[str, Any]:
+    try:
+        sweep = json.loads(path.read_text(encoding="utf-8"))
+        if {"passed_on", "select_on", "recipes"} <= set(sweep) and isinstance(sweep["recipes"], dict):
+            return sweep
+        reason = "it is not a sweep's"
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error)
+    raise SweepError(f"{path} cannot be read ({reason}): remove it, and the sweep goes on with the runs beside it.")
 
 
 def _other_sweep(folder: Path, name: str, before: Any, now: Any) -> str:
@@ -314,13 +458,13 @@ def _other_sweep(folder: Path, name: str, before: Any, now: Any) -> str:
 
 
 def execute(command: Sequence[str]) -> None:
-    """Run a command in a child process, which does not outlive this one if this one is asked to stop.
+    """Run a command in a child process, which is asked to stop when this one stops, also when this one is killed.
 
     Raises:
         SweepError: if it fails.
     """
-    print(f"\n$ {shlex.join(command)}", flush=True)
-    process = subprocess.Popen(command)
+    print(f"\n$ {shlex.join(public_words(command))}", flush=True)
+    process = subprocess.Popen(command, preexec_fn=_stop_with(os.getpid()) if sys.platform == "linux" else None)
     try:
         status = process.wait()
     except BaseException:
@@ -329,8 +473,37 @@ def execute(command: Sequence[str]) -> None:
         raise
     if status:
         raise SweepError(
-            f"{shlex.join(command)} failed with exit status {status}; the same sweep command goes on from there."
+            f"{shlex.join(public_words(command))} failed with exit status {status}; the same sweep command goes on from there."
         )
+
+
+def _stop_with(parent: int) -> Callable[[], None]:
+    """Return what a child does before its program begins: ask the kernel for SIGTERM when its parent dies."""
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it has died already
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask
+
+
+_FIELDS_OF_TESTS = {f.name for cls in (ModelArguments, BenchmarkArguments) for f in fields(cls)} - {"benchmarks"}
+
+
+def options_among(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return those options of a command line, `--name value ...` or `--name=value`, whose name is among `names`."""
+    kept: list[str] = []
+    keep = False
+    for word in words:
+        if word.startswith("--"):
+            keep = word[2:].split("=")[0] in names
+        if keep:
+            kept.append(word)
+    return kept
 
 
 def sweep_command_line(argv: Sequence[str]) -> tuple[list[str], list[str]]:

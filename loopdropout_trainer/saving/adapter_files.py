@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -11,15 +12,18 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import attach_adapter
+from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter, check_peft_config
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.cards import adapter_card, card_fields
+from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.field_types import shown
 
 
 logger = logging.get_logger(__name__)
 
 ADAPTER_METADATA = "loop_dropout.json"
 _WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
 
 
 def save_adapter_metadata(folder: str | Path, **facts) -> None:
@@ -55,6 +59,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
             or gates of their own at another depth; one sentence.
     """
     config = read_adapter_config(folder)
+    check_peft_config(config)
     check_shapes(model, folder)
     looped, metadata = find_looped_model(model), adapter_metadata(folder)
     looped.trained_with = {key: metadata[key] for key in ("rule", "p") if key in metadata}
@@ -66,7 +71,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
         logger.warning(
             f"The adapter in {folder} was trained on {config.base_model_name_or_path}; it is put on {base}."
         )
-    return attach_adapter(model, folder, is_trainable)
+    return attach_adapter(model, folder, is_trainable, config)
 
 
 def check_resumable(model: PeftModel, folder: str | Path) -> None:
@@ -75,7 +80,9 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
     Raises:
         ValueError: if the checkpoint's adapter has another rank, scale, target, base model or depth.
     """
-    saved, adapter = read_adapter_config(folder), model.active_adapters[0]
+    adapter = model.active_adapters[0]
+    weights = Path(folder) / adapter if (Path(folder) / adapter / "adapter_config.json").is_file() else folder
+    saved = read_adapter_config(weights)  # PEFT keeps an adapter that is not called `default` in a folder of its name
     running = model.peft_config[adapter]
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
         old, new = getattr(saved, field), getattr(running, field)
@@ -85,7 +92,7 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
                 f"The adapter in {folder} has `{field}` {shown[0]}, this run's has {shown[1]}: resume with the settings that "
                 "the run was started with."
             )
-    check_shapes(model.get_base_model(), folder)
+    check_shapes(model.get_base_model(), weights)
     num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
     if trained is not None and trained != num_loops:
         raise ValueError(
@@ -118,13 +125,35 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     if not (folder / _WEIGHTS).is_file():
         pickled = "; a pickled .bin file is not read, since it could run code" if any(folder.glob("*.bin")) else ""
         raise ValueError(f"{folder} holds no {_WEIGHTS}{pickled}.")
-    try:
+    with user_supplied(f"{folder / 'adapter_config.json'} cannot be read"):
         config = PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder / 'adapter_config.json'} cannot be read: {error}.") from None
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
+    _replace_patterns(config, folder)
     return config
+
+
+def _replace_patterns(config: LoraConfig, folder: Path) -> None:
+    """Take the names of the adapted layers from the weights, where the configuration gives a pattern to find them by.
+
+    PEFT matches patterns against every module's name; one made on purpose takes hours.
+
+    Raises:
+        ValueError: for a pattern that names nothing else.
+    """
+    if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
+        names = _tensor_shapes(folder)
+        config.target_modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
+        config.exclude_modules = None
+    patterns = [config.exclude_modules] if isinstance(config.exclude_modules, str) else []
+    patterns += [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern or []
+    patterns += [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
+    for pattern in patterns:
+        if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):
+            raise ValueError(
+                f"{folder / 'adapter_config.json'} holds the regular expression {shown(pattern)}, which could take for ever "
+                "to match: only plain names of modules are read."
+            )
 
 
 def check_shapes(base: nn.Module, folder: str | Path) -> None:
@@ -134,14 +163,10 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
         ValueError: naming the first that does not.
     """
     modules = dict(base.named_modules())
-    try:
-        with safe_open(str(Path(folder) / _WEIGHTS), framework="pt") as tensors:
-            shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{Path(folder) / _WEIGHTS} cannot be read: {error}.") from None
+    shapes = _tensor_shapes(folder)
     for key, shape in shapes.items():
-        name, _, factor = key.removeprefix("base_model.model.").rpartition(".lora_")
-        if factor == "loop_gates":
+        name, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
+        if any(kind.is_own(key) for kind in ADAPTER_KINDS.values()):
             continue
         linear = modules.get(name)
         if not hasattr(linear, "in_features"):
@@ -155,3 +180,16 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
                 f"The adapter in {folder} is for another base model: its `{name}` has {side} {width}, this model's has "
                 f"{getattr(linear, side)}."
             )
+
+
+def _tensor_shapes(folder: str | Path) -> dict[str, list[int]]:
+    """Return the shapes of an adapter's tensors by name.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    try:
+        with safe_open(str(Path(folder) / _WEIGHTS), framework="pt") as tensors:
+            return {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{Path(folder) / _WEIGHTS} cannot be read: {error}.") from None

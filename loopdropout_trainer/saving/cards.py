@@ -82,6 +82,8 @@ def merged_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) ->
             "from transformers import AutoModelForCausalLM\n\n"
             f"model = AutoModelForCausalLM.from_pretrained({_string(name)}, trust_remote_code=True)\n```"
         )
+    elif type(config).__module__.startswith("transformers."):
+        loading.append("Without it: transformers has the class itself, so that the first line may be left out.")
     else:
         loading.append("There is no code of the base model behind this checkpoint: it needs the package.")
     for program, command in config.served_by.items():

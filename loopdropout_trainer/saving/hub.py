@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
 from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, merged_card
+from loopdropout_trainer.saving.files import written_whole
 from loopdropout_trainer.saving.hub_code import copy_code, portable_auto_map
 
 
@@ -91,18 +92,20 @@ def merge_and_save(
 
     Raises:
         ValueError: if the adapter cannot be merged.
+        WriteError: if the disk refuses; what was there before is untouched.
     """
     output_dir = Path(output_dir)
     weights = merged_state_dict(model)
     fields = card_fields(model, facts)
     base = model.get_base_model()
-    with _config_to_save(base.config, fields.base_model):
-        base.save_pretrained(output_dir, state_dict=weights)
-        copy_code(base.config.auto_map, fields.base_model, output_dir)
-        card = merged_card(fields, repo_id or output_dir.name, base.config)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(output_dir)
-    card.save(output_dir / "README.md")
+    with written_whole(output_dir, "The merged model") as partial:
+        with _config_to_save(base.config, fields.base_model):
+            base.save_pretrained(partial, state_dict=weights)
+            copy_code(getattr(base.config, "auto_map", None) or {}, fields.base_model, partial)
+            card = merged_card(fields, repo_id or output_dir.name, base.config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        card.save(partial / "README.md")
     return output_dir
 
 
@@ -111,7 +114,7 @@ def _config_to_save(config: PreTrainedConfig, base_model: str | None) -> Iterato
     """Inside the block a base's config is as its merged model's: with the cache, and an `auto_map` that finds the code."""
     before = {name: vars(config)[name] for name in ("use_cache", "auto_map") if name in vars(config)}
     config.use_cache = True  # off for training only
-    if config.auto_map:
+    if getattr(config, "auto_map", None):
         config.auto_map = portable_auto_map(config, base_model)
         if not config.auto_map:
             del config.auto_map

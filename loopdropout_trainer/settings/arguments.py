@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from loopdropout_trainer.looped.model import MOST_LOOPS
+from loopdropout_trainer.settings.field_types import json_of, shown
+from loopdropout_trainer.settings.ranges import check_list, check_number, check_whole
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
@@ -43,6 +46,12 @@ class ModelArguments:
     )
 
     def __post_init__(self):
+        if not isinstance(self.model_name_or_path, str) or not self.model_name_or_path.strip():
+            raise ValueError(
+                f"`model_name_or_path` must be a Hub name or a folder; got {shown(self.model_name_or_path)}."
+            )
+        if self.num_loops is not None:
+            check_whole("num_loops", self.num_loops, 1, MOST_LOOPS)
         if self.model_name_or_path == "tiny-ouro":
             self.model_name_or_path = str(TINY_OURO_PATH)
 
@@ -54,12 +63,13 @@ class ModelArguments:
 
     @property
     def init_kwargs(self) -> dict[str, Any]:
-        """The keywords of `from_pretrained`."""
+        """The keywords of `from_pretrained`; pickled weights are refused, since they can run code."""
         fields = {
             "revision": self.model_revision,
             "dtype": self.dtype,
             "attn_implementation": self.attn_implementation,
             "num_loops": self.num_loops,
+            "use_safetensors": True,
         }
         return {key: value for key, value in fields.items() if value is not None}
 
@@ -75,6 +85,14 @@ class AdapterArguments:
         default=None, metadata={"help": "Linear layers to adapt. Default: all in the recurrent block."}
     )
     use_rslora: bool = field(default=False, metadata={"help": "Scale the update by alpha / sqrt(r)."})
+
+    def __post_init__(self):
+        check_whole("lora_r", self.lora_r, 1, 65_536)
+        check_number("lora_alpha", self.lora_alpha, above=True)
+        check_number("lora_dropout", self.lora_dropout, most=1, below=True)
+        check_list("lora_target_modules", self.lora_target_modules)
+        if self.lora_target_modules is not None and not self.lora_target_modules:
+            raise ValueError("`lora_target_modules` must name one or more linear layers; got [].")
 
     @property
     def lora_fields(self) -> dict[str, Any]:
@@ -133,11 +151,13 @@ class BenchmarkArguments:
 
     def __post_init__(self):
         if isinstance(self.benchmark_files, str):
-            self.benchmark_files = json.loads(self.benchmark_files)
-        if self.benchmark_batch_size < 1:
-            raise ValueError(f"`benchmark_batch_size` must be at least 1; got {self.benchmark_batch_size}.")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"`max_new_tokens` must be at least 1; got {self.max_new_tokens}.")
+            self.benchmark_files = json_of("benchmark_files", self.benchmark_files)
+        check_list("benchmarks", self.benchmarks)
+        check_whole("benchmark_batch_size", self.benchmark_batch_size)
+        if self.benchmark_limit is not None:
+            check_whole("benchmark_limit", self.benchmark_limit)
+        if self.max_new_tokens is not None:
+            check_whole("max_new_tokens", self.max_new_tokens)
         if self.decoding not in ("eager", "compiled", "generate"):
             raise ValueError(f"`decoding` must be eager, compiled or generate; got {self.decoding!r}.")
 
@@ -171,3 +191,8 @@ class RunArguments(BenchmarkArguments):
         default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
     )
     dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_list("compare_with", self.compare_with)
+        check_whole("single_loop_batches", self.single_loop_batches, 0)

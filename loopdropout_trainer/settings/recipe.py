@@ -9,17 +9,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import HfArgumentParser
 
-from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.settings.field_types import (
+    described,
+    fits,
+    json_of,
+    shown,
+    stands_for_a_list,
+    takes_mapping,
+)
+from loopdropout_trainer.settings.secrets import is_secret, public_settings
+
+
+__all__ = ["RecipeError", "build", "load_recipe", "parse_recipe", "public_settings", "settings_yaml"]
+
+ONLY_FROM_THE_COMMAND_LINE = ("trust_remote_code", "launcher")
+"""Fields that run other people's code: a recipe may come from a stranger, a command line does not."""
 
 
 class RecipeError(ValueError):
@@ -27,7 +41,16 @@ class RecipeError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: `1e-4` is a number, `no` and `on` are words. Repeated keys are errors."""
+    """YAML 1.2 scalars: `1e-4` is a number, `no` and `on` are words. Repeated keys are errors.
+
+    So are aliases: a few lines of them can stand for more values than fit into memory.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise RecipeError(f"Aliases are not read in recipes; got `*{event.anchor}`{_where(event)}.")
+        return super().compose_node(parent, index)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -59,7 +82,7 @@ def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict:
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
-def _where(node: yaml.Node) -> str:
+def _where(node: yaml.Node | yaml.Event) -> str:
     return f" (near line {node.start_mark.line + 1})"
 
 
@@ -82,14 +105,32 @@ def _load(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except OSError as error:
         raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"The recipe {path} is not UTF-8 text.") from error
     except yaml.YAMLError as error:
-        raise RecipeError(f"The recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"The recipe {path} is not valid YAML: {_why_invalid(error)}.") from error
+    except RecursionError as error:
+        raise RecipeError(f"The recipe {path} is nested too deeply.") from error
+    except RecipeError:
+        raise
+    except ValueError as error:  # of a scalar that looks like a number or a date and is none
+        raise RecipeError(f"The recipe {path} is not valid YAML: {one_line(error)}.") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"The recipe {path} must be a mapping `field: value`; got {type(recipe).__name__}.")
     base = recipe.pop("extends", None)
     if base is None:
         return recipe
+    if not isinstance(base, str) or not base.strip():
+        raise RecipeError(f"`extends` in {path} must be the path of one recipe; got {shown(base)}.")
     return {**_load(path.parent / base, (*seen, path.resolve())), **recipe}
+
+
+def _why_invalid(error: yaml.YAMLError) -> str:
+    """Return what is wrong and where, without the lines themselves: they may hold a token."""
+    mark = getattr(error, "problem_mark", None)
+    parts = [getattr(error, name, None) for name in ("context", "problem", "reason")]
+    reason = ", ".join(filter(None, parts)) or type(error).__name__
+    return one_line(ValueError(reason)) + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark else "")
 
 
 def parse_recipe(
@@ -118,10 +159,20 @@ def parse_recipe(
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    command_line = _parse_command_line(dataclass_types, argv, description)
-    recipe = load_recipe(path) if path is not None else {}
-
     hints = {name: hint for cls in dataclass_types for name, hint in typing.get_type_hints(cls).items()}
+    command_line = _parse_command_line(dataclass_types, argv, description)
+    for key, value in command_line.items():
+        command_line[key] = _json_checked(key, value, hints[key])
+    recipe = load_recipe(path) if path is not None else {}
+    for name in ONLY_FROM_THE_COMMAND_LINE:
+        if _holds(recipe, name):
+            raise RecipeError(f"{path} sets `{name}`, which runs code: give it on the command line, if you trust it.")
+    if "/" in str(recipe.get("attn_implementation", "")):
+        raise RecipeError(
+            f"{path} sets `attn_implementation` {shown(recipe['attn_implementation'])}, a kernel from the Hub, which runs "
+            "code: give it on the command line, if you trust it."
+        )
+
     valid = [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
     unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - set(valid)
     recipe = {key: value for key, value in recipe.items() if key not in unread}
@@ -132,28 +183,49 @@ def parse_recipe(
             raise RecipeError(f"{path} has an unknown key `{key}`{_nearest(str(key), valid)}")
         _check_type(key, value, hints[key], path)
     if "rule" in command_line:
-        recipe = _without_fields_of_another_rule(recipe, command_line["rule"])
+        recipe = for_another_rule(recipe, command_line["rule"])
     settings = {**recipe, **command_line}
     return [build(cls, settings) for cls in dataclass_types], settings
 
 
-def _without_fields_of_another_rule(recipe: dict[str, Any], rule: str) -> dict[str, Any]:
-    if rule not in RULES:  # an error that names the valid ones comes later
-        return recipe
+def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
+    """Return a run's settings without those of `p` and `rule_args` that another rule does not have.
+
+    A `p` of 0 is left out, too: it makes plain LoRA of nearly every rule, which would then go by the rule's name.
+    """
+    from loopdropout_trainer.gates import RULES  # late, as above
+
+    settings = dict(settings)
+    if rule not in RULES or rule == settings.get("rule", "loop_dropout"):  # an unknown one is an error later
+        return settings
     taken = {f.name for f in dataclasses.fields(RULES[rule])}
-    recipe = {key: value for key, value in recipe.items() if key != "p" or "p" in taken}
-    if isinstance(recipe.get("rule_args"), Mapping):
-        recipe["rule_args"] = {key: value for key, value in recipe["rule_args"].items() if key in taken}
-    return recipe
+    p = settings.get("p")
+    if "p" not in taken or not any(p if isinstance(p, list) else [p]):
+        settings.pop("p", None)
+    fields = settings.get("rule_args")
+    fields = json_of("rule_args", fields, dict) if isinstance(fields, str) else fields
+    if isinstance(fields, Mapping):
+        settings["rule_args"] = {key: value for key, value in fields.items() if key in taken}
+    return settings
 
 
-def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without anything secret."""
-    return {
-        key: public_settings(value) if isinstance(value, Mapping) else value
-        for key, value in settings.items()
-        if "token" not in str(key).split("_")
-    }
+def _holds(settings: Any, name: str) -> bool:
+    """Say whether a field, at any depth, is set to anything but false."""
+    if isinstance(settings, Mapping):
+        return any((key == name and value is not False) or _holds(value, name) for key, value in settings.items())
+    return isinstance(settings, list) and any(_holds(value, name) for value in settings)
+
+
+def _json_checked(key: str, value: Any, hint: Any) -> Any:
+    """Return a command line's value; for a field that takes a mapping, text that begins like one must be one."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") and takes_mapping(hint):
+        try:
+            value = json_of(key, value, dict)
+        except ValueError as error:
+            raise RecipeError(str(error)) from None
+        if not fits(value, hint):
+            raise RecipeError(f"`{key}` must be {described(hint)}; got {shown(value)}.")
+    return value
 
 
 def settings_yaml(settings: Mapping[str, Any]) -> str:
@@ -162,6 +234,8 @@ def settings_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], description: str | None) -> dict[str, Any]:
+    from transformers import HfArgumentParser  # takes seconds, which `--help` does not wait for
+
     parser = HfArgumentParser(
         dataclass_types,
         description=description,
@@ -169,6 +243,7 @@ def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], descri
         allow_abbrev=False,
         usage="%(prog)s [RECIPE.yaml] [--field value ...]",
     )
+    parser.error = _refuse_command_line
     for action in parser._actions:
         if action.dest != "help":
             action.required = False
@@ -178,8 +253,18 @@ def _parse_command_line(dataclass_types: Sequence[type], argv: list[str], descri
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         valid = [option for action in parser._actions for option in action.option_strings]
-        raise RecipeError(f"Unknown option `{unknown[0]}`{_nearest(unknown[0].split('=')[0], valid)}")
+        option = unknown[0].split("=")[0]
+        raise RecipeError(f"Unknown option `{option}`{_nearest(option, valid)}")
     return vars(given)
+
+
+def _refuse_command_line(message: str) -> typing.NoReturn:
+    """Raise what argparse would print with a page of usage."""
+    about = re.match(r"argument (--\w+)[^:]*: (.*)", message, re.DOTALL)
+    if about is None:
+        raise RecipeError(f"The command line cannot be read: {message}.")
+    option, reason = about.groups()
+    raise RecipeError(f"`{option}` cannot be read" + ("." if is_secret(option) else f": {reason}."))
 
 
 def _nearest(word: str, valid: Sequence[str]) -> str:
@@ -188,19 +273,12 @@ def _nearest(word: str, valid: Sequence[str]) -> str:
 
 
 def _check_type(key: str, value: Any, hint: Any, path: str | None) -> None:
-    """Check plain scalar fields; argparse does it for the command line, the dataclasses for the rest."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if value is None:
-        if type(None) not in options:
-            raise RecipeError(f"`{key}` in {path} must not be empty.")
-        return
-    scalars = [option for option in options if option in (bool, int, float, str)]
-    if not scalars or len(scalars) != len([option for option in options if option is not type(None)]):
-        return
-    accepted = tuple(scalars) + ((int,) if float in scalars else ())
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in scalars):
-        names = " or ".join(scalar.__name__ for scalar in scalars)
-        raise RecipeError(f"`{key}` in {path} must be of type {names}; got {value!r}.")
+    """Check the type of a recipe's value; what the value may be is for the dataclass to say."""
+    if value is None and not fits(None, hint):
+        raise RecipeError(f"`{key}` in {path} must not be empty.")
+    if not fits(value, hint):
+        found = f"a {type(value).__name__}" if is_secret(key) else shown(value)
+        raise RecipeError(f"`{key}` in {path} must be {described(hint)}; got {found}.")
 
 
 def build(cls: type, settings: dict[str, Any]) -> Any:
@@ -216,8 +294,14 @@ def build(cls: type, settings: dict[str, Any]) -> Any:
             raise RecipeError(f"`{f.name}` is required: {f.metadata.get('help', '')}")
         choices = f.metadata.get("choices")
         if choices and settings.get(f.name) is not None and settings[f.name] not in choices:
-            raise RecipeError(f"`{f.name}` must be one of {', '.join(choices)}; got {settings[f.name]!r}.")
+            raise RecipeError(f"`{f.name}` must be one of {', '.join(choices)}; got {shown(settings[f.name])}.")
+    hints = typing.get_type_hints(cls)
+    values = {f.name: settings[f.name] for f in fields if f.name in settings}
+    for name, value in values.items():
+        if stands_for_a_list(value, hints[name]):  # `p: 0.5`
+            values[name] = [value]
     try:
-        return cls(**{f.name: settings[f.name] for f in fields if f.name in settings})
-    except (ValueError, TypeError) as error:
-        raise RecipeError(str(error)) from error
+        return cls(**values)
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, NotImplementedError) as error:
+        # Whatever a library's dataclass does with a value that it did not expect.
+        raise RecipeError(one_line(error)) from error

@@ -13,17 +13,17 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.saving.files import write_atomically
 
 
 RULE_STATE = "rule_state.json"
 
 
 class UnitGatesCallback(TrainerCallback):
-    """Puts unit gates back whenever a training step has ended, so that nothing after it sees a sampled gate.
+    """Switches every gate to 1 when a training step has ended: evaluation, generation, saving and later callbacks see LoRA.
 
-    That is evaluation, generation, prediction, saving and the callbacks that come later. It also counts the
-    micro-batches of the running optimizer step, which place an example in the step's global batch, and the time spent
-    in training steps.
+    The trainer does the same when a micro-batch ends, also by an interrupt. The callback also counts the micro-batches of the
+    running optimizer step, which say where in the step's global batch an example is, and the time spent in training steps.
 
     Attributes:
         micro_batch: micro-batches of the running optimizer step that have drawn their gates.
@@ -40,15 +40,9 @@ class UnitGatesCallback(TrainerCallback):
         self.micro_batch = 0
         self._step_began = time.perf_counter()
 
-    def on_substep_end(self, args, state, control, **kwargs):
-        self.loop_state.unit_gates()
-
     def on_step_end(self, args, state, control, **kwargs):
         self.loop_state.unit_gates()
         self.train_seconds += time.perf_counter() - self._step_began
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.loop_state.unit_gates()
 
 
 class RuleCallback(TrainerCallback):
@@ -85,7 +79,7 @@ def save_rule_state(rule: GateRule, folder: str | Path) -> None:
     """Write what a rule has learned beside the adapter, if it learns anything."""
     memory = rule.state_dict()
     if memory:
-        (Path(folder) / RULE_STATE).write_text(json.dumps(memory), encoding="utf-8")
+        write_atomically(Path(folder) / RULE_STATE, json.dumps(memory))
 
 
 def load_rule_state(rule: GateRule, checkpoint: str | bool, output_dir: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
+from loopdropout_trainer.settings.field_types import json_of
 
 
 @dataclass
@@ -87,7 +87,14 @@ class LoopDropoutArguments:
     )
     stop_on_nan: bool = field(
         default=True,
-        metadata={"help": "Stop, before the step is taken, when the loss is NaN or infinite."},
+        metadata={"help": "Stop, before the step is taken, when the loss or a gradient is NaN or infinite."},
+    )
+    resume_with_changed_settings: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume also from a checkpoint of a run with other settings, data or weights, under those of now. It is "
+            "refused otherwise, and the differences are named."
+        },
     )
     loraplus_lr_ratio: float | None = field(
         default=None,
@@ -104,7 +111,7 @@ class LoopDropoutArguments:
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
         if isinstance(self.rule_args, str):
-            self.rule_args = json.loads(self.rule_args)
+            self.rule_args = json_of("rule_args", self.rule_args)
         rule = self.make_rule()
         self.p = list(rule.p) if isinstance(getattr(rule, "p", None), tuple) else getattr(rule, "p", None)
         # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
+
+from loopdropout_trainer.looped import example_starts
 
 
 logger = logging.get_logger(__name__)
@@ -111,6 +117,62 @@ def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
     return whole_parameters(accelerator) and not args.ddp_static_graph and not args.torch_compile
 
 
+class EveryExampleOnceMixin:
+    """Lets a trainer whose batches have labels train on each example once in an epoch, in any number of processes.
+
+    accelerate fills the last batches of an epoch with examples of its beginning, so that all processes have the same number
+    of whole batches. Here the last batches stay as short as they are in one process, and a process that has none left takes
+    part with an example whose labels are all ignored: the loss is a sum over labels, divided by their number over all
+    processes. With `dataloader_drop_last` the remainder is dropped, which is more in more processes. Streamed datasets, whose
+    end is not known, keep accelerate's ways.
+    """
+
+    _ends_with_a_filler = False
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        shard = getattr(loader, "batch_sampler", None)
+        counts_labels = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1 and not shard.drop_last and counts_labels:
+            shard.__class__ = _EveryExampleOnce  # the loader lets nobody replace its sampler
+            self._ends_with_a_filler = shard.ends_with_a_filler
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device):
+        if self._ends_with_a_filler and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
+            batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], -100)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+
+class _EveryExampleOnce(BatchSamplerShard):
+    """One process's batches of an epoch: as many as any other process has, and as long as they are in one process."""
+
+    @property
+    def ends_with_a_filler(self) -> bool:
+        """Whether this process's last batch is the first example again, for want of another."""
+        if self.split_batches:
+            rest = len(self.batch_sampler.sampler) % self.batch_size
+            return 0 < rest <= self.process_index * self.batch_size // self.num_processes
+        return math.ceil((len(self.batch_sampler) - self.process_index) / self.num_processes) < len(self)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.batch_sampler) / (1 if self.split_batches else self.num_processes))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = self.batch_size // self.num_processes
+        filler = None
+        for index, batch in enumerate(self.batch_sampler):
+            filler = filler or batch[:1]
+            if self.split_batches:
+                batch = batch[rows * self.process_index : rows * (self.process_index + 1)]
+            elif index % self.num_processes != self.process_index:
+                continue
+            if batch:
+                yield batch
+        if self.ends_with_a_filler:
+            yield filler
+
+
 def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
     """Keep the trained weights in float32 where TRL rounds them to bfloat16 (under ZeRO-3, and over quantised weights).
 
@@ -139,19 +201,19 @@ def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, t
     return {**state_dict, **{name: tensor.cpu() for name, tensor in full.items() if tensor is not None}}
 
 
-def check_packed_batch(inputs: dict[str, torch.Tensor], places: torch.Tensor | None) -> None:
+def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tensor | None) -> None:
     """Refuse a micro-batch with several examples in a row whose examples would see one another.
 
     Args:
         inputs: of the model.
-        places: of the packed examples, or None for one example in each row.
+        example_ids: of the packed examples, or None for one example in each row.
 
     Raises:
         ValueError: naming the input.
     """
-    if places is None:
+    if example_ids is None:
         positions = inputs.get("position_ids")
-        if positions is None or bool((positions[:, 1:] != 0).all()):
+        if positions is None or not bool(_starts_inside_rows(positions, inputs.get("attention_mask")).any()):
             return
         raise ValueError(
             "`position_ids` start again inside a row, so it holds several examples, but which gates are theirs is not "
@@ -167,6 +229,15 @@ def check_packed_batch(inputs: dict[str, torch.Tensor], places: torch.Tensor | N
             "A packed micro-batch came with an `attention_mask`, which hides where its examples begin, so attention would "
             "run across them: leave the mask out."
         )
+
+
+def _starts_inside_rows(positions: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return whether an example begins right after another token of its row, [B, S - 1]; padding is no token."""
+    starts = example_starts(positions)[:, 1:]
+    if attention_mask is None or attention_mask.dim() != 2:
+        return starts
+    real = attention_mask.bool()
+    return starts & real[:, 1:] & real[:, :-1]
 
 
 def check_quantised_base(model: nn.Module, accelerator: Accelerator) -> None:

@@ -8,7 +8,7 @@ import torch
 from trl import DPOTrainer
 
 from loopdropout_trainer.adapters import add_unit_gates
-from loopdropout_trainer.gates.streams import Place
+from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
@@ -44,7 +44,7 @@ class LoopDropoutDPOTrainer(FaultToleranceMixin, GateSamplingMixin, DPOTrainer):
     def dataset_formats(args: LoopDropoutDPOConfig) -> list[set[str]]:
         return [{"chosen", "rejected"}, {"prompt_ids", "chosen_ids", "rejected_ids"}]
 
-    def places_of(self, inputs: dict[str, torch.Tensor]) -> list[Place]:
-        """Return the places of N chosen and then N rejected answers: those of their pairs."""
+    def example_ids_of(self, inputs: dict[str, torch.Tensor]) -> list[ExampleId]:
+        """Return the ids of N chosen and then N rejected answers: those of their pairs."""
         pairs = len(inputs["input_ids"]) // 2
         return [(pair, 0) for pair in range(pairs)] * 2

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    TrainingArguments,
-)
+from transformers import TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import (
-    add_gates,
-    check_adapter,
-    check_peft_config,
-    physical_layers,
-    sole_trained_factors,
-)
+from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.gates.streams import Place
-from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
-from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
-from loopdropout_trainer.models.strict_loading import checkpoint_names
+from loopdropout_trainer.gates.streams import ExampleId
+from loopdropout_trainer.looped import GatePlan, TrainingPolicy, example_starts, find_looped_model
 from loopdropout_trainer.saving.adapter_files import save_adapter_card
 from loopdropout_trainer.training.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import (
-    check_arguments,
     check_packed_batch,
     check_processes,
     check_quantised_base,
@@ -44,24 +30,20 @@ from loopdropout_trainer.training.distributed import (
     non_reentrant_checkpointing,
     whole_parameters,
 )
+from loopdropout_trainer.training.preflight import check_dataset, check_run, complete_peft_config
 
 
 logger = logging.get_logger(__name__)
 
 
-def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> LoraConfig:
-    """Return the paper's adapter: rank 16, alpha 32, on all linear projections of the recurrent block.
-
-    Args:
-        model: looped model, or its config (nothing is loaded then).
-        overrides: other fields of `LoraConfig`, or other values for these.
-    """
-    if isinstance(model, PreTrainedConfig):
-        with torch.device("meta"):  # by its class: `from_config` would let ZeRO-3 divide the meta tensors
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)](model)
-    fields = {"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM"}
-    fields["target_modules"] = find_looped_model(model).recurrent_linears()
-    return LoraConfig(**{**fields, **overrides})
+def scaled_peft_config(config: LoraConfig, factor: float) -> LoraConfig:
+    """Return a copy of `config` whose updates have `factor` times the strength; the same config for 1."""
+    if factor == 1:
+        return config
+    scaled = copy.copy(config)
+    scaled.lora_alpha = config.lora_alpha * factor
+    scaled.alpha_pattern = {name: alpha * factor for name, alpha in config.alpha_pattern.items()}
+    return scaled
 
 
 class GateSamplingMixin:
@@ -69,7 +51,7 @@ class GateSamplingMixin:
 
     The trainer keeps its own loss. All forward passes of one micro-batch see the same gates, and so does the backward
     pass; evaluation, generation and saving see unit gates. A subclass names its arguments class in `args_class` and the
-    columns of its data in `dataset_formats`, and overrides `places_of` if the rows of its batches are not its examples.
+    columns of its data in `dataset_formats`, and overrides `example_ids_of` if the rows of its batches are not its examples.
 
     Raises:
         NotLoopedError: for a model without loops.
@@ -85,9 +67,11 @@ class GateSamplingMixin:
         model, peft_config = given["model"], given.get("peft_config")
         args = self.args_class.from_arguments(given.get("args"), _output_dir(model))
         config = check_run(model, args, peft_config)
-        if peft_config is None and not isinstance(model, PeftModel):
-            peft_config = default_peft_config(config if isinstance(model, str) else model)
+        if not isinstance(model, PeftModel):
+            peft_config = complete_peft_config(peft_config, config if isinstance(model, str) else model)
         self.rule = args.make_rule()
+        if not isinstance(model, PeftModel):
+            peft_config = scaled_peft_config(peft_config, self.rule.alpha_factor)
         if not given.get("formatting_func"):
             check_dataset(given.get("train_dataset"), self.dataset_formats(args))
         given["args"] = args
@@ -119,8 +103,8 @@ class GateSamplingMixin:
         self.rule_callback = RuleCallback(self.rule, self.accelerator)
         self.add_callback(self.unit_gates_callback)
         self.add_callback(self.rule_callback)
-        self.factors = self._skippable_factors()  # or None
-        self._speed_up()
+        self.training_policy = self._find_training_policy()
+        self._compile_layers()
         self._pass_index = 0
         self._logged = (0, 0.0)  # tokens and seconds at the last log
 
@@ -134,22 +118,22 @@ class GateSamplingMixin:
         """Return the sets of columns of which a training dataset must have one."""
         raise NotImplementedError
 
-    def places_of(self, inputs: dict[str, torch.Tensor]) -> list[Place]:
+    def example_ids_of(self, inputs: dict[str, torch.Tensor]) -> list[ExampleId]:
         """Return (row, segment) of each example of a micro-batch; rows are counted from the micro-batch's first.
 
-        What has the same place has the same gates.
+        What has the same id has the same gates.
         """
         return [(row, 0) for row in range(len(inputs["input_ids"]))]
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         """Draw this micro-batch's gates in training, and leave the rest to TRL."""
-        packed_places = inputs.pop("gate_places", None)
+        packed_ids = inputs.pop("example_ids", None)
         if self.model.training:
-            check_packed_batch(inputs, packed_places)
+            check_packed_batch(inputs, packed_ids)
             check_quantised_base(self.model, self.accelerator)
-            self._draw_gates(inputs, packed_places)
+            self._draw_gates(inputs, packed_ids)
         else:
-            self.loop_state.unit_gates()
+            self._unit_gates()
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         return loss / self.rule.passes if self.model.training and self.rule.passes > 1 else loss
 
@@ -174,12 +158,17 @@ class GateSamplingMixin:
                 self.rule_callback.add_sensitivity(self._drawn.grad)
             return loss
         finally:
-            self.loop_state.unit_gates()
+            self._unit_gates()
+
+    def _unit_gates(self) -> None:
+        """Return to ordinary LoRA, run as outside of training."""
+        self.loop_state.unit_gates()
+        find_looped_model(self.model).training_policy = TrainingPolicy()
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint:
             load_rule_state(self.rule, resume_from_checkpoint, self.args.output_dir)
-        self.factors = self._skippable_factors()  # again: what is trained may have changed
+        self.training_policy = self._find_training_policy()  # again: what is trained may have changed
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -212,70 +201,67 @@ class GateSamplingMixin:
                 logs["tokens_per_second"] = round(tokens / seconds, 1)
         super().log(logs, start_time)
 
-    def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_places: torch.Tensor | None) -> None:
+    def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_ids: torch.Tensor | None) -> None:
         segments = None
-        if packed_places is None:
-            places = self.places_of(inputs)
+        if packed_ids is None:
+            ids = self.example_ids_of(inputs)
         else:
-            places = packed_places.tolist()
-            # Positions start again at 0 with each example of the row; padding after the last one counts as its part.
-            segments = ((inputs["position_ids"] == 0).cumsum(-1) - 1).clamp(max=len(places) - 1)  # [B, S]
+            ids = packed_ids.tolist()
+            starts = example_starts(inputs["position_ids"])  # [B, S]
+            segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
+            segments = segments.clamp(max=len(ids) - 1)  # padding after the last example counts as its part
         first_row = self._next_row()
         draw = Draw(
             seed=self.args.seed if self.args.gate_seed is None else self.args.gate_seed,
             step=self.state.global_step,
             num_steps=self.state.max_steps,
-            places=[(first_row + row, segment) for row, segment in places],
+            example_ids=[(first_row + row, segment) for row, segment in ids],
             num_loops=self.num_loops,
             num_modules=len(self.physical_layers),
             layers=self.physical_layers,
             pass_index=self._pass_index,
         )
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
-        self.loop_state.set_gates(self._drawn, segments, self.rule.seeds(draw))
-        self.loop_state.draw = draw
-        self.loop_state.factors = self.factors
-        self.loop_state.pack = self._packs
+        self.loop_state.apply(GatePlan(self._drawn, segments, self.rule.seeds(draw), draw))
+        find_looped_model(self.model).training_policy = self.training_policy
         self._log_gates(self._drawn.detach())
 
-    @property
-    def _packs(self) -> bool:
-        """Whether micro-batches run without their padding."""
-        return self.args.remove_padding and not self.args.torch_compile and find_looped_model(self.model).can_pack
-
-    def _skippable_factors(self) -> list[nn.Parameter] | None:
-        """Return what `LoopState.factors` is to be in training, and say so if it is None."""
-        wanted = self.args.skip_frozen_loops and self.args.remove_padding
-        if not wanted or not find_looped_model(self.model).can_pack:
-            return None
-        factors = sole_trained_factors(self.model) if may_skip_loops(self.accelerator, self.args) else None
-        if factors is None:
+    def _find_training_policy(self) -> TrainingPolicy:
+        """Return how micro-batches may run in training, and say so if they cannot run as they were asked to."""
+        args = self.args
+        packs = args.remove_padding and not args.torch_compile and find_looped_model(self.model).can_pack
+        if not (packs and args.skip_frozen_loops):
+            return TrainingPolicy(packs)
+        parameters = trained_lora_parameters(self.model) if may_skip_loops(self.accelerator, args) else None
+        if parameters is None:
             logger.warning_once(
                 "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that is "
                 "trained."
             )
-        return factors
+        return TrainingPolicy(packs, parameters)
 
-    def _speed_up(self) -> None:
-        """Compile what is to be compiled, and say which levers of speed are in use."""
+    def _compile_layers(self) -> None:
+        """Compile what is to be compiled, and say which optimisations are in use."""
         args, whole = self.args, whole_parameters(self.accelerator)
-        looped = find_looped_model(self.model)
-        compiles = args.compile_layers and self._packs and whole and looped.compile_layers()
+        looped, policy = find_looped_model(self.model), self.training_policy
+        compiles = args.compile_layers and policy.packs and whole and looped.compile_layers()
         if args.compile_layers and not compiles:
             logger.warning(
                 "`compile_layers` is off: it needs `remove_padding`, a single process or DDP, a model of this package, and no "
                 "`torch_compile`."
             )
-        levers = {
-            "remove_padding": self._packs,
-            "skip_frozen_loops": self.factors is not None,
+        optimisations = {
+            "remove_padding": policy.packs,
+            "skip_frozen_loops": policy.lora_parameters is not None,
             "fused_lora": args.fused_lora and whole and looped.can_pack,
             "compile_layers": compiles,
         }
-        logger.info(f"Levers of speed in use: {', '.join(name for name, used in levers.items() if used) or 'none'}.")
+        logger.info(
+            f"Optimisations in use: {', '.join(name for name, used in optimisations.items() if used) or 'none'}."
+        )
 
     def _next_row(self) -> int:
-        """Return the place of this micro-batch's first row in the optimizer step's global batch."""
+        """Return the index of this micro-batch's first row in the optimizer step's global batch."""
         rows = self._train_batch_size
         world = self.accelerator.num_processes
         if self.accelerator.split_batches:
@@ -296,26 +282,6 @@ class GateSamplingMixin:
             metrics[f"active_loop_{loop}"].append(fraction)
 
 
-def check_dataset(dataset: Any, formats: list[set[str]]) -> None:
-    """Refuse training data that is empty, cannot be read, or has none of the sets of columns in `formats`.
-
-    Raises:
-        ValueError: in one sentence.
-    """
-    if dataset is None:
-        return
-    try:
-        columns = set(next(iter(dataset)))
-    except StopIteration:
-        raise ValueError("`train_dataset` is empty: there is no example to train on.") from None
-    except Exception as error:  # whatever the file format's reader raises
-        raise ValueError(f"`train_dataset` cannot be read ({type(error).__name__}: {error}).") from error
-    if not any(wanted <= columns for wanted in formats):
-        valid = " or ".join(" and ".join(map(repr, sorted(wanted))) for wanted in formats)
-        found = ", ".join(map(repr, sorted(columns)))
-        raise ValueError(f"`train_dataset` has the columns {found}; it needs {valid}.")
-
-
 def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -323,50 +289,3 @@ def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
 def _output_dir(model: str | nn.Module) -> str:
     name = model if isinstance(model, str) else model.config.name_or_path
     return f"{name.rstrip('/').split('/')[-1]}-LoopDropout"
-
-
-def check_run(
-    model: str | nn.Module, args: LoopDropoutArguments, peft_config: PeftConfig | None = None
-) -> PreTrainedConfig:
-    """Refuse what cannot be trained, before weights or data are loaded.
-
-    Returns:
-        The model's config, with the depth that it will run at.
-
-    Raises:
-        NotLoopedError: for a model without loops.
-        ValueError: for a depth, rule, adapter or layout that cannot be trained.
-    """
-    config = _looped_config(model, args)
-    args.make_rule().check(config.num_loops)
-    check_arguments(args)
-    if peft_config is not None:
-        check_peft_config(peft_config)
-    elif isinstance(model, PeftModel):
-        check_adapter(model)
-    return config
-
-
-def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTrainedConfig:
-    """Return the model's config with the depth that it will run at, without loading weights."""
-    if not isinstance(model, str):
-        return find_looped_model(model).config
-    init_kwargs = dict(args.model_init_kwargs or {})
-    num_loops = init_kwargs.get("num_loops")
-    if num_loops is not None:
-        check_num_loops(num_loops)
-    given = {key: value for key, value in init_kwargs.items() if key != "num_loops"}
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **given)
-        if isinstance(config, LoopedConfigMixin):
-            config.complete(lambda: checkpoint_names(model, **given))
-    except OSError as error:
-        raise ValueError(f"The model {model} cannot be loaded: {' '.join(str(error).split())}") from error
-    if not hasattr(config, "num_loops"):
-        raise NotLoopedError(
-            f"{model} is a `{config.model_type}` model, which is not looped: Loop Dropout needs a model that applies one "
-            "block several times, such as `model_type: ouro`."
-        )
-    if num_loops is not None:
-        config.num_loops = num_loops
-    return config

@@ -74,7 +74,7 @@ class LiveDiagnosticsCallback(TrainerCallback):
         size = trainer.args.per_device_eval_batch_size
         batches = [trainer.data_collator(rows[start : start + size]) for start in range(0, len(rows), size)]
         for batch in batches:
-            batch.pop("gate_places", None)
+            batch.pop("example_ids", None)
         accelerator = trainer.accelerator
         return batches[accelerator.process_index :: accelerator.num_processes]
 

@@ -6,16 +6,21 @@ import functools
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 
+from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutConfig
+from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.live_diagnostics import LiveDiagnosticsCallback
+from loopdropout_trainer.training.preflight import check_labels
 
 
-class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
+class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies
@@ -39,10 +44,17 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, GateSamplingMixin, SFTTrainer):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         if self.padding_free:
-            self.data_collator = functools.partial(_collate_with_places, self.data_collator)
+            self.data_collator = functools.partial(_collate_with_example_ids, self.data_collator)
         self.data_collator = functools.partial(_collate_completely, self.data_collator, find_looped_model(self.model))
         if self.args.live_diagnostics_steps:
             self.add_callback(LiveDiagnosticsCallback(self))
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        if formatting_func is None and isinstance(processing_class, PreTrainedTokenizerBase):
+            dataset = _with_boundaries(dataset, processing_class)
+        dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        check_labels(dataset, f"`{dataset_name}_dataset`")
+        return dataset
 
     @staticmethod
     def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
@@ -53,10 +65,25 @@ def _collate_completely(collate, model: LoopedModelMixin, examples: list[dict[st
     return model.complete_batch(collate(examples))
 
 
-def _collate_with_places(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:
+def _collate_with_example_ids(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:
     """Collate, and note which row (and which of the examples packed in it) each part of the flattened row comes from."""
     batch = collate(examples)
-    batch["gate_places"] = torch.tensor(
+    batch["example_ids"] = torch.tensor(
         [(row, part) for row, example in enumerate(examples) for part in range(len(example.get("seq_lengths") or [0]))]
     )
     return batch
+
+
+def _with_boundaries(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase):
+    """Tokenise a dataset of prompt and completion texts so that no token is part of both; TRL does the rest."""
+    first = next(iter(dataset), {})
+    if "input_ids" in first or not all(isinstance(first.get(name), str) for name in ("prompt", "completion")):
+        return dataset
+
+    def tokenise(batch, tokenizer, eos_token):
+        completions = [text if text.endswith(eos_token) else text + eos_token for text in batch["completion"]]
+        ids, lengths = prompt_completion_ids(tokenizer, batch["prompt"], completions)
+        masks = [[0] * length + [1] * (len(row) - length) for row, length in zip(ids, lengths, strict=True)]
+        return {"input_ids": ids, "completion_mask": masks}
+
+    return dataset.map(tokenise, batched=True, fn_kwargs={"tokenizer": tokenizer, "eos_token": tokenizer.eos_token})

@@ -64,11 +64,7 @@ class CodeBenchmark(Benchmark):
     kind: ClassVar[str] = "code"
 
     def settings(self, subject: Subject) -> dict[str, Any]:
-        if not subject.allow_code_execution:
-            raise CodeExecutionError(
-                f"`{self.name}` runs programs that the model has written: set `allow_code_execution` to true if that is "
-                f"wanted. {containment_report()}"
-            )
+        self._check_allowed(subject)
         return {
             "benchmark": self.name,
             "problems_sha256": sha256_of(self.problems),
@@ -78,7 +74,15 @@ class CodeBenchmark(Benchmark):
             **subject.settings(subject.in_turns(True)),
         }
 
+    def _check_allowed(self, subject: Subject) -> None:
+        if not subject.allow_code_execution:
+            raise CodeExecutionError(
+                f"`{self.name}` runs programs that the model has written: set `allow_code_execution` to true if that is "
+                f"wanted. {containment_report()}"
+            )
+
     def run(self, subject: Subject, answers: Answers, progress: bool = True) -> BenchmarkResult:
+        self._check_allowed(subject)
         in_turns = subject.in_turns(True)
         texts = [subject.ask(prompt, in_turns) + ANSWER_BEGINNING for _, prompt in self.problems]
         completions = generate_answers(

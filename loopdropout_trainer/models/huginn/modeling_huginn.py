@@ -122,20 +122,20 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
     def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
         injected = inputs.state * self.config.init_values["embed_scale"]
         for block in self.prelude:
-            injected = block(injected, **inputs.of_layer(), **layer_kwargs)
+            injected = block(injected, **inputs.layer_arguments(), **layer_kwargs)
         state = self.initial_state(inputs) if initial_state is None else initial_state
         return replace(inputs, injected=injected, state=state.to(injected))
 
     def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         hidden_states = project(torch.cat([inputs.state, inputs.injected], dim=-1), self.adapter)[0]
         for block in self.core_block:
-            hidden_states = block(hidden_states, loop=loop, **inputs.of_layer(), **layer_kwargs)
+            hidden_states = block(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
         return hidden_states
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         hidden_states = self.ln_f(inputs.state) if self.config.block_layout == "huginn" else inputs.state
         for block in self.coda:
-            hidden_states = block(hidden_states, **inputs.of_layer(), **layer_kwargs)
+            hidden_states = block(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
         return self.ln_f(hidden_states)
 
     @torch.no_grad()
@@ -151,22 +151,16 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         if config.state_init == "zero":
             return torch.zeros_like(state)
         positions = inputs.position_ids.expand(len(state), -1)
-        draw = self.loop_state.draw if self.training and config.redraw_state else None
+        draw = self.loop_state.plan.draw if self.training and config.redraw_state else None
         if draw is None:
             keys = [stream_key("initial state", config.state_seed)]
         else:
             keys = [
                 stream_key("initial state", config.state_seed, draw.seed, draw.step, row, segment)
-                for row, segment in draw.places
+                for row, segment in draw.example_ids
             ]
         keys = torch.tensor([key - 2**64 if key >= 2**63 else key for key in keys], device=state.device)  # as int64
-        if len(keys) > 1 and self.loop_state.part is not None:
-            keys = keys[self.loop_state.part.examples].unsqueeze(0)  # [1, T]
-        elif len(keys) in (1, len(state)):
-            keys = keys.unsqueeze(-1)  # [B or 1, 1]
-        else:  # several examples in a row: positions start again at 0 with each of them
-            segments = (positions == 0).flatten().cumsum(0) - 1
-            keys = keys[segments.clamp(max=len(keys) - 1)].view_as(positions)
+        keys = self.loop_state.per_token(keys, state).squeeze(-1)  # [B or 1, S or 1]
         scale = config.init_values["std"] * config.init_values["embed_scale"]
         return scale * truncated_normals(keys, positions, config.n_embd)
 

@@ -87,7 +87,7 @@ class LoopusStack(nn.Module):
     def run(self, hidden_states: torch.Tensor, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         """Return the hidden states [B, S, H] after all layers."""
         for layer in self.layers:
-            hidden_states = layer(hidden_states, **inputs.of_layer(), **layer_kwargs)
+            hidden_states = layer(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
         return hidden_states
 
 
@@ -158,7 +158,7 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         return super().run_prelude(replace(inputs, state=encoded), initial_state)
 
     def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
-        answer = self.reasoning.run(inputs.state, inputs, loop=loop, **layer_kwargs)
+        answer = self.reasoning.run(inputs.state, inputs, **layer_kwargs)
         return self.reasoning.gate(answer, inputs.state)
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:

@@ -85,7 +85,7 @@ class NanbeigeModel(NanbeigePreTrainedModel, LoopedBackbone):
     def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         hidden_states = inputs.state
         for layer in self.layers:
-            hidden_states = layer(hidden_states, loop=loop, **inputs.of_layer(), **layer_kwargs)
+            hidden_states = layer(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
         return hidden_states if self.config.skip_loop_final_norm else self.norm(hidden_states)
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:

@@ -85,7 +85,7 @@ class OuroModel(OuroPreTrainedModel, LoopedBackbone):
     def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
         hidden_states = inputs.state
         for layer in self.layers:
-            hidden_states = layer(hidden_states, loop=loop, **inputs.of_layer(), **layer_kwargs)
+            hidden_states = layer(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
         return self.norm(hidden_states)
 
     def exit_distribution(self, readouts: tuple[torch.Tensor, ...]) -> torch.Tensor:

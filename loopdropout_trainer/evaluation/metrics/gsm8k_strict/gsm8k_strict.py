@@ -9,7 +9,8 @@ from loopdropout_trainer.evaluation.metrics.answer_metric import Verdict
 
 
 ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")
-_IGNORED = (re.compile(r","), re.compile(r"\$"), re.compile(r"(?s).*#### "), re.compile(r"\.$"))
+_MARK = "#### "
+_FINAL_PERIOD = re.compile(r"\.$")
 
 
 def extract_answer(prediction: str) -> str | None:
@@ -20,9 +21,9 @@ def extract_answer(prediction: str) -> str | None:
 
 def normalize(text: str) -> str:
     """Return `text` without commas, dollar signs, anything up to the last `#### ` and a final period, in lower case."""
-    for pattern in _IGNORED:
-        text = pattern.sub("", text)
-    return text.lower()
+    text = text.replace(",", "").replace("$", "")
+    text = text[text.rfind(_MARK) + len(_MARK) :] if _MARK in text else text  # in linear time, unlike `.*#### `
+    return _FINAL_PERIOD.sub("", text).lower()
 
 
 def score(prediction: str | None, reference: str | None) -> Verdict:

@@ -1,0 +1,166 @@
+"""Projections made ready for many calls without gradient: one matrix product for all maps of an input, adapters included.
+
+    at unit gates, in float32 and float64:   y = [W_1 + s_1 B_1 A_1; W_2 + s_2 B_2 A_2; ..] x
+    otherwise:                               [y; z] = [W_1; W_2; ..; A_1; A_2; ..] x,   y_i += B_i (g s_i z_i)
+
+A low-rank update is not merged into a matrix in bfloat16, whose rounding is as large as the update itself. The model's own
+weights and factors stay as they are; the matrices are copies, for as long as they are of use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from loopdropout_trainer.adapters.gated import GatedLora
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState
+
+
+class PreparedProjections:
+    """The projections of a looped model's recurrent block, prepared while `in_use` lasts, and when they are first called.
+
+    Args:
+        looped: model; whatever adapters are active when a projection is called.
+    """
+
+    def __init__(self, looped: LoopedModelMixin) -> None:
+        self.state = looped.loop_state
+        self.layers = [looped.get_submodule(name) for name in looped.recurrent_linears()]
+        self._made: dict[tuple[int, bool], _Matrix | None] = {}  # by the first layer, and whether gates are unit gates
+        self._made_of: list | None = None
+        self._former: dict[int, object] = {}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Answer the model's calls inside the block; its weights must not change there, but may outside."""
+        tensors = [tensor for layer in self.layers for tensor in layer.parameters()]
+        made_of = [(id(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors]
+        made_of += [_adapters_of(layer) for layer in self.layers]
+        if made_of != self._made_of:
+            self._made, self._made_of = {}, made_of
+        self._former = {id(layer): layer.__dict__.get("project_together") for layer in self.layers}
+        for layer in self.layers:
+            layer.project_together = self
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                del layer.project_together
+                if self._former[id(layer)] is not None:
+                    layer.project_together = self._former[id(layer)]
+
+    def __call__(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
+        """Return the outputs [..., out_i] of x [..., in], or what would be returned without this."""
+        state, step = self.state, self.state.step
+        without_gradient = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        if without_gradient and not (step.frozen or step.tokens is not None or state.plan.per_module):
+            unit = state.gates is None
+            key = (id(layers[0]), unit)
+            if key not in self._made:
+                self._made[key] = _Matrix.of(layers, state, unit)
+            matrix = self._made[key]
+            if matrix is not None and matrix.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
+                return matrix(x, None if unit or matrix.up is None else state.gate_for(x))
+        former = self._former[id(layers[0])]
+        return None if former is None else former(x, layers)
+
+
+class _Matrix:
+    """Some maps of one input as one product, and what is added to it.
+
+    Attributes:
+        weight: [in, sum of out_i + sum of r_i], in the order in which memory is read in a product with few rows.
+        bias: [sum of out_i + sum of r_i], or None.
+        up: s_i B_i' in blocks, [sum of r_i, sum of out_i]; None without a low-rank part.
+        widths: out_i.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, up: torch.Tensor | None, widths: list[int]):
+        self.weight, self.bias, self.up, self.widths = weight, bias, up, widths
+
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        rows = x.flatten(0, -2)
+        y = rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
+        if self.up is not None:
+            y, low_rank = y.tensor_split([sum(self.widths)], dim=1)
+            if gate is not None:  # in float32, as in training
+                low_rank = (low_rank * gate.flatten(0, -2)).to(x.dtype)
+            y.addmm_(low_rank, self.up)
+        return y.unflatten(0, x.shape[:-1]).split(self.widths, dim=-1)
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, layers: Sequence[nn.Module], state: LoopState, unit: bool) -> _Matrix | None:
+        """Return the matrix of some layers, or None if one of them does something else, or memory does not suffice."""
+        if not all(_is_plain(layer, state, unit) for layer in layers):
+            return None
+        bases = [layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in layers]
+        parts = [base.weight for base in bases]
+        widths, dtype = list(map(len, parts)), parts[0].dtype
+        up = None
+        try:
+            factors = [_factors(layer) for layer in layers]  # A [r, in] and s B [out, r]
+            if unit and dtype in (torch.float32, torch.float64):
+                parts = [torch.addmm(w, b, a) if len(a) else w for w, (a, b) in zip(parts, factors, strict=True)]
+            elif any(len(a) for a, _ in factors):
+                parts = parts + [a for a, _ in factors]
+                up = torch.block_diag(*(b.T for _, b in factors))
+            weight = torch.cat(parts).T.contiguous()
+            bias = None
+            if any(base.bias is not None for base in bases):
+                bias = weight.new_zeros(weight.shape[1])
+                for piece, base in zip(bias.split([*widths, len(bias) - sum(widths)]), bases, strict=False):
+                    if base.bias is not None:
+                        piece.copy_(base.bias)
+            return cls(weight, bias, up, widths)
+        except torch.OutOfMemoryError:
+            return None
+
+
+def _adapters_of(layer: nn.Module) -> tuple | None:
+    if not isinstance(layer, LoraLayer):
+        return None
+    active = tuple(layer.active_adapters)
+    scalings = tuple(layer.scaling.get(name) for name in active)
+    return active, layer.disable_adapters, tuple(layer.merged_adapters), scalings, layer.training
+
+
+def _factors(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A [r, in] and s B [out, r] of a layer in its dtype; r = 0 where it has no adapter in use."""
+    if not isinstance(layer, LoraLayer) or layer.disable_adapters or layer.merged:
+        weight = layer.get_base_layer().weight if isinstance(layer, LoraLayer) else layer.weight
+        return weight.new_empty(0, weight.shape[1]), weight.new_empty(len(weight), 0)
+    (adapter,), dtype = layer.active_adapters, layer.get_base_layer().weight.dtype
+    scaled = layer.lora_B[adapter].weight * layer.scaling[adapter]
+    return layer.lora_A[adapter].weight.to(dtype), scaled.to(dtype)
+
+
+def _is_plain(layer: nn.Module, state: LoopState, unit: bool) -> bool:
+    """Return whether a layer is a linear map with at most one shared LoRA pair, in the same precision and of these gates."""
+    parts = [layer]
+    if isinstance(layer, LoraLayer):
+        base = layer.get_base_layer()
+        parts.append(base)
+        if not (layer.disable_adapters or layer.merged):
+            if len(layer.active_adapters) != 1 or layer.active_adapters[0] not in layer.lora_A:
+                return False
+            adapter = layer.active_adapters[0]
+            variant = layer.lora_variant.get(adapter)
+            down, up = layer.lora_A[adapter], layer.lora_B[adapter]
+            parts += [down, up]
+            gated = isinstance(variant, GatedLora) and variant.is_plain() and variant.loop_state is state
+            known = gated or (variant is None and unit)
+            dropped = layer.training and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0
+            of_one_dtype = not layer.cast_input_dtype_enabled or down.weight.dtype == base.weight.dtype
+            if not known or dropped or not of_one_dtype or up.bias is not None or layer.fan_in_fan_out:
+                return False
+            if type(down) is not nn.Linear or type(up) is not nn.Linear:
+                return False
+    else:
+        base = layer
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return type(base) is nn.Linear and not hooked

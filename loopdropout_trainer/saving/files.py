@@ -1,0 +1,138 @@
+"""Files that are whole or not there: one way to write, to hash and to check them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+
+def sha256(content: str | bytes | Path | Iterable[Path]) -> str:
+    """Return a SHA-256 in hexadecimal.
+
+    Args:
+        content: text (as UTF-8) or bytes; the path of a file, whose content is hashed; or paths of several files, whose
+            names and contents are hashed in the order of their paths.
+    """
+    digest = hashlib.sha256()
+    if isinstance(content, (str, bytes)):
+        digest.update(content.encode() if isinstance(content, str) else content)
+    elif isinstance(content, Path):
+        _update(digest, content)
+    else:
+        for path in sorted(content):
+            digest.update(path.name.encode())
+            _update(digest, path)
+    return digest.hexdigest()
+
+
+def _update(digest, path: Path) -> None:
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+
+
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8, that survives a crash whole or not at all; a failure leaves the old file as it was.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        flush_to_disk(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    flush_to_disk(path.parent)
+
+
+def flush_to_disk(path: str | Path) -> None:
+    """Return when a file's content, or the names in a folder, have reached the disk."""
+    if os.name != "posix" and Path(path).is_dir():
+        return  # only there can a folder be opened
+    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_safetensors(path: str | Path, finite: bool = False) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a safetensors file, after checking that their bytes are all there.
+
+    Args:
+        path: of the file.
+        finite: also read every tensor, and refuse NaN and infinity.
+
+    Raises:
+        ValueError: if the file cannot be read, is cut off, or holds a number that is not finite; one sentence.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:  # it compares the header with the length of the file
+            for name in file.keys() if finite else ():
+                tensor = file.get_tensor(name)
+                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                    raise ValueError(f"{path} holds NaN or infinity in `{name}`.")
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
+
+
+class WriteError(RuntimeError):
+    """Something could not be written; what was there before is as it was."""
+
+
+@contextmanager
+def written_whole(folder: str | Path, what: str, advice: str = "Free some space and try again.") -> Iterator[Path]:
+    """Give a folder to write into, whose files take their places in `folder` when all of them have reached the disk.
+
+    Files of the same name are replaced, all others stay. If writing fails, `folder` is as it was.
+
+    Args:
+        folder: made if need be.
+        what: is written, as the beginning of the error.
+        advice: the end of the error.
+
+    Raises:
+        WriteError: if the disk refuses; one sentence.
+    """
+    folder = Path(folder)
+    partial = folder / "_partial"  # in the same file system; what begins with an underscore is not pushed to the Hub
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        files = sorted(file for file in partial.rglob("*") if file.is_file())
+        for file in files:
+            flush_to_disk(file)
+        for file in files:
+            place = folder / file.relative_to(partial)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, place)
+        flush_to_disk(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not is_about_files(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise WriteError(
+            f"{what} could not be written to {folder} ({reason}); what was there before is untouched. {advice}"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_about_files(error: Exception) -> bool:
+    """Return whether an error comes from writing a file: torch and safetensors have their own kinds."""
+    return isinstance(error, (OSError, SafetensorError)) or any(
+        words in str(error) for words in ("PytorchStreamWriter", "failed writing", "unexpected pos", "file write")
+    )

@@ -1,0 +1,135 @@
+"""The one place of every script that turns what a user can mend into one sentence and exit code 2.
+
+Faults of this package keep their traceback.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loopdropout_trainer.settings.secrets import hide_secrets
+
+
+MENDABLE, INTERRUPTED = 2, 130
+"""Exit codes: for what the user can mend, and (a shell's own) for Ctrl-C."""
+
+PACKAGE = Path(__file__).parents[1]
+_SECONDS_FOR_THE_FIRST_PROCESS = 5.0
+
+
+class SetupError(ValueError):
+    """Something of the user's that a library could not work with, in one sentence."""
+
+
+def run_command(main: Callable[[], None], name: str, interrupted: str = "interrupted.") -> None:
+    """Run a script's `main`, and end the process with one sentence if it meets something that the user can mend.
+
+    Args:
+        main: the script without its command line's errors.
+        name: of the script, before the sentence.
+        interrupted: what to say after Ctrl-C.
+
+    Raises:
+        SystemExit: with code 2 and the sentence on standard error (once, however many processes were launched), or with
+            130 if the user interrupted it.
+    """
+    try:
+        main()
+    except KeyboardInterrupt as error:
+        _say_once(f"{name}: {str(error) or interrupted}")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # the reader of standard output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if not is_mendable(error):
+            raise
+        _say_once(f"{name}: {sentence(error)}")
+        sys.exit(MENDABLE)
+
+
+@contextmanager
+def user_supplied(what: str) -> Iterator[None]:
+    """Blame what goes wrong inside on `what`: files or settings of the user's that a library reads, tries and refuses.
+
+    Raises:
+        SetupError: `what` and the library's reason, for any error that is not clear by itself.
+    """
+    try:
+        yield
+    except (MemoryError, SetupError):
+        raise
+    except Exception as error:
+        if is_mendable(error) and not isinstance(error, (OSError, ImportError)):
+            raise
+        raise SetupError(f"{what}: {sentence(error)}") from error
+
+
+def is_mendable(error: BaseException) -> bool:
+    """Say whether an error tells the user what to mend, rather than that this package is at fault.
+
+    That is: an error class of this package, a ValueError that its code raised on purpose, and what the system says about
+    files, memory and missing packages.
+    """
+    if type(error).__module__.split(".")[0] == PACKAGE.name or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, ImportError):
+        return not (error.name or "").startswith(PACKAGE.name)
+    return isinstance(error, (OSError, MemoryError)) or (isinstance(error, ValueError) and _is_on_purpose(error))
+
+
+def _is_on_purpose(error: ValueError) -> bool:
+    """Say whether a `raise` of this package or of a script beside it was the error's origin."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    file = Path(traceback.tb_frame.f_code.co_filename).resolve()
+    line = linecache.getline(str(file), traceback.tb_lineno).strip()
+    return line.startswith("raise ") and (PACKAGE in file.parents or PACKAGE.parent / "recipes" in file.parents)
+
+
+def sentence(error: BaseException) -> str:
+    """Return what an error says: without secrets, and on one line unless this package wrote it."""
+    own = type(error).__module__.split(".")[0] == PACKAGE.name
+    text = str(error) if own else one_line(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        text = f"Out of memory ({text[:200]}): lower `per_device_train_batch_size`, `benchmark_batch_size` or `max_length`."
+    elif isinstance(error, OSError) and error.strerror and error.filename:
+        text = f"{error.filename} cannot be used: {error.strerror}."
+    elif isinstance(error, ModuleNotFoundError) and error.name:
+        text = f"The Python package `{error.name}` is not installed, which these settings need."
+    return hide_secrets(text)
+
+
+def one_line(error: BaseException, limit: int = 1000) -> str:
+    """Return the text of a library's error on one line, or its kind if it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"{text} is missing"
+    return hide_secrets(text if len(text) <= limit else f"{text[:limit]} ...")
+
+
+def _say_once(text: str) -> None:
+    """Print to standard error; of several launched processes that say the same, only the first one is heard."""
+    rank, world = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+        said = Path(tempfile.gettempdir()) / f"loopdropout_trainer-{os.getppid()}-{digest}"
+        if rank == "0":
+            said.touch()
+        else:
+            deadline = time.monotonic() + _SECONDS_FOR_THE_FIRST_PROCESS
+            while time.monotonic() < deadline:
+                if said.exists() and time.time() - said.stat().st_mtime < 60:
+                    return
+                time.sleep(0.1)
+    print(text, file=sys.stderr, flush=True)

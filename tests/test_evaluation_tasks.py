@@ -1,0 +1,370 @@
+"""The benchmarks of instruction tuning, end to end on stand-in rows: lm-eval's tasks, code, rows, averages, interruptions."""
+
+import copy
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GOLDEN, tiny_ouro
+from test_evaluation import ENVIRONMENT, RECIPES, SAMPLES, evaluate_script, vectors  # noqa: F401 (a fixture)
+from test_generation import adapted, varied
+
+from loopdropout_trainer import use_gates
+from loopdropout_trainer.data.templates import chat_template
+from loopdropout_trainer.evaluation import (
+    Subject,
+    evaluate_benchmark,
+    generate_greedy,
+    load_benchmark,
+    load_results,
+    load_rows,
+    make_benchmark,
+    put_to,
+)
+from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
+from loopdropout_trainer.evaluation.averages import averages_of
+from loopdropout_trainer.evaluation.subject import end_of_turn
+from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
+
+
+pytest.importorskip("lm_eval")
+os.environ.setdefault("NLTK_DATA", str(Path(__file__).parent / "nltk_data"))  # IFEval's sentences and words
+ENVIRONMENT = {**ENVIRONMENT, "NLTK_DATA": os.environ["NLTK_DATA"]}
+TULU2 = RECIPES / "evaluation" / "tulu2.yaml"
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Stand-in rows of every benchmark of instruction tuning."""
+    folder = tmp_path_factory.mktemp("rows")
+    mmlu = [
+        {
+            "question": f" What is {i} + {i}?",
+            "subject": subject,
+            "choices": [str(i), str(2 * i), "7", "8"],
+            "answer": i % 4,
+        }
+        for subject in ("abstract_algebra", "anatomy", "world_religions")
+        for i in range(5)
+    ]
+    bbh = [
+        {"task": task, "idx": 0, "input": "not True is", "target": "False"}
+        for task in ("boolean_expressions", "navigate")
+    ]
+    truthfulqa = [
+        {
+            "question": f"Is {i} a number?",
+            "mc1_targets": {"choices": ["Yes.", "No."], "labels": [1, 0]},
+            "mc2_targets": {"choices": ["Yes.", "It is.", "No.", "Never."], "labels": [1, 1, 0, 0]},
+        }
+        for i in range(4)
+    ]
+    instructions = [
+        {key: row[key] for key in ("key", "prompt", "instruction_id_list", "kwargs")} for row in vectors("ifeval")[:3]
+    ]
+    return {
+        "mmlu": write_rows(folder / "mmlu.jsonl", mmlu),
+        "bbh": write_rows(folder / "bbh.jsonl", bbh),
+        "truthfulqa_mc2": write_rows(folder / "truthfulqa.jsonl", truthfulqa),
+        "ifeval": write_rows(folder / "ifeval.jsonl", instructions),
+        "humaneval_plus": str(GOLDEN / "humaneval_plus.jsonl.gz"),
+        "mbpp_plus": str(GOLDEN / "mbpp_plus.jsonl.gz"),
+    }
+
+
+def roomy():
+    """A model for prompts of many bytes."""
+    return varied(tiny_ouro(max_position_embeddings=8192), std=0.1)
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tulu2")
+    roomy().save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    adapted(roomy()).save_pretrained(folder / "adapter")
+    return folder
+
+
+# Scores
+
+
+def test_ifeval_gives_the_official_verdict_on_every_response():
+    pytest.importorskip("langdetect")
+    from loopdropout_trainer.evaluation.benchmarks.tulu2 import score_ifeval
+
+    rows = vectors("ifeval")
+    assert len(rows) == 270
+    for row in rows:
+        scores = score_ifeval(row, [row["response"]])
+        assert scores["inst_level_strict_acc"] == row["strict"], row["key"]
+        assert scores["inst_level_loose_acc"] == row["loose"], row["key"]
+        assert scores["prompt_level_strict_acc"] == row["prompt_strict"], row["key"]
+        assert scores["prompt_level_loose_acc"] == row["prompt_loose"], row["key"]
+
+
+def test_the_averages_of_the_recipe_are_those_of_the_papers_table():
+    lora = "mmlu 68.64 bbh 71.20 truthfulqa_mc2 47.32 humaneval 71.54 humaneval_plus 67.68 mbpp 75.57 mbpp_plus 64.73"
+    words = f"{lora} ifeval_strict 46.33 ifeval_loose 50.59".split()
+    metrics = {name: {"score": float(score)} for name, score in zip(words[::2], words[1::2], strict=True)}
+    got = averages_of({"all": {"metrics": metrics}}, load_recipe(TULU2)["averages"])
+    assert [f"{average['score']:.2f}" for average in got.values()] == ["69.88", "60.98", "62.62"]
+    assert averages_of({"all": {"metrics": {"mmlu": {"score": 1.0}}}}, load_recipe(TULU2)["averages"]) == {}
+
+
+def test_tasks_are_scored_as_lm_eval_does_with_its_own_model_class(files, tokenizer):
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    model = adapted(roomy())
+    for name, key in (("mmlu", "acc,none"), ("truthfulqa_mc2", "acc,none")):
+        benchmark = load_benchmark(name, files[name])
+        got = evaluate_benchmark(model, tokenizer, benchmark, 4, progress=False)
+        hf = HFLM(model, tokenizer=tokenizer, batch_size=1)
+        want = evaluate(hf, benchmark.manager.load(benchmark.tasks), bootstrap_iters=0)
+        rows = [want["results"][task.task_name] for task in benchmark.tasks]
+        total = sum(row["sample_len"] for row in rows)
+        assert got.score == pytest.approx(100 * sum(row[key] * row["sample_len"] for row in rows) / total, abs=1e-3)
+        samples = [s for task in benchmark.tasks for s in want["samples"][task.task_name]]
+        for prediction, sample in zip(got.predictions, samples, strict=True):
+            assert prediction.prompt == sample["arguments"][0][0]
+            assert prediction.log_likelihoods == pytest.approx([r[0][0] for r in sample["resps"]], rel=1e-5, abs=2e-4)
+    assert got.correct is None and 0 < got.score < 100 and got.first.sum == pytest.approx(got.score * got.total / 100)
+
+
+# Asking
+
+
+def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_turn(tokenizer):
+    model = roomy()
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    assert end_of_turn(tokenizer) == "<|end|>"
+    model.resize_token_embeddings(len(tokenizer))
+    benchmark = make_benchmark("gsm8k", [{"question": "1 + 1?", "answer": "#### 2"}])
+    subject = Subject(model, tokenizer, apply_chat_template=True, system_instruction="Be brief.", max_new_tokens=12)
+    (prediction,) = put_to(subject, benchmark, progress=False).predictions
+    assert prediction.prompt == "[system]Be brief.<|end|>[user]Question: 1 + 1?\nAnswer:<|end|>[assistant]"
+    (plain,) = generate_greedy(model, tokenizer, [prediction.prompt], 12, progress=False)
+    assert prediction.completion == plain != ""
+    with torch.no_grad():  # now the end of the turn beats the answer's first token
+        first = model(torch.tensor([tokenizer(prediction.prompt)["input_ids"]])).logits[0, -1].argmax()
+        model.lm_head.weight[len(tokenizer) - 1] = 2 * model.lm_head.weight[first]
+        model.lm_head.weight[first] = 0
+    assert put_to(subject, benchmark, progress=False).predictions[0].completion == ""
+    with pytest.raises(ValueError, match="has no chat template"):
+        tokenizer.chat_template = None
+        put_to(subject, benchmark, progress=False)
+
+
+def test_gates_and_readouts_reach_every_kind_of_benchmark(files, tokenizer):
+    model = adapted(roomy())
+    generated = load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl", limit=2)
+    choices = load_benchmark("truthfulqa_mc2", files["truthfulqa_mc2"], limit=2)
+    gated = Subject(model, tokenizer, gates="0-0-2-0", max_new_tokens=8)
+    with use_gates(model, [0.0, 0.0, 2.0, 0.0]):
+        want = generate_greedy(model, tokenizer, generated.prompts, 8, progress=False)
+        same = evaluate_benchmark(model, tokenizer, choices, progress=False)
+    assert [p.completion for p in put_to(gated, generated, progress=False).predictions] == want
+    assert (
+        put_to(gated, choices, progress=False) == same != evaluate_benchmark(model, tokenizer, choices, progress=False)
+    )
+    early = put_to(Subject(model, tokenizer, readout=2), choices, progress=False)
+    model.get_base_model().config.num_loops = 2
+    assert early == evaluate_benchmark(model, tokenizer, choices, progress=False) != same
+
+
+# Local files
+
+
+def test_bad_local_rows_are_refused_with_their_place(files, tmp_path):
+    for rows, message in (
+        (
+            [{"question": "?", "choices": ["a"], "answer": 0}],
+            r"rows.jsonl, row 1 is not .* `mmlu`: the field 'subject' is",
+        ),
+        ([{"question": "?", "subject": "astrology"}], "`mmlu` has no task `mmlu_astrology`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_benchmark("mmlu", write_rows(tmp_path / "rows.jsonl", rows))
+    with pytest.raises(ValueError, match="does not exist"):
+        load_benchmark("truthfulqa_mc2", tmp_path / "nothing.jsonl")
+
+
+def test_any_task_of_lm_eval_runs_on_local_files_with_examples_of_another_split(tokenizer, tmp_path):
+    rows = [{"question": f"{i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(12)]
+    test = write_rows(tmp_path / "gsm8k.jsonl", rows[:2])
+    with pytest.raises(ValueError, match="shows 5 examples of the split `train`: let `benchmark_files` name a folder"):
+        load_benchmark("lm_eval:gsm8k", test)
+    write_rows(tmp_path / "gsm8k.train.jsonl", rows[2:])
+    benchmark = load_benchmark("lm_eval:gsm8k", tmp_path)
+    subject = Subject(roomy(), tokenizer, max_new_tokens=4)
+    result = put_to(subject, benchmark, tmp_path / "log", progress=False)
+    assert result.metrics.keys() == {"exact_match,strict-match", "exact_match,flexible-extract"}
+    assert result.total == 2 and result.predictions[0].prompt.count("Question: ") == 6
+    assert "0 + 0?" not in result.predictions[1].prompt.split("Question: 1 + 1?")[0]
+    with pytest.raises(ValueError, match="lm-eval has no task `gsm9k`"):
+        load_benchmark("lm_eval:gsm9k")
+
+
+# Interruption
+
+
+def test_a_group_of_tasks_continues_inside_a_task_and_asks_nothing_twice(files, tokenizer, tmp_path):
+    model = roomy()
+    benchmark = load_benchmark("mmlu", files["mmlu"])
+    subject = Subject(model, tokenizer, batch_size=1)
+    want = put_to(subject, benchmark, tmp_path, progress=False)
+    log = tmp_path / "00000.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    assert len(lines) == 4 * want.total == 60
+    log.write_text("".join(lines[:22]) + lines[22][:-9])  # in the second task, while a line was written
+    calls = []
+    hook = model.model.register_forward_hook(lambda *_: calls.append(1))
+    assert put_to(subject, benchmark, tmp_path, progress=False) == want
+    assert len(calls) == 10 and len(log.read_text().splitlines()) == 60  # the letters of one question are one row
+    calls.clear()
+    assert put_to(subject, benchmark, tmp_path, progress=False) == want and not calls
+    hook.remove()
+    model.config.num_loops = 3
+    with pytest.raises(SettingsChangedError, match="`num_loops` was 4 and is 3"):
+        put_to(Subject(model, tokenizer), benchmark, tmp_path, progress=False)
+
+
+def command(saved, files, output_dir, **fields):
+    settings = {
+        "model_name_or_path": saved / "base",
+        "dtype": "float32",
+        "benchmark_files": json.dumps(files),
+        "benchmark_batch_size": 4,
+        "max_new_tokens": 5,
+        "output_dir": output_dir,
+        **fields,
+    }
+    rows = ["--adapter", "none", f"tuned={saved / 'adapter'}"]
+    return [str(TULU2), *rows, *(str(part) for key, value in settings.items() for part in (f"--{key}", value))]
+
+
+def answers_in(folder):
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("answers/*/*/*.jsonl"))
+
+
+def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, files, evaluate_script, tmp_path, capsys):  # noqa: F811
+    pytest.importorskip("evalplus")
+    script = [sys.executable, str(RECIPES / "evaluate.py"), *command(saved, files, tmp_path / "run")]
+    whole = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    assert whole.returncode == 0, whole.stderr
+    want = (tmp_path / "run" / "evaluation.json").read_text()
+    num_answers = answers_in(tmp_path / "run")
+    shutil.move(tmp_path / "run", tmp_path / "whole")
+
+    kill_at = random.randrange(1, num_answers)
+    with (tmp_path / "killed.log").open("w") as log:
+        process = subprocess.Popen(script, env=ENVIRONMENT, stdout=log, stderr=log)
+        while answers_in(tmp_path / "run") < kill_at:
+            assert process.poll() is None, (tmp_path / "killed.log").read_text()
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    evaluate_script.main(script[2:])
+    assert (tmp_path / "run" / "evaluation.json").read_text() == want, f"killed after {kill_at} answers"
+    assert answers_in(tmp_path / "run") == num_answers
+
+    report = json.loads(want)
+    names = ["mmlu", "bbh", "truthfulqa_mc2", "humaneval_plus", "humaneval", "mbpp_plus", "mbpp"]
+    names += ["ifeval_strict", "ifeval_loose"]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0][2:] for line in printed[2:11]] == names and printed[0] == "| Metric | base | tuned |"
+    for column, row in enumerate(("base", "tuned"), start=1):
+        entry = report["rows"][row]
+        scores = {}
+        for name, measured in entry["benchmarks"].items():  # each metric once more, from its predictions
+            for metric, values in measured["metrics"].items():
+                points = [p["values"][metric] if "values" in p else p["correct"] for p in measured["predictions"]]
+                scores[metric] = 100 * sum(points) / len(points)
+                assert values["score"] == pytest.approx(scores[metric]) and values["total"] == len(points), name
+        assert sorted(scores) == sorted(names) and scores["mmlu"] > 0 and scores["truthfulqa_mc2"] > 0
+        for line, metrics in zip(printed[-3:], load_recipe(TULU2)["averages"].values(), strict=True):
+            mean = sum(scores[metric] for metric in metrics) / len(metrics)
+            assert line.rstrip(" |").split(" | ")[column] == f"{mean:.2f}"
+    assert report["rows"]["base"]["meta_info"]["adapter"] is None and report["rows"]["base"]["train_info"] == {}
+    assert report["rows"]["tuned"]["train_info"]["r"] == 4
+    turns = report["rows"]["tuned"]["benchmarks"]["ifeval"]["predictions"][0]["prompt"]
+    assert turns.startswith("<|user|>\n") and turns.endswith("\n<|assistant|>\n")
+    assert "<|user|>" not in report["rows"]["tuned"]["benchmarks"]["mmlu"]["predictions"][0]["prompt"]
+
+
+def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved, files, evaluate_script, tmp_path):  # noqa: F811
+    base = command(saved, {"truthfulqa_mc2": files["truthfulqa_mc2"]}, tmp_path)
+    first = [*base, "--benchmarks", "truthfulqa_mc2"]
+    evaluate_script.main(first)
+    sessions = (tmp_path / "sessions.jsonl").read_text()
+    content = (tmp_path / "evaluation.json").read_text()
+    shutil.rmtree(tmp_path / "answers")
+    evaluate_script.main(first)  # with nothing but the results file to know it from
+    assert (tmp_path / "evaluation.json").read_text() == content
+    assert (tmp_path / "sessions.jsonl").read_text() == sessions and sessions.count("\n") == 2
+
+    deeper = [*first, "--num_loops", "2"]
+    with pytest.raises(SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2.*NAME=PATH"):
+        evaluate_script.main(deeper)
+    with pytest.raises(
+        SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2"
+    ):  # on another benchmark, too
+        evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--num_loops", "2"])
+    evaluate_script.main([*deeper, "--adapter", "shallow=none"])
+    evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--adapter", "none"])
+    rows = load_rows(tmp_path / "evaluation.json")
+    assert {row: list(results) for row, results in rows.items()} == {
+        "base": ["truthfulqa_mc2", "arithmetic_test"],
+        "tuned": ["truthfulqa_mc2"],
+        "shallow": ["truthfulqa_mc2"],
+    }
+    assert rows["base"]["truthfulqa_mc2"] != rows["tuned"]["truthfulqa_mc2"] != rows["shallow"]["truthfulqa_mc2"]
+    with pytest.raises(ValueError, match="`row` must be one of the rows"):
+        load_results(tmp_path / "evaluation.json")
+    with pytest.raises(
+        RecipeError, match="runs programs that the model has written: set `allow_code_execution` to true"
+    ):
+        code = command(saved, {"humaneval_plus": files["humaneval_plus"]}, tmp_path, allow_code_execution="false")
+        evaluate_script.main([*code, "--benchmarks", "humaneval_plus"])
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(saved, files, tokenizer, tmp_path):
+    names = ("mmlu", "truthfulqa_mc2", "ifeval")
+    arguments = command(saved, {name: files[name] for name in names}, tmp_path)
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    script = [*two, str(RECIPES / "evaluate.py"), *arguments, "--benchmarks", *names]
+    done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    tokenizer.chat_template = chat_template("tulu2")
+    try:
+        for row, model in (("base", roomy()), ("tuned", adapted(roomy()))):
+            found = load_rows(tmp_path / "evaluation.json")[row]
+            for name in names:
+                want = put_to(
+                    Subject(model, tokenizer, max_new_tokens=5), load_benchmark(name, files[name]), progress=False
+                )
+                assert [p.completion for p in found[name].predictions] == [p.completion for p in want.predictions]
+                assert found[name].score == pytest.approx(want.score, abs=1e-3)
+    finally:
+        tokenizer.chat_template = None
+    assert all((tmp_path / "answers" / "tuned" / "mmlu" / f"0000{rank}.jsonl").is_file() for rank in (0, 1))

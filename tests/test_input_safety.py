@@ -1,0 +1,246 @@
+"""What may come from a stranger, or be half right, and is used: safely, and as it was meant."""
+
+import json
+import os
+import time
+
+import pytest
+from conftest import tiny_ouro
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from test_data import bpe_tokenizer  # noqa: F401  (a fixture)
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter
+from loopdropout_trainer.data import DataArguments, chat_template, load_data
+from loopdropout_trainer.data.boundary import prompt_completion_ids
+from loopdropout_trainer.data.lengths import token_lengths
+from loopdropout_trainer.evaluation.metrics.gsm8k_strict.gsm8k_strict import normalize, score
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
+from loopdropout_trainer.settings.recipe import load_recipe, settings_yaml
+from loopdropout_trainer.settings.secrets import public_settings, public_words
+
+
+TOKEN = "hf_averysecrettokenofsomeone"
+IGNORED = -100
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / "loopdropout_trainer"
+
+
+@pytest.fixture
+def merging_tokenizer():
+    """Splits a text nowhere, and has a token for the end of a prompt with the start of an answer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["<eos>", "<pad>", *alphabet, "Th", "The", ":The"])}
+    backend = Tokenizer(BPE(vocab, [("T", "h"), ("Th", "e"), (":", "The")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+def load(tokenizer, path, preparation=None, **fields):
+    return load_data(DataArguments(preparation=preparation, train_files=[str(path)], **fields), tokenizer, 4096)
+
+
+# --- what is trained on -----------------------------------------------------------------------------------------------
+
+
+def test_no_trained_token_holds_the_end_of_a_prompt(config, merging_tokenizer):
+    tokenizer = merging_tokenizer
+    row = {"prompt": "Answer:", "completion": "The end"}
+    assert ":The" in tokenizer.tokenize(row["prompt"] + row["completion"])
+    rows = Dataset.from_list([row] * 4)
+    trainer = LoopDropoutSFTTrainer(
+        tiny_ouro(vocab_size=300), config(), train_dataset=rows, processing_class=tokenizer
+    )
+    example = trainer.train_dataset[0]
+    seen = [token for token, label in zip(example["input_ids"], example["labels"], strict=True) if label == IGNORED]
+    trained = [label for label in example["labels"] if label != IGNORED]
+    assert seen == tokenizer(row["prompt"])["input_ids"]  # what evaluation gives the model
+    assert tokenizer.convert_ids_to_tokens(trained[:1]) == ["The"]
+    assert tokenizer.decode(trained) == "The end<eos>"
+    assert token_lengths(rows, tokenizer).tolist() == [len(example["input_ids"])] * 4
+
+
+def test_a_boundary_that_holds_by_itself_changes_nothing(bpe_tokenizer):  # noqa: F811
+    prompts, completions = ["Question: 1+1?\nAnswer:", "a b"], [" 2", " c<|endoftext|>"]
+    ids, lengths = prompt_completion_ids(bpe_tokenizer, prompts, completions)
+    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    assert ids == bpe_tokenizer(texts)["input_ids"]
+    assert lengths == [len(row) for row in bpe_tokenizer(prompts)["input_ids"]]
+    assert prompt_completion_ids(bpe_tokenizer, [], []) == ([], [])
+
+
+def test_a_file_written_again_is_read_again(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "one"}) + "\n")
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    assert load(tokenizer, path).train["text"][0] == "one"
+    path.write_text(json.dumps({"text": "two"}) + "\n")
+    os.utime(path, ns=times)
+    assert load(tokenizer, path).train["text"][0] == "two"
+
+
+@pytest.mark.parametrize("name", ["report.json", "train/state.json", "train/data-00000-of-00001.arrow"])
+def test_damaged_prepared_data_is_prepared_again(tmp_path, tokenizer, cache, name):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {index}"}) + "\n" for index in range(9)))
+    first = load(tokenizer, path).train.to_list()
+    (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
+    (folder / name).write_bytes((folder / name).read_bytes()[:20])
+    assert load(tokenizer, path).train.to_list() == first
+
+
+def test_a_cell_may_be_a_long_document(tmp_path, tokenizer):
+    path = tmp_path / "a.csv"
+    path.write_text(f"prompt,completion\na,{'b' * 200_000}\n")
+    data = load_data(DataArguments(train_files=[str(path)]), tokenizer)
+    assert len(data.train["completion"][0]) == 200_000
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_sharegpt_rows_are_tulu_rows_too(tmp_path, tokenizer, monkeypatch, column):
+    monkeypatch.setattr(tokenizer, "chat_template", chat_template("tulu2"))
+    path = tmp_path / "a.jsonl"
+    turns = [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]
+    path.write_text(json.dumps({column: turns}) + "\n")
+    data = load(tokenizer, path, "tulu2", num_train_examples=1)
+    assert data.train["messages"][0] == [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+def test_an_adapter_without_named_layers_goes_on_the_recurrent_block(config, dataset, tokenizer, targets):
+    mine = LoraConfig(r=3, target_modules=targets)
+    model = tiny_ouro()
+    trainer = LoopDropoutSFTTrainer(
+        model, config(), train_dataset=dataset, processing_class=tokenizer, peft_config=mine
+    )
+    adapted = {name.split(".lora_A")[0] for name, _ in trainer.model.named_parameters() if "lora_A" in name}
+    assert adapted == {f"base_model.model.{name}" for name in model.recurrent_linears()}
+    assert {p.shape[0] for name, p in trainer.model.named_parameters() if "lora_A" in name} == {3}
+    assert mine.target_modules == targets  # the user's own is left alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": 0}, "rank `r`|`r` should be a positive"),
+        ({"lora_alpha": 0}, "`lora_alpha` must be a number above 0; got 0"),
+        ({"lora_alpha": float("nan")}, "`lora_alpha` must be a number above 0; got nan"),
+        ({"lora_dropout": 1.0}, r"`lora_dropout` must lie in \[0, 1\); got 1.0"),
+        ({"lora_dropout": float("nan")}, r"`lora_dropout` must lie in \[0, 1\); got nan"),
+        ({"target_modules": ["nothing"]}, "must name linear projections of the recurrent block .*; got 'nothing'"),
+    ],
+)
+def test_an_adapter_that_trains_nothing_is_refused(config, dataset, tokenizer, fields, message):
+    peft_config = LoraConfig(**fields)
+    with pytest.raises(ValueError, match=message):
+        LoopDropoutSFTTrainer(
+            tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer, peft_config=peft_config
+        )
+
+
+def test_a_frozen_adapter_is_refused(config, dataset, tokenizer):
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()))
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="The adapter is frozen, so nothing would be trained"):
+        LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
+
+
+def test_data_without_a_token_to_train_on_is_refused(config, tokenizer):
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [IGNORED] * 3}] * 4)
+    with pytest.raises(ValueError, match="`train_dataset` has no token to train on: every label is masked"):
+        LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=rows, processing_class=tokenizer)
+
+
+def test_a_pattern_that_takes_for_ever_is_not_matched(tmp_path):
+    model = tiny_ouro()
+    get_peft_model(model, default_peft_config(model, r=2)).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "target_modules": r"(([a-z_]+)*\.?)*!"}))
+    began = time.monotonic()
+    adapted = load_adapter(tiny_ouro(), tmp_path)
+    assert time.monotonic() - began < 20
+    names = {name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert len(names) == len(tiny_ouro().recurrent_linears())
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_text_are_kept_and_those_of_the_hub_are_not():
+    settings = {
+        "eos_token": "<end>",
+        "pad_token": "<pad>",
+        "include_num_input_tokens_seen": "no",
+        "max_new_tokens": 5,
+        "hub_token": "secret",
+        "push_to_hub_token": "secret",
+        "model_init_kwargs": {"token": "secret", "pad_token_id": 0},
+        "run_name": f"run of {TOKEN}",
+        "report_to": [TOKEN],
+    }
+    public = public_settings(settings)
+    assert public == {
+        "eos_token": "<end>",
+        "pad_token": "<pad>",
+        "include_num_input_tokens_seen": "no",
+        "max_new_tokens": 5,
+        "model_init_kwargs": {"pad_token_id": 0},
+        "run_name": "run of ***",
+        "report_to": ["***"],
+    }
+    assert "eos_token: <end>" in settings_yaml(settings)
+    words = [
+        "--hub_token",
+        "secret",
+        "--hub_token=secret",
+        "--eos_token",
+        "<end>",
+        "--hub_tokn",
+        "secret",
+        "--seed",
+        "1",
+    ]
+    assert public_words(words) == [
+        *("--hub_token", "***", "--hub_token=***", "--eos_token", "<end>", "--hub_tokn", "***", "--seed", "1")
+    ]
+
+
+def test_a_sweep_keeps_no_token(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model_name_or_path: m\nhub_token: {TOKEN}\nseed: 1\n")
+    arguments = SweepArguments(
+        recipe=str(recipe), learning_rates=[1e-3], methods=["lora"], output_dir=str(tmp_path / "out")
+    )
+    sweep = Sweep(arguments, tmp_path, ["--hub_token", TOKEN])
+    sweep.claim()
+    sweep.claim()  # and knows itself again
+    assert TOKEN not in (tmp_path / "out" / "sweep.json").read_text()
+    assert load_recipe(recipe)["hub_token"] == TOKEN
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_answer_is_scored_in_linear_time():
+    began = time.monotonic()
+    assert normalize("#### " + "\n7" * 500_000) == "\n7" * 500_000
+    assert score("#### 7", "x" * 1_000_000 + "#### 7").correct
+    assert time.monotonic() - began < 5
+    assert [normalize(text) for text in ("#### $1,000.", "a #### b #### C.", "5.\n", "..")] == [
+        "1000",
+        "c",
+        "5\n",
+        ".",
+    ]

@@ -1,0 +1,162 @@
+"""SIGKILL at random, wherever a run may be: whatever is killed and continued ends with the same bits.
+
+`KILLS=200 pytest -m slow tests/test_kills.py` kills more often than the 50 times that are the default, and `KILL_SEED`
+chooses other moments.
+"""
+
+import collections
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_runs import RECIPE, save_tiny_model, sft
+from test_sweep import Lab
+
+
+KILLS, SEED = int(os.environ.get("KILLS", "50")), int(os.environ.get("KILL_SEED", "0"))
+SWEEP_KILLS = max(1, KILLS // 5)  # the others are of a run
+os.environ["OMP_NUM_THREADS"] = "1"
+here = Path(__file__).resolve().parent
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["test_kills"])  # imports once, so that a real process starts in milliseconds
+
+# Where a kill may strike: at one of the first files that are touched in a folder of this name, or at any time.
+PLACES = {
+    "training": ("checkpoint-", 160),
+    "after the last checkpoint": ("run/_partial", 60),
+    "evaluation": ("answers/after", 12),
+    "merging": ("merged", 40),
+    "results": ("results.json", 6),
+    "at any time": (None, 0),
+}
+
+
+def child(words, place=None, event=0, after=None):
+    """Run the script, and kill it at an event in a place, or after some seconds."""
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    seen = 0
+
+    def count(kind, args):
+        nonlocal seen
+        if kind in ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree") and place in str(args[0]):
+            seen += 1
+            if seen == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if place is not None:
+        sys.addaudithook(count)
+    if after is not None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(
+            signal.ITIMER_REAL, after
+        )  # its default action ends the process as SIGKILL does: no handler runs
+    sft.main(words)
+
+
+def start(words, **kill):
+    process = processes.Process(target=child, args=(words,), kwargs=kill)
+    process.start()
+    process.join(300)
+    return process.exitcode
+
+
+def ends(folder):
+    """What a run leaves: weights and merged weights as bytes, and its measurements but for the times."""
+    results = json.loads((folder / "results.json").read_text())
+    timeless = {
+        key: value for key, value in results["train_info"].items() if not key.endswith(("seconds", "per_second", "gb"))
+    }
+    files = ("adapter_model.safetensors", "merged/model.safetensors", "lora/adapter_model.safetensors")
+    return (
+        [(folder / name).read_bytes() for name in files],
+        timeless,
+        results["benchmarks"],
+        results["base_benchmarks"],
+    )
+
+
+@pytest.mark.slow
+def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
+    save_tiny_model(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"{RECIPE}model_name_or_path: {tmp_path / 'model'}\nmerge: true\ncompare_with: [lora]\nsave_total_limit: 2\n"
+        "lora_dropout: 0.1\n"
+    )
+    words = lambda name: [
+        str(recipe),
+        "--output_dir",
+        str(tmp_path / name / "run"),
+        "--resume_from_checkpoint",
+        "true",
+    ]
+    began = time.monotonic()
+    assert start(words("straight")) == 0
+    seconds = time.monotonic() - began
+    straight = ends(tmp_path / "straight" / "run")
+
+    chance, killed, runs = random.Random(SEED), collections.Counter(), 0
+    while killed.total() < KILLS - SWEEP_KILLS:
+        name = list(PLACES)[(killed.total() + runs) % len(PLACES)]
+        place, events = PLACES[name]
+        if place is None:
+            code = start(words("killed"), after=chance.uniform(0.1, seconds))
+        else:
+            code = start(words("killed"), place=place, event=chance.randint(1, events))
+        if code in (-signal.SIGKILL, -signal.SIGALRM):
+            killed[name] += 1
+            continue
+        assert code == 0  # it was faster, or there was nothing left to do in that place
+        runs += 1
+        assert ends(tmp_path / "killed" / "run") == straight
+        shutil.rmtree(tmp_path / "killed")
+    assert start(words("killed")) == 0
+    assert ends(tmp_path / "killed" / "run") == straight
+    print(f"\n{killed.total()} kills over {runs + 1} runs: {dict(killed)}")
+    assert KILLS < 50 or set(killed) == set(PLACES)
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_at_random_does_nothing_twice_and_chooses_the_same(tmp_path):
+    straight, killed = Lab(tmp_path / "straight"), Lab(tmp_path / "killed")
+    began = time.monotonic()
+    straight.sweep().run()
+    seconds = time.monotonic() - began
+    chance, kills = random.Random(SEED), 0
+    while kills < SWEEP_KILLS:
+        sweep = os.fork()
+        if sweep == 0:
+            try:
+                killed.sweep().run()
+            finally:
+                os._exit(0)
+        time.sleep(chance.uniform(0.02, seconds / 4))
+        os.kill(sweep, signal.SIGKILL)
+        if os.WIFSIGNALED(os.waitpid(sweep, 0)[1]):
+            kills += 1
+        else:  # it was faster, or the run that was killed last was still dying
+            time.sleep(0.2)
+            if (tmp_path / "killed" / "out" / "summary.json").exists():
+                shutil.rmtree(tmp_path / "killed" / "out")
+    deadline = time.monotonic() + 60
+    while True:  # the run that was killed with its sweep may need a moment
+        try:
+            killed.sweep().run()
+            break
+        except Exception:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    summaries = [json.loads((lab.folder / "out" / "summary.json").read_text()) for lab in (straight, killed)]
+    for summary in summaries:
+        for method in summary["methods"].values():
+            method.pop("recipe")
+    assert summaries[0] == summaries[1]
+    print(f"\n{kills} kills of the sweep; {len(killed.ran())} commands for {len(straight.ran())} jobs")

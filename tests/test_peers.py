@@ -1,0 +1,248 @@
+"""What users of transformers and PEFT expect of any model class, on every family: `pytest -m peer`.
+
+The checks of transformers' common model and generation suites and of PEFT's LoRA suite, which their packages do not ship,
+written anew. docs/models.md lists what is refused.
+"""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from loopdropout_trainer import default_peft_config, use_gates
+from loopdropout_trainer.adapters import add_gates
+
+
+pytestmark = pytest.mark.peer
+IDS = torch.arange(2, 16).view(2, 7)
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+
+
+@pytest.fixture
+def model(make_tiny):
+    return make_tiny().eval()
+
+
+@pytest.fixture
+def greedy(model):
+    return model.generate(IDS, **GREEDY)
+
+
+# transformers: generation
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 3},
+        {"attention_mask": torch.ones_like(IDS)},
+    ],
+    ids=["no cache", "static cache", "chunked prefill", "mask"],
+)
+def test_greedy_decoding_is_the_same_by_every_way(model, greedy, options):
+    assert torch.equal(model.generate(IDS, **GREEDY, **options), greedy)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 2.0}]
+)
+def test_beam_search_is_the_same_with_and_without_a_cache(model, options):
+    options = {**GREEDY, **options}
+    assert torch.equal(model.generate(IDS, **options), model.generate(IDS, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_sampling_follows_the_seed(model, cached):
+    options = {**GREEDY, "do_sample": True, "top_k": 20, "temperature": 0.7, "num_return_sequences": 2}
+    results = []
+    for use_cache in (True, cached):
+        torch.manual_seed(3)
+        results.append(model.generate(IDS, use_cache=use_cache, **options))
+    assert torch.equal(*results)
+
+
+def test_assisted_and_prompt_lookup_decoding_give_the_greedy_tokens(model, make_tiny):
+    row = IDS[:1]
+    want = model.generate(row, **GREEDY)
+    assistant = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    assert torch.equal(model.generate(row, assistant_model=assistant, **GREEDY), want)
+    assert torch.equal(model.generate(row, prompt_lookup_num_tokens=2, **GREEDY), want)
+
+
+def test_embeddings_may_be_given_instead_of_ids(model, greedy):
+    embeddings = model.get_input_embeddings()(IDS)
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **GREEDY), greedy[:, IDS.shape[1] :])
+    torch.testing.assert_close(model(inputs_embeds=embeddings).logits, model(IDS).logits)
+
+
+def test_generation_goes_on_from_a_given_cache(model, greedy):
+    half = model.generate(IDS, **{**GREEDY, "max_new_tokens": 3}, return_dict_in_generate=True)
+    rest = model.generate(half.sequences, **{**GREEDY, "max_new_tokens": 3}, past_key_values=half.past_key_values)
+    assert torch.equal(rest, greedy)
+
+
+def test_scores_and_logits_are_those_of_a_forward_pass(model):
+    out = model.generate(IDS, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    logits = model(out.sequences).logits[:, IDS.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.stack(out.logits, dim=1), logits, atol=1e-4, rtol=1e-4)
+
+
+def test_continuous_batching_is_refused(model):
+    with pytest.raises(ValueError, match="Continuous batching has one paged cache for each layer"):
+        model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(max_new_tokens=3))
+
+
+# transformers: model
+
+
+def test_the_attention_kernel_may_be_switched(model):
+    want = model(IDS).logits
+    model.set_attn_implementation("eager")
+    assert model.base_model.config._attn_implementation == "eager"
+    out = model(IDS, output_attentions=True)
+    assert len(out.attentions) == model.config.num_layer_runs and out.attentions[0].shape[-2:] == (7, 7)
+    torch.testing.assert_close(out.logits, want, atol=1e-5, rtol=1e-5)
+
+
+def test_hidden_states_are_those_of_every_run_of_a_layer_and_may_be_chosen(model):
+    states = model(IDS, output_hidden_states=True).hidden_states
+    assert len(states) == model.config.num_layer_runs + 1
+    for chosen in ([-1], [0, 2], [-2, 1]):
+        some = model(IDS, output_hidden_states=chosen).hidden_states
+        kept = {index % len(states) for index in chosen}
+        assert {index for index, state in enumerate(some) if state is not None} == kept
+        assert all(torch.equal(some[index], states[index]) for index in kept)
+
+
+@pytest.mark.parametrize("size", [300, 200])
+def test_a_resized_vocabulary_saves_and_reloads(model, size, tmp_path):
+    model.resize_token_embeddings(size)
+    assert model.get_output_embeddings().weight.shape[0] == model.config.vocab_size == size
+    ids = IDS.clamp(max=size - 1)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_state_dict_and_saved_files_give_the_same_model(model, make_tiny, tmp_path):
+    other = make_tiny(**({"initializer_range": 0.1} if "initializer_range" in model.config.to_dict() else {})).eval()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(IDS).logits, model(IDS).logits)
+    model.save_pretrained(tmp_path)
+    for options in ({}, {"device_map": "cpu"}, {"dtype": torch.bfloat16}):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        assert loaded(IDS).logits.shape == (2, 7, 258)
+
+
+def test_tuples_losses_and_kept_logits(model):
+    out = model(IDS, labels=IDS)
+    as_tuple = model(IDS, labels=IDS, return_dict=False)
+    assert torch.equal(as_tuple[0], out.loss) and torch.equal(as_tuple[1], out.logits)
+    assert torch.equal(model(IDS, logits_to_keep=2).logits, out.logits[:, -2:])
+
+
+def test_weights_may_lie_on_disk(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    places = {name: "cpu" for name, _ in model.named_children() if name != model.base_model_prefix}
+    for name, part in model.base_model.named_children():  # a tied head must lie where the embeddings do
+        holds_embeddings = model.get_input_embeddings() in part.modules()
+        places[f"{model.base_model_prefix}.{name}"] = "cpu" if holds_embeddings else "disk"
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "offload")
+    )
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_forward_pass_can_be_exported(model):
+    program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False)
+    torch.testing.assert_close(program.module()(IDS, use_cache=False).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+# PEFT's LoRA suite, on gated models
+
+
+@pytest.fixture
+def gated(model):
+    peft_model = get_peft_model(model, default_peft_config(model)).eval()
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    add_gates(peft_model)
+    return peft_model
+
+
+def test_an_adapter_merges_unmerges_and_switches_off(gated):
+    adapted = gated(IDS).logits
+    with gated.disable_adapter():
+        base = gated(IDS).logits
+    assert not torch.allclose(base, adapted, atol=1e-3)
+    for safe in (False, True):
+        gated.merge_adapter(safe_merge=safe)
+        torch.testing.assert_close(gated(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
+        gated.unmerge_adapter()
+        torch.testing.assert_close(gated(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
+    with use_gates(gated, torch.zeros(gated.config.num_loops)):
+        torch.testing.assert_close(gated(IDS).logits, base, atol=1e-5, rtol=1e-5)
+    merged = gated.merge_and_unload()
+    torch.testing.assert_close(merged(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_saves_and_reloads_by_pefts_own_functions(gated, make_tiny, tmp_path):
+    gated.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(make_tiny(), tmp_path).eval()
+    assert torch.equal(again(IDS).logits, gated(IDS).logits)
+    plain = make_tiny().eval()
+    plain.load_adapter(str(tmp_path))
+    torch.testing.assert_close(plain(IDS).logits, gated(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_second_adapter_may_be_added_chosen_and_deleted(gated):
+    first = gated(IDS).logits
+    gated.add_adapter("second", default_peft_config(gated.get_base_model(), r=4))
+    assert torch.equal(gated(IDS).logits, first)
+    gated.set_adapter("second")
+    with gated.disable_adapter():
+        base = gated(IDS).logits
+    torch.testing.assert_close(gated(IDS).logits, base)
+    gated.set_adapter("default")
+    gated.delete_adapter("second")
+    assert torch.equal(gated(IDS).logits, first)
+
+
+def test_an_adapted_model_generates(gated):
+    options = {**GREEDY, "attention_mask": torch.ones_like(IDS)}
+    tokens = gated.generate(input_ids=IDS, **options)
+    assert torch.equal(tokens, gated.generate(input_ids=IDS, use_cache=False, **options))
+    beams = {**options, "num_beams": 2}
+    assert torch.equal(gated.generate(input_ids=IDS, **beams), gated.generate(input_ids=IDS, use_cache=False, **beams))
+
+
+def test_gradients_reach_every_factor_with_and_without_checkpointing(gated):
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            gated.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+        gated.train().zero_grad()
+        gated(IDS, labels=IDS).loss.backward()
+        gradients.append([p.grad.clone() for p in gated.parameters() if p.requires_grad])
+        assert all(bool((gradient != 0).any()) for gradient in gradients[-1])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, checkpointed, atol=1e-6, rtol=1e-4)
+
+
+def test_other_kinds_of_adapters_are_refused(model):
+    dora = get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=2, use_dora=True, target_modules=model.recurrent_linears())
+    )
+    with pytest.raises(ValueError, match="`use_dora` cannot be combined with gated LoRA"):
+        add_gates(dora)
+    sizes = {"num_layers": 2, "token_dim": 32, "num_attention_heads": 4}
+    prefixed = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, **sizes))
+    with pytest.raises(ValueError, match="made for layers that run once, as by prefix tuning"):
+        prefixed(IDS, attention_mask=torch.ones_like(IDS))

@@ -1,0 +1,400 @@
+"""A resumed run is the run: it ends where it ends, reports all of itself, takes no other's checkpoint, and stops in order."""
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_ouro
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import EarlyStoppingCallback
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.saving.lock import LOCK_FILE, LockedError, only_process_in
+from loopdropout_trainer.training.checkpoints import MANIFEST, CheckpointError, rotate_checkpoints, seal_checkpoint
+from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
+from loopdropout_trainer.training.interruption import TrainingInterrupted
+
+
+STEPS = 6
+LAST = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+class Trainer(LoopDropoutSFTTrainer):
+    """Counts its steps, and can be told to die before one of them."""
+
+    steps_taken = 0
+    dies_before = None
+
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == self.dies_before:
+            raise SystemError("killed")
+        loss = super().training_step(*args, **kwargs)
+        self.steps_taken += 1
+        return loss
+
+
+@pytest.fixture
+def make_trainer(config, dataset, tokenizer):
+    def make(model=None, cls=Trainer, rows=dataset, peft_config=None, callbacks=None, **fields):
+        model = tiny_ouro() if model is None else model
+        args = config(**{**LAST, **fields})
+        return cls(
+            model,
+            args,
+            train_dataset=rows,
+            eval_dataset=rows.select(range(4)),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
+
+    return make
+
+
+def killed_before(step, make_trainer, **fields):
+    trainer = make_trainer(**fields)
+    trainer.dies_before = step
+    with pytest.raises(SystemError):
+        trainer.train(resume_from_checkpoint=fields.get("resume"))
+
+
+@pytest.fixture
+def log(caplog):
+    own_logger = logging.getLogger("loopdropout_trainer")
+    own_logger.addHandler(caplog.handler)
+    yield caplog
+    own_logger.removeHandler(caplog.handler)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "end",
+    [{"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 0.4}, {"max_steps": 12}],
+    ids=["max_steps inside an epoch", "part of an epoch", "whole epoch"],
+)
+def test_a_finished_run_that_is_resumed_trains_nothing_more(make_trainer, end):
+    fields = {**end, "save_steps": 1, "save_total_limit": 1, "lr_scheduler_type": "constant"}
+    trainer = make_trainer(**fields)
+    trainer.train()
+    for _ in range(2):
+        again = make_trainer(**fields)
+        again.train(resume_from_checkpoint=True)
+        assert again.steps_taken == 0
+        assert again.state.global_step == trainer.state.global_step
+        assert torch.equal(weights(again), weights(trainer))
+
+
+def test_a_checkpoint_beyond_the_end_is_refused(make_trainer):
+    make_trainer().train()
+    with pytest.raises(
+        CheckpointError, match="checkpoint-6 is of step 6, beyond the 3 steps of this run: raise `max_st"
+    ):
+        make_trainer(max_steps=3, resume_with_changed_settings=True).train(resume_from_checkpoint=True)
+
+
+def test_a_resumed_run_reports_all_of_itself(make_trainer):
+    straight = make_trainer(logging_steps=3).train()
+    log = make_trainer(logging_steps=3)
+    log.train()
+    output = {"output_dir": log.args.output_dir + "-resumed", "logging_steps": 3}
+    killed_before(3, make_trainer, **output)
+    resumed = make_trainer(**output)
+    report = resumed.train(resume_from_checkpoint=True)
+    assert resumed.steps_taken == STEPS - 2
+    assert report.training_loss == pytest.approx(straight.training_loss, rel=1e-6)
+    assert report.metrics["train_loss"] == report.training_loss
+    of = lambda trainer, key: [entry[key] for entry in trainer.state.log_history if key in entry]
+    assert of(resumed, "loss") == pytest.approx(of(log, "loss"), rel=1e-6)  # also of the interval that was cut in two
+    assert of(resumed, "num_tokens")[-1] == of(log, "num_tokens")[-1]
+    saved = json.loads((Path(resumed.args.output_dir) / "checkpoint-2" / "progress.json").read_text())
+    assert 0 < saved["seconds"] < report.metrics["train_runtime"]
+
+    finished = make_trainer(**output).train(resume_from_checkpoint=True)
+    assert finished.training_loss == pytest.approx(straight.training_loss, rel=1e-6)
+    assert (
+        finished.metrics["train_runtime"]
+        >= json.loads((Path(resumed.args.output_dir) / "checkpoint-6" / "progress.json").read_text())["seconds"]
+    )
+
+
+# --- whose checkpoint -------------------------------------------------------------------------------------------------
+
+
+def test_a_stale_checkpoint_of_another_run_is_not_adopted(make_trainer, dataset, log):
+    make_trainer().train()  # A: checkpoints 2, 4 and 6
+    other = {"rows": dataset.select(range(40)), "learning_rate": 2e-2, "save_steps": 1}
+    killed_before(4, make_trainer, **other)  # B: checkpoints 1 to 4; A's 6 is still there
+    resumed = make_trainer(**other)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.steps_taken == STEPS - 4
+    assert "checkpoint-6: it belongs to another run" in log.text and "`learning_rate` was 0.01 and is 0.02" in log.text
+
+    straight = make_trainer(**other, output_dir=resumed.args.output_dir + "-straight")
+    straight.train()
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"learning_rate": 3e-2}, "`learning_rate` was 0.01 and is 0.03"),
+        ({"p": 0.3}, "`p` was 0.5 and is 0.3"),
+        ({"rule": "dose_control"}, "`rule` was 'loop_dropout' and is 'dose_control'"),
+        ({"seed": 7}, "`seed` was 42 and is 7"),
+        ({"gradient_accumulation_steps": 2}, "the examples in a step was 4 and is 8"),
+        ({"max_steps": 7}, "`max_steps` was 6 and is 7"),
+        ({"max_length": 5}, "`max_length` was .* the training data are others"),
+        ({"packing": True}, "`packing` was False and is True"),
+        ({"warmup_steps": 3}, "`warmup_steps`"),
+        ({"rows": "reversed"}, "belongs to another run: the training data are others. Resume with the settings"),
+        ({"model": "bfloat16"}, "`dtype` was 'float32' and is 'bfloat16'"),
+        ({"model": "other weights"}, "belongs to another run: the base weights are others"),
+        ({"peft_config": "dropout"}, "`lora_dropout` was 0.0 and is 0.1"),
+    ],
+    ids=str,
+)
+def test_settings_that_change_the_result_are_named_and_refused(make_trainer, dataset, change, words, tmp_path):
+    make_trainer().train()
+    change = dict(change)
+    if "rows" in change:
+        change["rows"] = dataset.select(range(len(dataset) - 1, -1, -1))
+    if change.get("model") == "bfloat16":
+        change["model"] = tiny_ouro().bfloat16()
+    elif "model" in change:
+        change["model"] = tiny_ouro()
+        change["model"].model.layers[1].mlp.up_proj.weight.data += 1e-3
+    if "peft_config" in change:
+        change["peft_config"] = default_peft_config(tiny_ouro(), lora_dropout=0.1)
+    trainer = make_trainer(**change)
+    with pytest.raises(CheckpointError, match=words) as error:
+        trainer.train(resume_from_checkpoint=True)
+    assert "`resume_with_changed_settings: true`" in str(error.value)
+    with pytest.raises(CheckpointError, match=words):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert trainer.steps_taken == 0
+
+
+def test_settings_without_effect_do_not_stop_a_run(make_trainer, dataset, tokenizer):
+    make_trainer().train()
+    changed = {
+        "logging_steps": 3,
+        "per_device_eval_batch_size": 2,
+        "save_steps": 3,
+        "run_name": "x",
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": False,
+    }
+    rebuilt = Dataset.from_list(dataset.to_list())  # the same rows in other memory
+    trainer = make_trainer(get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro())), rows=rebuilt, **changed)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.steps_taken == 0 and trainer.state.global_step == STEPS
+
+
+def test_asked_to_a_run_goes_on_with_changed_settings_which_count(make_trainer, log):
+    fields = {"lr_scheduler_type": "constant", "weight_decay": 0.0}
+    make_trainer(**fields).train()
+    changed = {**fields, "learning_rate": 3e-2, "weight_decay": 0.1, "max_steps": 8}
+    trainer = make_trainer(**changed, resume_with_changed_settings=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert "Going on from" in log.text and "`learning_rate` was 0.01 and is 0.03" in log.text
+    assert trainer.steps_taken == 2
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([1e-2] * 6 + [3e-2] * 2)
+    assert max(group["weight_decay"] for group in trainer.optimizer.param_groups) == 0.1
+
+
+def test_a_checkpoint_that_does_not_say_whose_it_is_is_resumed_with_a_word(make_trainer, log):
+    make_trainer().train()
+    trainer = make_trainer(learning_rate=3e-2)
+    for folder in Path(trainer.args.output_dir).glob("checkpoint-*"):
+        facts = json.loads((folder / MANIFEST).read_text())
+        del facts["run"]
+        (folder / MANIFEST).write_text(json.dumps(facts))
+    trainer.train(resume_from_checkpoint=True)
+    assert "does not say which run it belongs to" in log.text
+    assert trainer.state.global_step == STEPS
+
+
+def test_rotation_leaves_another_runs_checkpoints_alone(tmp_path):
+    mine, theirs = {"settings": {"seed": 1}}, {"settings": {"seed": 2}}
+    for step, run in ((1, mine), (2, mine), (3, mine), (8, theirs), (9, theirs)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        seal_checkpoint(tmp_path / f"checkpoint-{step}", run)
+    rotate_checkpoints(tmp_path, 1, keep=[tmp_path / "checkpoint-3"], run=mine)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-8", "checkpoint-9"]
+
+
+def test_an_adapter_of_another_name_is_resumed(make_trainer):
+    named = lambda: get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name="mine")
+    straight = make_trainer(named())
+    straight.train()
+    fields = {"output_dir": straight.args.output_dir + "-resumed"}
+    trainer = make_trainer(named(), **fields)
+    trainer.dies_before = 5
+    with pytest.raises(SystemError):
+        trainer.train()
+    resumed = make_trainer(named(), **fields)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.steps_taken == 2
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+# --- early stopping ---------------------------------------------------------------------------------------------------
+
+
+class GetsWorse(Trainer):
+    """Its evaluation loss grows with every step."""
+
+    def evaluation_loop(self, *args, **kwargs):
+        output = super().evaluation_loop(*args, **kwargs)
+        output.metrics["eval_loss"] = 1.0 + self.state.global_step
+        return output
+
+
+def test_early_stopping_keeps_its_patience(make_trainer):
+    fields = {
+        "cls": GetsWorse,
+        "max_steps": 10,
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+    }
+    straight = make_trainer(**fields, callbacks=[EarlyStoppingCallback(4)])
+    straight.train()
+    assert straight.state.global_step == 5  # the first is the best, and four are worse
+    fields["output_dir"] = straight.args.output_dir + "-resumed"
+    for step in (2, 4):
+        trainer = make_trainer(**fields, callbacks=[EarlyStoppingCallback(4)])
+        trainer.dies_before = step
+        with pytest.raises(SystemError):
+            trainer.train(resume_from_checkpoint=True)
+    for _ in range(2):  # and a stopped run is finished
+        resumed = make_trainer(**fields, callbacks=[EarlyStoppingCallback(4)])
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 5
+        assert torch.equal(weights(resumed), weights(straight))
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+class Spoiled(Trainer):
+    """Its gradient, or after the step its weights, become infinite in step 5; the loss is finite all the while."""
+
+    spoils = "gradient"
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if self.state.global_step == 4:
+            parameter = next(p for p in self.model.parameters() if p.requires_grad)
+            self.before = weights(self).clone()
+            if self.spoils == "gradient":
+                parameter.grad.fill_(float("inf"))
+            else:
+                parameter.data.fill_(float("nan"))
+        return loss
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_infinite_gradient_under_a_finite_loss_is_not_stepped_nor_sealed(make_trainer, accumulation):
+    fields = {"save_steps": 1, "save_total_limit": 1, "gradient_accumulation_steps": accumulation}
+    trainer = make_trainer(cls=Spoiled, **fields)
+    with pytest.raises(NonFiniteLossError, match="gradient of step 5 is not finite .*not taken. .*checkpoint-4"):
+        trainer.train()
+    assert torch.equal(weights(trainer), trainer.before)
+    assert [folder.name for folder in Path(trainer.args.output_dir).glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_weights_that_are_not_finite_are_never_saved(make_trainer):
+    class Nan(Spoiled):
+        spoils = "weights"
+
+    trainer = make_trainer(cls=Nan, save_steps=1, save_total_limit=1, max_steps=5, stop_on_nan=False)
+    with pytest.raises(NonFiniteLossError, match="weights after step 5 are not finite .*not saved. .*checkpoint-4"):
+        trainer.train()
+    folder = Path(trainer.args.output_dir)
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"]
+    with pytest.raises(NonFiniteLossError, match="not saved"):
+        trainer.save_model()
+    assert not (folder / "adapter_model.safetensors").exists()
+
+
+# --- asked to stop ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(make_trainer, stop):
+    class Interrupted(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            if self.state.global_step == 2 and not self.signal_sent:
+                self.signal_sent = True
+                signal.raise_signal(stop)
+                signal.raise_signal(stop)  # as a launcher does
+            return super().compute_loss(*args, **kwargs)
+
+        signal_sent = False
+
+    straight = make_trainer(save_strategy="no")
+    straight.train()
+    before = signal.getsignal(stop)
+    with pytest.raises(
+        TrainingInterrupted, match="Stopped after step 3 of 6. .*checkpoint-3. `resume_from_checkpoint"
+    ):
+        make_trainer(cls=Interrupted).train()
+    assert signal.getsignal(stop) is before
+    resumed = make_trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.steps_taken == 3
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+# --- one process in a folder ------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from loopdropout_trainer.saving.lock import only_process_in
+with only_process_in(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_another_process_keeps_a_run_out_until_it_is_killed(make_trainer):
+    trainer = make_trainer(save_strategy="no", max_steps=1)
+    folder = Path(trainer.args.output_dir)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(
+        LockedError, match=rf"process {holder.pid} on .*, since .* is at work in .*another `output_dir`"
+    ):
+        trainer.train()
+    holder.kill()
+    holder.wait()
+    assert (folder / LOCK_FILE).exists()  # what it left does not matter
+    trainer.train()
+    assert not (folder / LOCK_FILE).exists()
+
+
+def test_one_process_may_ask_for_its_folder_several_times(tmp_path):
+    with only_process_in(tmp_path):
+        with only_process_in(tmp_path):
+            pass
+        again = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
+        assert "LockedError" in again.stderr
+    assert not (tmp_path / LOCK_FILE).exists()

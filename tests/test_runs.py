@@ -1,0 +1,220 @@
+"""The training script around its trainer: pairs are paired, what is finished is kept, a full disk breaks nothing."""
+
+import importlib.util
+import json
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_ouro
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
+from loopdropout_trainer.saving.files import WriteError, written_whole
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
+from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
+
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("sft", ROOT / "recipes" / "sft.py")
+sft = sys.modules["sft"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sft)
+
+RECIPE = """
+dtype: float32
+use_cpu: true
+preparation: arithmetic
+num_train_examples: 8
+num_eval_examples: 2
+max_length: 400
+max_steps: 3
+per_device_train_batch_size: 2
+learning_rate: 1e-2
+bf16: false
+report_to: none
+disable_tqdm: true
+save_strategy: steps
+save_steps: 1
+benchmarks: [development]
+benchmark_limit: 2
+"""
+
+
+def save_tiny_model(folder):
+    """A random model over the tokenizer of the package's own."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
+    model = tiny_ouro(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def command(model, tmp_path):
+    """`command(recipe lines, *words)`: a command line of the script."""
+
+    def make(*words, **fields):
+        recipe = tmp_path / "recipe.yaml"
+        lines = {"model_name_or_path": str(model), "output_dir": str(tmp_path / "out"), **fields}
+        recipe.write_text(RECIPE + "".join(f"{key}: {json.dumps(value)}\n" for key, value in lines.items()))
+        return [str(recipe), *words]
+
+    return make
+
+
+# --- rules beside one another -----------------------------------------------------------------------------------------
+
+
+def test_rules_that_are_compared_share_what_they_both_have(command):
+    fields = {"rule": "loop_dropout", "p": 0.3, "compare_with": ["lora", "dose_control", "module_wise"]}
+    configs = sft.Run(command(**fields)).configs
+    assert [(each.rule, each.p) for each in configs] == [
+        ("loop_dropout", 0.3),
+        ("lora", None),
+        ("dose_control", 0.3),
+        ("module_wise", 0.3),
+    ]
+    fields = {"rule": "coto", "rule_args": {"keep_start": 0.3}, "compare_with": ["loop_dropout"]}
+    (_, other) = sft.Run(command(**fields)).configs
+    assert (other.rule, other.p, other.rule_args) == ("loop_dropout", 0.5, {})
+
+
+def test_another_rule_does_not_train_lora_under_its_name(command):
+    recipe = {"rule": "independent", "p": 0.0}
+    assert sft.Run(command("--rule", "dose_control", **recipe)).configs[0].p == 0.5
+    assert sft.Run(command("--rule", "independent", **recipe)).configs[0].p == 0.0
+    assert (
+        sft.Run(command("--rule", "dose_control", "--p", "0.0", **recipe)).configs[0].p == 0.0
+    )  # as it was asked for
+    compared = sft.Run(command(**recipe, compare_with=["loop_dropout"])).configs
+    assert [each.p for each in compared] == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ("true", [True, True]),
+        ("false", [None, None]),
+        ("{out}/checkpoint-2", ["{out}/checkpoint-2", True]),
+        ("{out}/dose_control/checkpoint-2", [True, "{out}/dose_control/checkpoint-2"]),
+        ("{out}-elsewhere/checkpoint-2", ["{out}-elsewhere/checkpoint-2", True]),
+    ],
+)
+def test_each_rule_resumes_from_its_own_folder(command, tmp_path, given, expected):
+    fill = lambda text: text.format(out=tmp_path / "out") if isinstance(text, str) else text
+    run = sft.Run(command("--resume_from_checkpoint", fill(given), compare_with=["dose_control"]))
+    assert [run.checkpoint_for(config) for config in run.configs] == [fill(text) for text in expected]
+
+
+def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, capsys):
+    words = command(compare_with=["lora"], merge=True)
+    sft.main(words)
+    out = tmp_path / "out"
+    files = (out / "results.json", out / "lora" / "results.json")
+    first, second = (json.loads(file.read_text()) for file in files)
+    tensors = load_file(out / "lora" / "adapter_model.safetensors")
+
+    assert {"meta_info", "train_info", "run_info"} <= set(first)
+    assert (first["train_info"]["rule"], first["train_info"]["steps"], first["meta_info"]["num_loops"]) == (
+        "loop_dropout",
+        3,
+        4,
+    )
+    assert first["train_info"]["train_loss"] > 1 and first["train_info"]["tokens_per_second"] > 0
+    assert 0.1 < first["train_info"]["peak_memory_gb"] < 100
+    predictions = first["benchmarks"]["development"]["predictions"]
+    assert len(predictions) == 2
+    assert all(
+        {"prompt", "completion", "reference", "extracted", "correct", "error"} <= set(each) for each in predictions
+    )
+
+    files[1].unlink()  # as if the run had been killed in the evaluation of its second rule
+    stamp, printed = files[0].stat().st_mtime_ns, capsys.readouterr().out
+    sft.main([*words, "--resume_from_checkpoint", "true"])
+    assert files[0].stat().st_mtime_ns == stamp
+    again = json.loads(files[1].read_text())
+    for key in ("train_loss", "num_tokens", "steps"):
+        assert again["train_info"][key] == pytest.approx(second["train_info"][key], rel=1e-6), key
+    assert again["train_info"]["train_seconds"] >= 0.5 * second["train_info"]["train_seconds"]
+    assert again["benchmarks"] == second["benchmarks"] and again["base_benchmarks"] == second["base_benchmarks"]
+    reread = load_file(out / "lora" / "adapter_model.safetensors")
+    assert all(torch.equal(reread[name], tensor) for name, tensor in tensors.items())
+    table = lambda text: [line for line in text.splitlines() if "%" in line]
+    resumed = capsys.readouterr().out
+    assert "Loop Dropout is finished: its results are read from" in resumed
+    assert table(resumed) == table(printed)
+
+    with pytest.raises(Exception, match="`learning_rate` was 0.01 and is 0.02"):
+        sft.main([*words, "--resume_from_checkpoint", "true", "--learning_rate", "2e-2"])
+    assert files[0].stat().st_mtime_ns == stamp
+
+
+def test_a_run_that_diverges_says_so_in_its_folder(command, tmp_path):
+    words = command("--learning_rate", "1e30", max_grad_norm=1e30)
+    with pytest.raises(NonFiniteLossError):
+        sft.main(words)
+    diverged = json.loads((tmp_path / "out" / "diverged.json").read_text())
+    assert "not finite" in diverged["error"] and diverged["step"] < 3
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk():
+    """`disk(bytes)`: no file may grow beyond that; `disk(None)`: any may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (soft if limit is None else limit, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def content(folder):
+    return {str(file): file.read_bytes() for file in sorted(Path(folder).rglob("*")) if file.is_file()}
+
+
+def test_a_full_disk_leaves_the_last_adapter_and_the_last_merged_model(disk, config, dataset, tokenizer):
+    args = config(max_steps=1)
+    peft_config = default_peft_config(tiny_ouro(), r=4)
+    trainer = LoopDropoutSFTTrainer(
+        tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer, peft_config=peft_config
+    )
+    trainer.save_model()
+    merge_and_save(trainer.model, Path(args.output_dir, "merged"), tokenizer)
+    before = content(args.output_dir)
+    trainer.train()
+    for limit in (5_000, 15_000):  # the tokenizer does not fit; the weights do not
+        disk(limit)
+        with pytest.raises(WriteError, match="The adapter could not be written to .* untouched. There is no earlier"):
+            trainer.save_model()
+        with pytest.raises(WriteError, match="The merged model could not be written to .*merged .* untouched"):
+            merge_and_save(trainer.model, Path(args.output_dir, "merged"), tokenizer)
+        disk(None)
+        assert content(args.output_dir) == before
+    trainer.save_model()
+    assert content(args.output_dir).keys() == before.keys() and content(args.output_dir) != before
+
+
+def test_results_are_whole_or_as_they_were(disk, tmp_path):
+    (tmp_path / "results.json").write_text("old")
+    disk(1000)
+    with (
+        pytest.raises(WriteError, match="The results could not be written to"),
+        written_whole(tmp_path, "The results") as new,
+    ):
+        (new / "recipe.yaml").write_text("new")
+        (new / "results.json").write_text("x" * 2000)
+    disk(None)
+    assert content(tmp_path) == {str(tmp_path / "results.json"): b"old"}
+    with pytest.raises(ZeroDivisionError), written_whole(tmp_path, "The results") as new:
+        (new / "results.json").write_text(str(1 / 0))
+    assert content(tmp_path) == {str(tmp_path / "results.json"): b"old"}
