@@ -10,7 +10,6 @@ SHA-256 is printed at the end.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from loopdropout_trainer.data.arithmetic import pretraining_texts
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
+from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.command import run_command
 
 
@@ -172,7 +172,7 @@ def main() -> None:
     )
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    digest = hashlib.sha256((args.output_dir / "model.safetensors").read_bytes()).hexdigest()
+    digest = sha256(args.output_dir / "model.safetensors")
     print(f"Saved in {args.output_dir}; SHA-256 of model.safetensors: {digest}")
 
 

@@ -42,8 +42,8 @@ from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.runs.plan import plan_run
+from loopdropout_trainer.runs.printing import plot_results, print_results
 from loopdropout_trainer.runs.progress import SHORT, hide_short_bars, show_training
-from loopdropout_trainer.runs.report import plot_report, print_report
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RunResult, read_results, show_log, write_results
 from loopdropout_trainer.saving.cards import ModelCardFields
 from loopdropout_trainer.saving.files import sha256, write_atomically
@@ -312,8 +312,8 @@ def main(argv: list[str] | None = None) -> None:
         if find_spec("matplotlib") is None:
             print('No figure without matplotlib: pip install -e ".[plots]"')
         else:
-            outcomes[0].saved["figure"] = str(plot_report(outcomes, Path(config.output_dir) / "figure.png"))
-    print_report(outcomes)
+            outcomes[0].saved["figure"] = str(plot_results(outcomes, Path(config.output_dir) / "figure.png"))
+    print_results(outcomes)
     if run.script.push_merged_to_hub:
         address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)
         print(f"Pushed to {address}")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)
 from loopdropout_trainer.evaluation import evaluate_benchmark, load_benchmark
-from loopdropout_trainer.runs.report import right_by_last_number
+from loopdropout_trainer.runs.printing import right_by_last_number
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
 

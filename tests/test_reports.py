@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
+from loopdropout_trainer.evaluation.statistics import paired_difference, summarize
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.reports import render
 from loopdropout_trainer.reports.figures import make_figures
 from loopdropout_trainer.reports.measures import CellSpec, evaluate_cell
 from loopdropout_trainer.reports.records import ReportError, read_records
 from loopdropout_trainer.reports.report import write_report
-from loopdropout_trainer.reports.statistics import paired_difference, summarize
 from loopdropout_trainer.reports.tables import build_table, load_table
 from loopdropout_trainer.settings.recipe import load_recipe
 

@@ -6,19 +6,16 @@ accuracy difference"); single problems are fixed (only b has them right) or brok
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from scipy.stats import binomtest
 
 from loopdropout_trainer.diagnostics.depth import counts
 from loopdropout_trainer.diagnostics.diagnostic import BASE, Context, Diagnostic, Problems, Report, shown
 from loopdropout_trainer.diagnostics.plots import draw_bars, new_figure, percent_axis, save_figure
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction, load_rows
-from loopdropout_trainer.evaluation.statistics import decompose_difference
+from loopdropout_trainer.evaluation.statistics import decompose_difference, mean_and_sd, sign_test
+from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -33,7 +30,7 @@ class Answers(Diagnostic):
         file = context.subject.evaluation
         if file is None or not Path(file).is_file():
             return {}
-        return {"evaluation_sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+        return {"evaluation_sha256": sha256(Path(file))}
 
     def passes(self, context: Context) -> int:
         return 0
@@ -83,9 +80,8 @@ class Answers(Diagnostic):
                 table.add_section()
                 table.add_row(f"{name}: {each['b']} - {each['a']}, points")
                 for key in ("difference", "both_extractable", "missing_in_either"):
-                    values = np.array([pair[key] for pair in each["pairs"]])
-                    sd = values.std(ddof=1) if len(values) > 1 else None
-                    cells = [shown(values.mean(), sd, "+.2f") if m == each["b"] else "" for m in report.methods]
+                    mean, sd = mean_and_sd([pair[key] for pair in each["pairs"]])
+                    cells = [shown(mean, sd, "+.2f") if m == each["b"] else "" for m in report.methods]
                     table.add_row(f"  {key.replace('_', ' ')}", *cells)
                 flips = [f"{sum(len(pair[key]) for pair in each['pairs'])}" for key in ("fixed", "broken")]
                 cells = [" / ".join(flips) if m == each["b"] else "" for m in report.methods]
@@ -166,7 +162,6 @@ def _compare(a: dict, b: dict, name: str) -> dict[str, Any]:
     verdicts = [(x.correct, y.correct) for x, y in zip(before.predictions, after.predictions, strict=True)]
     fixed = [index for index, pair in enumerate(verdicts) if pair == (False, True)]
     broken = [index for index, pair in enumerate(verdicts) if pair == (True, False)]
-    flips = len(fixed) + len(broken)
     return {
         "seeds": [a["seed"], b["seed"]],
         "difference": split.total[0],
@@ -174,7 +169,7 @@ def _compare(a: dict, b: dict, name: str) -> dict[str, Any]:
         "missing_in_either": split.missing_in_either[0],
         "fixed": fixed,
         "broken": broken,
-        "p_value": float(binomtest(len(fixed), flips).pvalue) if flips else 1.0,
+        "p_value": sign_test(len(fixed), len(broken)),
     }
 
 

@@ -25,6 +25,7 @@ from loopdropout_trainer.diagnostics.style import BASE
 from loopdropout_trainer.diagnostics.subjects import Subject
 from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.results import BenchmarkResult
+from loopdropout_trainer.evaluation.statistics import mean_and_sd, plus_minus
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -203,11 +204,7 @@ class Report:
 
     def series(self, *path: str | int) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
         """Return for each method the mean over seeds and the sample standard deviation (None for one seed)."""
-        values = {method: self.values(method, *path) for method in self.methods}
-        return {
-            method: (each.mean(axis=0), each.std(axis=0, ddof=1) if len(each) > 1 else None)
-            for method, each in values.items()
-        }
+        return {method: mean_and_sd(self.values(method, *path)) for method in self.methods}
 
     def table(self, rows: Mapping[str, tuple[str | int, ...]], form: str | None = None) -> Table:
         """Return a table with a column for each method: mean ± sample standard deviation over seeds.
@@ -230,7 +227,7 @@ def shown(mean: float, sd: float | None, form: str | None = None) -> str:
     """Return `mean ± sd`, or the mean alone."""
     if form is None:
         form = ".4f" if abs(mean) < 10 else ".2f"
-    return f"{mean:{form}}" if sd is None else f"{mean:{form}} ± {sd:{form}}"
+    return plus_minus(mean, sd, form)
 
 
 __all__ = ["BASE", "DIAGNOSTICS", "Context", "Diagnostic", "Problems", "Report", "shown"]

@@ -9,6 +9,7 @@ import numpy as np
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
 from loopdropout_trainer.diagnostics.plots import draw_curves, draw_heat_map, new_figure, save_figure
+from loopdropout_trainer.evaluation.statistics import mean_and_sd
 
 
 MOST_LOOPS = 6
@@ -122,4 +123,4 @@ def _name(loops: tuple[int, ...]) -> str:
 def _reductions(runs: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray | None]:
     """Return mean and sample standard deviation over seeds for each set."""
     values = np.array([[each["reduction_percent"] for each in run["measured"]["patterns"]] for run in runs])
-    return values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else None
+    return mean_and_sd(values)

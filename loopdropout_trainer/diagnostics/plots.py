@@ -12,6 +12,7 @@ from loopdropout_trainer.diagnostics.style import (
     COLUMN_WIDTH,
     PAGE_WIDTH,
     SEQUENTIAL_MAP,
+    MethodStyle,
     method_styles,
     new_figure,
     save_figure,
@@ -32,7 +33,13 @@ Series = Mapping[str, tuple[Sequence[float], Sequence[float] | None]]
 """Method -> mean, and sample standard deviation over seeds (None for one seed), at each position."""
 
 
-def draw_bars(axes: Any, series: Series, places: Sequence[float], values: bool = False) -> None:
+def draw_bars(
+    axes: Any,
+    series: Series,
+    places: Sequence[float],
+    values: bool = False,
+    styles: Mapping[str, MethodStyle] | None = None,
+) -> None:
     """Draw a group of bars at each place, one bar for each method.
 
     Args:
@@ -40,8 +47,9 @@ def draw_bars(axes: Any, series: Series, places: Sequence[float], values: bool =
         series: by method, one number for each place.
         places: on the x axis, one apart.
         values: write each bar's number above it.
+        styles: of the methods; default: those that these methods have by themselves.
     """
-    styles, width = method_styles(series), 0.8 / len(series)
+    styles, width = styles or method_styles(series), 0.8 / len(series)
     for index, (method, (mean, sd)) in enumerate(series.items()):
         offset = (index - (len(series) - 1) / 2) * width
         at = np.asarray(places) + offset

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -19,6 +17,7 @@ from loopdropout_trainer.data.rows import BadRow, read_files
 from loopdropout_trainer.diagnostics.scores import Batch
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask
+from loopdropout_trainer.saving.files import sha256_of_json
 
 
 HELD_OUT = "held_out"
@@ -61,11 +60,11 @@ class Rows:
         num_tokens = sum(label != -100 for each in examples for label in each.labels[1:])
         if not num_tokens:
             raise DataError(f"`rows: {source}` gives {len(examples)} rows and no target token to measure a loss on.")
-        digest = hashlib.sha256(json.dumps([[each.input_ids, each.labels] for each in examples]).encode())
+        digest = sha256_of_json([[each.input_ids, each.labels] for each in examples])
         batches = [
             _padded(examples[start : start + batch_size], pad_id) for start in range(0, len(examples), batch_size)
         ]
-        return cls(source, batches, len(examples), num_tokens, digest.hexdigest())
+        return cls(source, batches, len(examples), num_tokens, digest)
 
     @property
     def identity(self) -> dict[str, Any]:

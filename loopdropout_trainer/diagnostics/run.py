@@ -27,7 +27,7 @@ from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowAr
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic, Problems, Report
 from loopdropout_trainer.diagnostics.rows import Rows, load_rows, raw_problems
 from loopdropout_trainer.diagnostics.subjects import Subject, check_comparable, find_subjects
-from loopdropout_trainer.evaluation.answer_log import SettingsChangedError, write_atomically
+from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.evaluation.evaluator import put_to
@@ -35,6 +35,7 @@ from loopdropout_trainer.evaluation.loading import load_model, model_identity, o
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.subject import Subject as EvaluatedModel
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.settings.versions import library_versions

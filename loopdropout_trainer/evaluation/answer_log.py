@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from loopdropout_trainer.saving.files import write_atomically
 
 
 SETTINGS_FILE = "settings.json"
@@ -87,18 +87,6 @@ class Answers:
         if self.log is not None:
             self.log.append(pairs)
         self.found.update(pairs)
-
-
-def sha256_of(value: Any) -> str:
-    """Return the hash of a value as JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: Any) -> None:

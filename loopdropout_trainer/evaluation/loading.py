@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from loopdropout_trainer.saving.adapter_files import (
     load_adapter,
     read_adapter_config,
 )
+from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.command import is_mendable, user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
@@ -58,8 +58,8 @@ def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | N
     commit = None if folder.is_dir() else getattr(find_looped_model(model).config, "_commit_hash", None)
     return {
         "model": arguments.base_name,
-        "weights": _sha256(folder.glob("*.safetensors")) if folder.is_dir() else commit,
-        "adapter": None if adapter is None else _sha256(local_folder(adapter).glob("adapter_*")),
+        "weights": sha256(folder.glob("*.safetensors")) if folder.is_dir() else commit,
+        "adapter": None if adapter is None else sha256(local_folder(adapter).glob("adapter_*")),
         "dtype": arguments.dtype,
         "attn_implementation": arguments.attn_implementation,
     }
@@ -103,13 +103,3 @@ def quiet(logger: str) -> Iterator[None]:
 def one_line(error: Exception) -> str:
     """Return an exception's message without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _sha256(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest()

@@ -9,9 +9,10 @@ from typing import Any
 from accelerate.utils import gather_object
 from lm_eval.api.instance import Instance
 
-from loopdropout_trainer.evaluation.answer_log import Answers, sha256_of
+from loopdropout_trainer.evaluation.answer_log import Answers
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.saving.files import sha256_of_json
 
 
 def request_key(kind: str, arguments: Iterable[Any], occurrence: int = 0) -> str:
@@ -20,7 +21,7 @@ def request_key(kind: str, arguments: Iterable[Any], occurrence: int = 0) -> str
     Args:
         occurrence: number of equal requests before this one, where each gets an answer of its own (sampling).
     """
-    return sha256_of([kind, *arguments, *([occurrence] if occurrence else [])])
+    return sha256_of_json([kind, *arguments, *([occurrence] if occurrence else [])])
 
 
 class LoggedLM(LoopedLM):

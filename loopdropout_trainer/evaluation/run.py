@@ -15,7 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 
-from loopdropout_trainer.evaluation.answer_log import check_same, write_atomically
+from loopdropout_trainer.evaluation.answer_log import check_same
 from loopdropout_trainer.evaluation.averages import averages_of
 from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.benchmarks import find_task, load_benchmark
@@ -25,6 +25,7 @@ from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import FORMAT, BenchmarkResult, read_results
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
 from loopdropout_trainer.settings.field_types import json_of
 from loopdropout_trainer.settings.ranges import check_folder

@@ -1,13 +1,15 @@
-"""Means and sample standard deviations over training seeds, and where a difference between two methods comes from.
+"""Means and sample standard deviations over training seeds, and how two methods differ on the same problems.
 
-Everything is computed from counts: from percentages that were rounded before, a standard deviation can come out 0.01 off.
+Rates are computed from counts: from percentages that were rounded before, a standard deviation can come out 0.01 off.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 
@@ -17,8 +19,8 @@ class SeedSummary:
     """One method over its training seeds.
 
     Attributes:
-        mean: in percent.
-        sd: sample standard deviation (n - 1) in percentage points; None for a single seed.
+        mean: of its values, such as rates in percent.
+        sd: sample standard deviation (n - 1), in the same unit; None for a single seed.
         num_seeds: n.
     """
 
@@ -26,8 +28,45 @@ class SeedSummary:
     sd: float | None
     num_seeds: int
 
+    def text(self, decimals: int = 2) -> str:
+        """Return `mean ± SD`, or the mean alone."""
+        return plus_minus(self.mean, self.sd, f".{decimals}f")
+
     def __str__(self) -> str:
-        return f"{self.mean:.2f}" if self.sd is None else f"{self.mean:.2f} ± {self.sd:.2f}"
+        return self.text()
+
+
+def plus_minus(mean: float, sd: float | None, form: str = ".2f") -> str:
+    """Return `mean ± SD` with both numbers in the same form, or the mean alone if there is no SD."""
+    return f"{mean:{form}}" if sd is None else f"{mean:{form}} ± {sd:{form}}"
+
+
+def mean_and_sd(values: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return mean and sample standard deviation (n - 1) over the first axis, the seeds.
+
+    Args:
+        values: [seeds, ...].
+
+    Returns:
+        Two arrays [...]; None in the place of the second for a single seed.
+
+    Raises:
+        ValueError: without seeds.
+    """
+    values = np.asarray(values, dtype=float)
+    if not len(values):
+        raise ValueError("A summary needs at least one value.")
+    return values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else None
+
+
+def summarize(values: Sequence[float]) -> SeedSummary:
+    """Return mean and sample standard deviation of one value for each seed.
+
+    Raises:
+        ValueError: without values.
+    """
+    mean, sd = mean_and_sd(values)
+    return SeedSummary(float(mean), None if sd is None else float(sd), len(values))
 
 
 def summarize_seeds(counts: Sequence[int], total: int) -> SeedSummary:
@@ -44,8 +83,8 @@ def summarize_seeds(counts: Sequence[int], total: int) -> SeedSummary:
         raise ValueError(f"A summary needs at least one seed and one problem; got {len(counts)} and {total}.")
     if min(counts) < 0 or max(counts) > total:
         raise ValueError(f"A count must be between 0 and the {total} problems; got {list(counts)}.")
-    sd = 100 * statistics.stdev(counts) / total if len(counts) > 1 else None
-    return SeedSummary(100 * sum(counts) / (total * len(counts)), sd, len(counts))
+    mean, sd = mean_and_sd(counts)
+    return SeedSummary(float(100 * mean / total), None if sd is None else float(100 * sd / total), len(counts))
 
 
 @dataclass(frozen=True)
@@ -88,9 +127,13 @@ def decompose_difference(a: Sequence[BenchmarkResult], b: Sequence[BenchmarkResu
 
 
 def _pairs(one: BenchmarkResult, other: BenchmarkResult) -> list[tuple[Prediction, Prediction]]:
+    _check_same_problems(one, other)
+    return list(zip(one.predictions, other.predictions, strict=True))
+
+
+def _check_same_problems(one: BenchmarkResult, other: BenchmarkResult) -> None:
     if [p.prompt for p in one.predictions] != [p.prompt for p in other.predictions]:
         raise ValueError(f"The results on `{one.name}` and `{other.name}` are not about the same problems.")
-    return list(zip(one.predictions, other.predictions, strict=True))
 
 
 def summarize_groups(results: Sequence[BenchmarkResult], groups: Sequence[str]) -> dict[str, SeedSummary]:
@@ -112,3 +155,74 @@ def summarize_groups(results: Sequence[BenchmarkResult], groups: Sequence[str]) 
         counts = [sum(result.predictions[place].correct for place in members) for result in results]
         summaries[group] = summarize_seeds(counts, len(members))
     return summaries
+
+
+@dataclass(frozen=True)
+class Difference:
+    """b - a in percentage points, paired by seed, with a 95% bootstrap interval over problems (None without predictions)."""
+
+    by_seed: tuple[float, ...]
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.by_seed))
+
+    def text(self, decimals: int = 2) -> str:
+        """Return the signed mean, and the interval if there is one."""
+        interval = "" if self.low is None else f" [{self.low:+.{decimals}f}, {self.high:+.{decimals}f}]"
+        return f"{self.mean:+.{decimals}f}{interval}"
+
+
+def paired_difference(a: Sequence[BenchmarkResult], b: Sequence[BenchmarkResult], seed: int = 0) -> Difference:
+    """Compare two methods on the same problems.
+
+    The interval is over problems, for these training seeds: a problem's value is its mean gain over the pairs of seeds, and
+    problems are drawn with replacement (percentile bootstrap of 2,000 draws).
+
+    Args:
+        a, b: one result for each seed, in the same order of seeds.
+        seed: of the draws.
+
+    Raises:
+        ValueError: if seeds or problems do not pair up.
+    """
+    from scipy import stats  # late: it takes a second, and an evaluation needs none of it
+
+    if len(a) != len(b) or not a:
+        raise ValueError(f"The methods must have the same seeds, at least one; got {len(a)} and {len(b)}.")
+    gains = []
+    for one, other in zip(a, b, strict=True):
+        _check_same_problems(one, other)
+        gains.append(_values(other) - _values(one))
+    gains = 100 * np.stack(gains)  # [seeds, problems]
+    by_problem = gains.mean(axis=0)
+    by_seed = tuple(gains.mean(axis=1).tolist())
+    if np.ptp(by_problem) == 0:  # nothing to draw from
+        return Difference(by_seed, float(by_problem[0]), float(by_problem[0]))
+    interval = stats.bootstrap(
+        (by_problem,), np.mean, n_resamples=2000, batch=100, method="percentile", rng=np.random.default_rng(seed)
+    ).confidence_interval
+    return Difference(by_seed, float(interval.low), float(interval.high))
+
+
+def _values(result: BenchmarkResult) -> np.ndarray:
+    """Return what each problem counts, from 0 to 1."""
+    return np.array(
+        [
+            float(p.correct) if p.correct is not None else float(next(iter((p.values or {}).values()), 0.0))
+            for p in result.predictions
+        ]
+    )
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Return the two-sided p-value of the exact sign test.
+
+    Args:
+        wins, losses: problems that only one of two methods answers, and that only the other one does.
+    """
+    from scipy.stats import binomtest
+
+    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import adapted_layers, use_gates
-from loopdropout_trainer.evaluation.answer_log import sha256_of
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
+from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
 
 
@@ -187,7 +187,7 @@ class Subject:
             "num_loops": self.num_loops,
             "gates": self.gates,
             "readout": self.readout,
-            "chat_template": sha256_of(self.tokenizer.chat_template) if in_turns else None,
+            "chat_template": sha256_of_json(self.tokenizer.chat_template) if in_turns else None,
             "system_instruction": self.system_instruction,
             "own_max_new_tokens": self.max_new_tokens,
         }

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from loopdropout_trainer.diagnostics.plots import draw_bars
 from loopdropout_trainer.diagnostics.style import (
     COLUMN_WIDTH,
     DIVERGING_MAP,
@@ -17,7 +18,7 @@ from loopdropout_trainer.diagnostics.style import (
     new_figure,
     save_figure,
 )
-from loopdropout_trainer.reports.figures import Figure, Panel
+from loopdropout_trainer.reports.figures import Figure, Panel, Series
 
 
 def draw_figure(figure: Figure, folder: Path) -> list[Path]:
@@ -52,8 +53,7 @@ def _draw(panel: Panel, axes: Any, styles: dict[str, Any], page: Any) -> None:
 
 def _lines(panel: Panel, axes: Any, styles: dict[str, Any]) -> None:
     for each in panel.series:
-        errors = [sd or 0.0 for sd in each.sd] if any(each.sd) else None
-        axes.errorbar(each.x, each.y, yerr=errors, label=each.name, **styles[each.name].line)
+        axes.errorbar(each.x, each.y, yerr=_errors(each), label=each.name, **styles[each.name].line)
     xs = sorted({x for each in panel.series for x in each.x})
     if (
         xs
@@ -68,16 +68,13 @@ def _lines(panel: Panel, axes: Any, styles: dict[str, Any]) -> None:
         axes.set_xticks(xs, [f"{x:g}" for x in xs])
 
 
+def _errors(series: Series) -> list[float] | None:
+    return [sd or 0.0 for sd in series.sd] if any(series.sd) else None
+
+
 def _bars(panel: Panel, axes: Any, styles: dict[str, Any]) -> None:
-    width = 0.8 / len(panel.series)
-    for number, each in enumerate(panel.series):
-        offset = (number - (len(panel.series) - 1) / 2) * width
-        errors = [sd or 0.0 for sd in each.sd] if any(each.sd) else None
-        axes.bar(
-            np.asarray(each.x) + offset, each.y, width * 0.92, yerr=errors, label=each.name, **styles[each.name].bar
-        )
-    axes.set_xticks(panel.series[0].x)
-    axes.axhline(0, color="black", linewidth=0.6)
+    series = {each.name: (each.y, _errors(each)) for each in panel.series}
+    draw_bars(axes, series, panel.series[0].x, styles=styles)
 
 
 def _heat(panel: Panel, axes: Any) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loopdropout_trainer.evaluation.statistics import summarize
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.reports.records import Record
-from loopdropout_trainer.reports.statistics import summarize
 from loopdropout_trainer.reports.tables import FinishedTable
 
 

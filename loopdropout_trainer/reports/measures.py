@@ -12,9 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from loopdropout_trainer.evaluation.statistics import decompose_difference
+from loopdropout_trainer.evaluation.statistics import (
+    Difference,
+    decompose_difference,
+    paired_difference,
+    summarize,
+)
 from loopdropout_trainer.reports.records import Record, ReportError, Score
-from loopdropout_trainer.reports.statistics import Difference, Summary, paired_difference, summarize
 
 
 @dataclass(frozen=True)
@@ -335,4 +339,4 @@ def _what_is_missing(spec: CellSpec) -> str:
     return what.get(spec.measure, f"no `{spec.value}`")
 
 
-__all__ = ["MEASURES", "Cell", "CellSpec", "Summary", "evaluate_cell", "matching", "measure", "score_of"]
+__all__ = ["MEASURES", "Cell", "CellSpec", "evaluate_cell", "matching", "measure", "score_of"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.evaluation.results import BenchmarkResult
-from loopdropout_trainer.reports.methods import method_title
+from loopdropout_trainer.settings.methods import method_title
 
 
 TRAINING, EVALUATION, SWEEP = "results.json", "evaluation.json", "sweep.json"

@@ -18,6 +18,7 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.runs.study import MEASURED, MeasureArguments
 from loopdropout_trainer.saving.adapter_files import adapter_metadata
+from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.settings.arguments import ModelArguments
 
 
@@ -56,10 +57,7 @@ def measure_adapter(model_arguments: ModelArguments, adapter: Path, wanted: Meas
         single = single_loop_activation(model, batches)
         measured["single_loop"] = {"frozen": single.frozen, "only": single.only, "all_on": single.all_on}
         measured["readouts"] = readout_losses(model, batches)
-    path = adapter / MEASURED
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(measured) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_atomically(adapter / MEASURED, json.dumps(measured) + "\n")
     return measured
 
 

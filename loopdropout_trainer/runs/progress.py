@@ -37,12 +37,12 @@ class TrainingProgress(ProgressCallback):
             self.training_bar.set_description(self.title)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        line = summary(state.global_step, state.max_steps, logs or {})
+        line = log_line(state.global_step, state.max_steps, logs or {})
         if line and state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(line)
 
 
-def summary(step: int, max_steps: int, logs: dict[str, float]) -> str | None:
+def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:
     """Return the line of one logging interval or evaluation; None for the summary of the whole run, which has a table."""
     for loss, words in (("loss", "loss"), ("eval_loss", "held-out loss")):
         if loss in logs:

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from loopdropout_trainer.evaluation.statistics import summarize
+
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 DRAWS = 4000
@@ -156,8 +158,8 @@ class Claim:
         ours = f"{values.mean():+.{digits}f} {self.unit}"
         if values.ndim == 2 or len(values) > 1:  # one seed's loss has nothing to resample
             ours = f"{values.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}] {self.unit}"
-        by_seed = values if values.ndim == 1 else values.mean(axis=1)
-        spread = f"{by_seed.std(ddof=1):.{digits}f}" if len(by_seed) > 1 else "-"
+        sd = summarize(values if values.ndim == 1 else values.mean(axis=1)).sd
+        spread = "-" if sd is None else f"{sd:.{digits}f}"
         cells = (self.words, self.paper, ours, f"{len(values)}, {spread}", verdict(low, high, len(values), self.unit))
         return f"| {' | '.join(cells)} |"
 
@@ -329,10 +331,7 @@ def loops_table(results: Results) -> str:
 
 
 def _mean_sd(scores: Sequence[float]) -> str:
-    if not scores:
-        return "-"
-    spread = f" ± {np.std(scores, ddof=1):.1f}" if len(scores) > 1 else ""
-    return f"{np.mean(scores):.1f}{spread}"
+    return summarize(scores).text(1) if scores else "-"
 
 
 def write_document(results: Path, document: Path) -> None:

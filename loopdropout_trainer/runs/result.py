@@ -1,4 +1,4 @@
-"""What came out of a training run: its log and its results.json."""
+"""The result of a training run: its log and its results.json."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult
 from loopdropout_trainer.saving.files import written_whole
 from loopdropout_trainer.settings.arguments import RunArguments
+from loopdropout_trainer.settings.methods import method_title
 from loopdropout_trainer.settings.recipe import public_settings, settings_yaml
 from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.identity import differences
@@ -83,7 +84,7 @@ class RunResult:
     @property
     def title(self) -> str:
         """What people call the method."""
-        return {"loop_dropout": "Loop Dropout", "lora": "LoRA"}.get(self.rule, self.rule)
+        return method_title({"rule": self.rule})
 
     @property
     def results(self) -> dict[str, float]:

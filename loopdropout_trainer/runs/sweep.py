@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
+from loopdropout_trainer.evaluation.statistics import summarize
 from loopdropout_trainer.runs.result import DIVERGED_FILE
 from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.saving.lock import only_process_in
@@ -423,15 +423,14 @@ def _mean_and_sd(runs: Sequence[Mapping[str, Any]], benchmark: str) -> str:
     number = f"{len(scores)}, {diverged} diverged" if diverged else str(len(scores))
     if not scores:
         return f"- ({number})" if diverged else "-"
-    spread = f" ± {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
-    return f"{statistics.mean(scores):.2f}{spread} ({number})"
+    return f"{summarize(scores)} ({number})"
 
 
 def _costs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the mean minutes of a training, and the most memory of any."""
     seconds = [run["train_info"]["train_seconds"] for run in runs if "train_seconds" in run["train_info"]]
     peaks = [peak for run in runs if (peak := run["train_info"].get("peak_memory_gb")) is not None]
-    return [f"{statistics.mean(seconds) / 60:.1f}" if seconds else "-", f"{max(peaks):.2f}" if peaks else "-"]
+    return [f"{summarize(seconds).mean / 60:.1f}" if seconds else "-", f"{max(peaks):.2f}" if peaks else "-"]
 
 
 def _markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

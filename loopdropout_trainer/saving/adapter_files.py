@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from peft import LoraConfig, PeftConfig, PeftModel
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -15,6 +14,7 @@ from transformers.utils import logging
 from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter, check_peft_config
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.cards import adapter_card, card_fields
+from loopdropout_trainer.saving.files import check_safetensors
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.field_types import shown
 
@@ -142,7 +142,7 @@ def _replace_patterns(config: LoraConfig, folder: Path) -> None:
         ValueError: for a pattern that names nothing else.
     """
     if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
-        names = _tensor_shapes(folder)
+        names = check_safetensors(Path(folder) / _WEIGHTS)
         config.target_modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
         config.exclude_modules = None
     patterns = [config.exclude_modules] if isinstance(config.exclude_modules, str) else []
@@ -163,7 +163,7 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
         ValueError: naming the first that does not.
     """
     modules = dict(base.named_modules())
-    shapes = _tensor_shapes(folder)
+    shapes = check_safetensors(Path(folder) / _WEIGHTS)
     for key, shape in shapes.items():
         name, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
         if any(kind.is_own(key) for kind in ADAPTER_KINDS.values()):
@@ -180,16 +180,3 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
                 f"The adapter in {folder} is for another base model: its `{name}` has {side} {width}, this model's has "
                 f"{getattr(linear, side)}."
             )
-
-
-def _tensor_shapes(folder: str | Path) -> dict[str, list[int]]:
-    """Return the shapes of an adapter's tensors by name.
-
-    Raises:
-        ValueError: if the file is damaged.
-    """
-    try:
-        with safe_open(str(Path(folder) / _WEIGHTS), framework="pt") as tensors:
-            return {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{Path(folder) / _WEIGHTS} cannot be read: {error}.") from None

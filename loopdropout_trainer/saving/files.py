@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +32,11 @@ def sha256(content: str | bytes | Path | Iterable[Path]) -> str:
             digest.update(path.name.encode())
             _update(digest, path)
     return digest.hexdigest()
+
+
+def sha256_of_json(value: Any) -> str:
+    """Return the SHA-256 of a value as JSON; the order of a mapping's keys does not change it."""
+    return sha256(json.dumps(value, sort_keys=True))
 
 
 def _update(digest, path: Path) -> None:

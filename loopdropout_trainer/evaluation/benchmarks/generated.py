@@ -11,13 +11,14 @@ from accelerate.utils import gather_object
 from datasets import load_dataset
 
 from loopdropout_trainer.data.rows import BadRow, read_files
-from loopdropout_trainer.evaluation.answer_log import Answers, sha256_of
+from loopdropout_trainer.evaluation.answer_log import Answers
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
 from loopdropout_trainer.evaluation.generation import generate_batches
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.scorers import load_metric
 from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.saving.files import sha256_of_json
 
 
 Row = dict[str, Any]
@@ -47,7 +48,7 @@ class GeneratedBenchmark(Benchmark):
     def settings(self, subject: Subject) -> dict[str, Any]:
         return {
             "benchmark": self.name,
-            "problems_sha256": sha256_of([self.prompts, self.references]),
+            "problems_sha256": sha256_of_json([self.prompts, self.references]),
             "metric": self.metric,
             "max_new_tokens": self.max_new_tokens,
             "stop_strings": list(self.stop_strings),

@@ -22,12 +22,13 @@ import torch
 from datasets import Dataset
 
 from loopdropout_trainer.data.rows import BadRow, read_files
-from loopdropout_trainer.evaluation.answer_log import Answers, sha256_of
+from loopdropout_trainer.evaluation.answer_log import Answers
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
 from loopdropout_trainer.evaluation.benchmarks.generated import Row, list_of
 from loopdropout_trainer.evaluation.loading import quiet
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.versions import library_versions
 
 
@@ -247,7 +248,7 @@ class LmEvalBenchmark(Benchmark):
         ]
         return {
             "benchmark": self.name,
-            "problems_sha256": sha256_of(problems),
+            "problems_sha256": sha256_of_json(problems),
             "num_fewshot": sorted({task.get_config("num_fewshot") for task in self.tasks}),
             "generation": dict(self.spec.generation),
             "lm_eval": library_versions()["lm-eval"],

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from accelerate.utils import broadcast_object_list
 
-from loopdropout_trainer.evaluation.answer_log import Answers, sha256_of
+from loopdropout_trainer.evaluation.answer_log import Answers
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
 from loopdropout_trainer.evaluation.benchmarks.generated import generate_answers, list_of
 from loopdropout_trainer.evaluation.code import (
@@ -24,6 +24,7 @@ from loopdropout_trainer.evaluation.code import (
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.saving.files import sha256_of_json
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class CodeBenchmark(Benchmark):
         self._check_allowed(subject)
         return {
             "benchmark": self.name,
-            "problems_sha256": sha256_of(self.problems),
+            "problems_sha256": sha256_of_json(self.problems),
             "max_new_tokens": MAX_NEW_TOKENS,
             "stop_strings": list(STOP_STRINGS),
             "evalplus": metadata.version("evalplus"),

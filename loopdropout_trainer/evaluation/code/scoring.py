@@ -17,7 +17,6 @@ rules are EvalPlus's own, with these differences:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import queue
@@ -41,6 +40,7 @@ from loopdropout_trainer.evaluation.code.containment import (
     library_folders,
     run_contained,
 )
+from loopdropout_trainer.saving.files import sha256_of_json
 
 
 logger = logging.get_logger(__name__)
@@ -125,7 +125,7 @@ def score(
         if unknown := sorted(set(answers) - known):
             raise CodeExecutionError(f"{dataset} has no problem {unknown[0]!r}; its data has {len(known)} others.")
         rules = {"data": described["hash"], "evalplus": metadata.version("evalplus"), **asdict(limits)}
-        keys = {task_id: _key({"answer": answer, **rules}) for task_id, answer in answers.items()}
+        keys = {task_id: sha256_of_json({"answer": answer, **rules}) for task_id, answer in answers.items()}
         scores = _logged(log, keys)
         waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
         for task_id in answers:
@@ -254,10 +254,6 @@ class _JudgeProcess:
     def __exit__(self, *_: Any) -> None:
         self.process.kill()
         self.process.communicate()
-
-
-def _key(of: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 
 
 def _logged(log: str | Path | None, keys: Mapping[str, str]) -> dict[str, Score]:

@@ -1,15 +1,21 @@
 """What a run prints at its end: tables that fit a screen, and sentences that are true of them."""
 
 import io
+import math
 
 import pytest
 from rich.console import Console
-from scipy.stats import binomtest
 
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult, Prediction
-from loopdropout_trainer.runs.progress import summary
-from loopdropout_trainer.runs.report import about_answers, about_depths, print_report, right_by_last_number, sign_test
+from loopdropout_trainer.runs.printing import (
+    about_answers,
+    about_depths,
+    paired_sign_test,
+    print_results,
+    right_by_last_number,
+)
+from loopdropout_trainer.runs.progress import log_line
 from loopdropout_trainer.runs.result import RunResult
 
 
@@ -50,7 +56,7 @@ def two():
 
 def test_everything_fits_80_columns():
     console = Console(file=io.StringIO(), width=80)
-    print_report(two(), console)
+    print_results(two(), console)
     printed = console.file.getvalue()
     assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
     assert printed.count("Loop Dropout") >= 4  # a method's name is never broken
@@ -68,7 +74,7 @@ def test_sentences_are_true_of_the_numbers():
     lora.benchmarks = [answers(12, start=20)]
     assert "equally many of 40" in about_answers([ours, lora])
     console = Console(file=io.StringIO(), width=200)
-    print_report([ours, lora], console)
+    print_results([ours, lora], console)
     assert (
         "Loop Dropout 50.0% (loop 4) to 65.0% (loop 3); LoRA 10.0% (loop 3) to 75.0% (loop 4)."
         in console.file.getvalue()
@@ -76,13 +82,14 @@ def test_sentences_are_true_of_the_numbers():
 
 
 @pytest.mark.parametrize(("right", "other", "start"), [(30, 12, 0), (12, 13, 20), (12, 12, 5), (5, 5, 0)])
-def test_the_sign_test_is_scipys(right, other, start):
+def test_the_sign_test_counts_coin_tosses(right, other, start):
     one, two = answers(right), answers(other, start=start)
     pairs = list(zip(one.predictions, two.predictions, strict=True))
     wins = sum(a.correct and not b.correct for a, b in pairs)
     losses = sum(b.correct and not a.correct for a, b in pairs)
-    want = binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
-    assert sign_test(one, two) == pytest.approx(want)
+    tosses = wins + losses
+    unlikely = sum(math.comb(tosses, k) for k in range(tosses + 1) if abs(2 * k - tosses) >= abs(wins - losses))
+    assert paired_sign_test(one, two) == pytest.approx(unlikely / 2**tosses)
 
 
 def test_the_last_number_of_any_answer_counts():
@@ -94,6 +101,6 @@ def test_the_last_number_of_any_answer_counts():
 
 def test_one_line_for_a_logging_interval():
     logs = {"loss": "0.5", "grad_norm": 3.0, "learning_rate": "0.004"}
-    assert summary(100, 600, logs) == "step 100 of 600: loss 0.5000, learning rate 0.004"
-    assert summary(100, 600, {"eval_loss": 0.25}) == "step 100 of 600: held-out loss 0.2500"
-    assert summary(600, 600, {"train_runtime": 1.0}) is None
+    assert log_line(100, 600, logs) == "step 100 of 600: loss 0.5000, learning rate 0.004"
+    assert log_line(100, 600, {"eval_loss": 0.25}) == "step 100 of 600: held-out loss 0.2500"
+    assert log_line(600, 600, {"train_runtime": 1.0}) is None

@@ -1,4 +1,4 @@
-"""What the methods are called in tables and figures."""
+"""What the methods are called in tables, figures and printed results."""
 
 from __future__ import annotations
 

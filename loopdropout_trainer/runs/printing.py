@@ -1,8 +1,7 @@
-"""What a training run shows when it ends: small tables, each with a sentence made from its numbers, and one figure."""
+"""What a training run prints when it ends: small tables, each with a sentence made from its numbers, and one figure."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,7 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from loopdropout_trainer.diagnostics.plots import draw_bars, draw_curves
+from loopdropout_trainer.diagnostics.style import legend_above, new_figure
 from loopdropout_trainer.evaluation import BenchmarkResult
+from loopdropout_trainer.evaluation.statistics import sign_test
 from loopdropout_trainer.runs.result import RunResult
 
 
@@ -19,7 +21,7 @@ MATTERS = 0.05  # below this p-value of the sign test, a difference is said to b
 _NUMBER = re.compile(r"-?\d[\d,]*")
 
 
-def print_report(outcomes: Sequence[RunResult], console: Console | None = None) -> None:
+def print_results(outcomes: Sequence[RunResult], console: Console | None = None) -> None:
     """Print what was trained, what was measured of it, and where things were saved."""
     console = console or Console()
     parts: list[tuple[Table, str]] = [(training_table(outcomes), "")]
@@ -127,7 +129,7 @@ def about_answers(outcomes: Sequence[RunResult]) -> str:
         (first, one), (second, other) = zip((o.title for o in outcomes), results, strict=True)
         if one.correct < other.correct:
             first, one, second, other = second, other, first, one
-        difference, p_value = one.correct - other.correct, sign_test(one, other)
+        difference, p_value = one.correct - other.correct, paired_sign_test(one, other)
         if difference == 0:
             sentences.append(f"On {one.name}, {first} and {second} answer equally many of {one.total} problems.")
             continue
@@ -174,15 +176,11 @@ def _best(row: dict[int, float]) -> int:
     return max(row, key=row.get)
 
 
-def sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
-    """Return the two-sided p-value of the exact sign test over the problems that only one of two methods answers."""
+def paired_sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
+    """Return the p-value of the sign test over the problems that only one of two methods answers."""
     pairs = list(zip(one.predictions, other.predictions, strict=True))
     wins, losses = (sum(a.correct > b.correct for a, b in way) for way in (pairs, [pair[::-1] for pair in pairs]))
-    decided = wins + losses
-    if decided == 0:
-        return 1.0
-    tail = sum(math.comb(decided, k) for k in range(min(wins, losses) + 1)) / 2**decided
-    return min(1.0, 2 * tail)
+    return sign_test(wins, losses)
 
 
 def right_by_last_number(result: BenchmarkResult) -> int:
@@ -202,41 +200,30 @@ def _last_number(text: str) -> str | None:
 # The figure.
 
 
-def plot_report(outcomes: Sequence[RunResult], path: str | Path) -> Path:
+def plot_results(outcomes: Sequence[RunResult], path: str | Path) -> Path:
     """Save one figure: rho_t by loop, and right answers by depth, as far as they were measured. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     panels = []
     if all(outcome.single_loop is not None for outcome in outcomes):
         panels.append(_draw_single_loops)
     if all(outcome.by_depth for outcome in outcomes):
         panels.append(_draw_depths)
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.2), layout="constrained", squeeze=False)
-    for draw, axis in zip(panels, axes[0], strict=True):
-        draw(axis, outcomes)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with new_figure(1, len(panels), squeeze=False) as (figure, axes):
+        for draw, axis in zip(panels, axes[0], strict=True):
+            draw(axis, outcomes)
+        legend_above(figure, axes[0][0])
+        figure.savefig(path)
     return Path(path)
 
 
 def _draw_single_loops(axis, outcomes: Sequence[RunResult]) -> None:
-    width = 0.8 / len(outcomes)
-    for index, outcome in enumerate(outcomes):
-        rho = outcome.single_loop.reductions
-        offset = (index - (len(outcomes) - 1) / 2) * width
-        axis.bar([loop + offset for loop in range(1, len(rho) + 1)], rho, width, label=outcome.title)
-    axis.axhline(0, color="black", linewidth=0.8)
-    axis.set(xlabel="only active adapter loop t", ylabel="loss reduction (%)", xticks=range(1, len(rho) + 1))
+    series = {outcome.title: (outcome.single_loop.reductions, None) for outcome in outcomes}
+    draw_bars(axis, series, range(1, outcomes[0].num_loops + 1))
+    axis.set(xlabel="only active adapter loop t", ylabel="loss reduction (%)")
 
 
 def _draw_depths(axis, outcomes: Sequence[RunResult]) -> None:
-    for outcome in outcomes:
-        depths = list(outcome.by_depth)
-        axis.plot(depths, [r.score for r in outcome.by_depth.values()], marker="o", label=outcome.title)
+    depths = list(outcomes[0].by_depth)
+    series = {outcome.title: ([result.score for result in outcome.by_depth.values()], None) for outcome in outcomes}
+    draw_curves(axis, depths, series)
     axis.axvline(outcomes[0].num_loops, color="grey", linewidth=0.8, linestyle=":")
     axis.set(xlabel="loops K at inference", ylabel="right answers (%)", xticks=depths, ylim=(0, None))
