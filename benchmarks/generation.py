@@ -123,7 +123,7 @@ def answer(form: str, model: torch.nn.Module, preset: Preset, prompts: list[list
 
 
 def by_batches(model: torch.nn.Module, preset: Preset, prompts: list[list[int]], order: list[int]) -> Answers:
-    """Answer a batch at a time, so that nothing takes the places of rows that end."""
+    """Answer a batch at a time, so that nothing is admitted to the slots of rows that end."""
     answers: Answers = {}
     for start in range(0, len(order), preset.batch):
         answers |= answer("eager", model, preset, prompts, order[start : start + preset.batch])
@@ -153,8 +153,10 @@ def make_rows(model: torch.nn.Module, preset: Preset, prompts: list[list[int]]) 
     return {
         "`generate`, batches as given": partial(answer, "generate", *everything, given),
         "`generate`, sorted by length": partial(answer, "generate", *everything, longest_first),
-        "rows that end leave": partial(by_batches, *everything, longest_first),
-        "and waiting prompts take their places (`eager`)": partial(answer, "eager", *everything, longest_first),
+        "rows that end are evicted": partial(by_batches, *everything, longest_first),
+        "and waiting prompts are admitted to their slots (`eager`)": partial(
+            answer, "eager", *everything, longest_first
+        ),
         "and projections are prepared (what an evaluation does)": partial(prepared, *everything, longest_first),
         "adapter merged for good: `generate`, sorted by length": partial(
             answer, "generate", merged, *everything[1:], longest_first
@@ -241,7 +243,7 @@ def table(details: dict) -> list[str]:
         "",
         f"Random Ouro of {shape['num_layers']} layer(s), hidden size {shape['hidden_size']}, {shape['num_loops']} loops, "
         f"{shape['dtype']}, with LoRA of rank 16 on all projections of the recurrent block; {shape['num_prompts']} prompts "
-        f"in batches (places) of {shape['batch']}; answers of {lengths[0]} to {lengths[2]} tokens, {lengths[1]:.0f} in the "
+        f"in batches (slots) of {shape['batch']}; answers of {lengths[0]} to {lengths[2]} tokens, {lengths[1]:.0f} in the "
         f"median. Median of {details['rounds']} runs after one that warms up"
         + ("." if details["on_gpu"] else "; time is the process's own, on one thread.")
         + " First runs are by the clock on the wall; that of the compiled row compiles, without any cache.",

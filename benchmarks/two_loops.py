@@ -79,22 +79,22 @@ def scatter(trainer: LoopDropoutSFTTrainer, rule_fields: tuple, num_draws: int) 
     rule = make_rule(name, **({} if p is None else {"p": p}), **rule_args)
     model, num_loops = trainer.model.train(), trainer.num_loops
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(BATCH)])
-    factors = [p for p in model.parameters() if p.requires_grad]
-    losses, silent, total, squares = [], 0, 0, 0.0
+    lora_parameters = [p for p in model.parameters() if p.requires_grad]
+    losses, unused, total, squares = [], 0, 0, 0.0
     for step in range(num_draws):
-        places = [(row, 0) for row in range(BATCH)]
-        gates = rule.sample(Draw(seed=0, step=step, num_steps=num_draws, places=places, num_loops=num_loops))
+        example_ids = [(row, 0) for row in range(BATCH)]
+        gates = rule.sample(Draw(seed=0, step=step, num_steps=num_draws, example_ids=example_ids, num_loops=num_loops))
         gates = gates.expand(num_loops, BATCH)
-        silent += int((gates == 0).all(dim=0).sum())
+        unused += int((gates == 0).all(dim=0).sum())
         with use_gates(model, gates):
             loss = model(**batch).loss
-            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, factors)]).double()
+            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, lora_parameters)]).double()
         losses.append(loss.item())
         total, squares = total + gradient, squares + float(gradient.square().sum())
     mean_square = float((total / num_draws).square().sum())
     variance = (squares / num_draws - mean_square) * num_draws / (num_draws - 1)
     signal = mean_square - variance / num_draws  # the mean's own noise taken off
-    return silent / (num_draws * BATCH), statistics.stdev(losses), variance / signal
+    return unused / (num_draws * BATCH), statistics.stdev(losses), variance / signal
 
 
 def held_out(fields: list, options: argparse.Namespace, folder: str) -> str:
@@ -121,10 +121,10 @@ def main() -> None:
             fixed = trainer_of("lora", None, {}, num_loops, options.steps // 2, 0, folder)
             fixed.train()
             for label, *fields in RULES:
-                silent, deviation, noise = scatter(fixed, tuple(fields), options.draws)
+                unused, deviation, noise = scatter(fixed, tuple(fields), options.draws)
                 trained = held_out(fields, options, folder) if num_loops == 2 and options.seeds > 1 else ""
                 rows.append(
-                    f"| {num_loops} | {label} | {100 * silent:.1f}% | {deviation:.3f} | {noise:.2f} | {trained} |"
+                    f"| {num_loops} | {label} | {100 * unused:.1f}% | {deviation:.3f} | {noise:.2f} | {trained} |"
                 )
                 print(rows[-1], flush=True)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"

@@ -178,7 +178,7 @@ class Run:
             num_tokens=progress["num_tokens"],
             peak_memory_gb=progress["peak_memory_gb"],
             base_benchmarks=base_benchmarks,
-            adapter={**self.adapter.lora_fields, **training_facts(trainer)},
+            adapter={**self.adapter.lora_fields, **training_fields(trainer)},
             model=self.model_facts(trainer),
         )
         outcome.saved["adapter"] = config.output_dir
@@ -287,7 +287,7 @@ class Run:
         outcome.saved["merged model"] = str(folder)
 
 
-def training_facts(trainer: LoopDropoutSFTTrainer) -> dict[str, Any]:
+def training_fields(trainer: LoopDropoutSFTTrainer) -> dict[str, Any]:
     """Return the settings that tables of results name."""
     args = trainer.args
     seeds = {"seed": args.seed, "gate_seed": args.seed if args.gate_seed is None else args.gate_seed}

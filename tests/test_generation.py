@@ -153,18 +153,18 @@ def test_rows_that_come_and_go_say_what_they_say_in_plain_batches(make_tiny, tok
     assert generate_greedy(model, tokenizer, MANY, 70, 12, STOPS, progress=False) == want
 
 
-def decoder_of(model, tokenizer, places):
+def decoder_of(model, tokenizer, slots):
     """A decoder of answers of known lengths, 1 to 60 tokens; and these lengths."""
     prompts = sorted((tokenizer(prompt)["input_ids"] for prompt in MANY), key=len, reverse=True)
     lengths = [1 + 59 * (7 * i % 20) // 19 for i in range(len(prompts))]
-    places_of = {}
+    index_of = {}
 
     def have_ended(answers):  # told apart by identity: an answer's list is kept while it grows
         for answer in answers:
-            places_of.setdefault(id(answer), len(places_of))
-        return [len(answer) == lengths[places_of[id(answer)]] for answer in answers]
+            index_of.setdefault(id(answer), len(index_of))
+        return [len(answer) == lengths[index_of[id(answer)]] for answer in answers]
 
-    return decoding.GreedyDecoder(model, prompts, 60, places, have_ended), prompts, lengths
+    return decoding.GreedyDecoder(model, prompts, 60, slots, have_ended), prompts, lengths
 
 
 def test_no_row_is_computed_long_after_its_end_and_the_cache_is_no_longer_than_the_rows(tokenizer):
@@ -183,7 +183,7 @@ def test_no_row_is_computed_long_after_its_end_and_the_cache_is_no_longer_than_t
     assert sum(lengths) <= steps <= 1.1 * sum(lengths)
     in_batches = sum(len(lengths[start : start + 8]) * max(lengths[start : start + 8]) for start in range(0, 20, 8))
     assert steps < 0.75 * in_batches
-    assert max(columns) <= -(-(max(map(len, prompts)) + 60) // 64) * 64 and len(decoder.places) < 8
+    assert max(columns) <= -(-(max(map(len, prompts)) + 60) // 64) * 64 and len(decoder.slots) < 8
 
 
 def test_answers_come_as_they_are_complete_and_the_model_is_itself_in_between(tokenizer):

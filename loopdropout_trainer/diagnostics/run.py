@@ -234,17 +234,7 @@ class _Run:
         }
 
     def _evaluated(self, context: Context) -> EvaluatedModel:
-        arguments = self.arguments
-        return EvaluatedModel(
-            context.model,
-            self.tokenizer,
-            arguments.benchmark_batch_size,
-            arguments.decoding,
-            apply_chat_template=arguments.apply_chat_template,
-            system_instruction=arguments.system_instruction,
-            max_new_tokens=arguments.max_new_tokens,
-            allow_code_execution=arguments.allow_code_execution,
-        )
+        return EvaluatedModel.of(context.model, self.tokenizer, self.arguments)
 
     def _saved(self, path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
         """Return an earlier measurement of these settings, the same in every process."""

@@ -1,8 +1,9 @@
-"""Greedy decoding of many prompts in a fixed number of places: a row that ends leaves, and a waiting prompt takes its place.
+"""Greedy decoding with continuous batching: a fixed number of slots, from which rows that end are evicted, and to which
+waiting prompts are admitted.
 
-Every row counts its own columns: the keys and values of its token at position p lie in column p of its place, whatever the
-other rows hold. So a row attends to the columns up to its own position, and no row depends on when the others came or go.
-What a former row left in its place lies after that, and is written over before it is ever read.
+Every row counts its own columns: the keys and values of its token at position p lie in column p of its slot, whatever the
+other rows hold. So a row attends to the columns up to its own position, and no row depends on when others are admitted or
+evicted. What a former row left in a slot lies after that, and is written over before it is ever read.
 """
 
 from __future__ import annotations
@@ -30,33 +31,33 @@ PREFILL_TOKENS = 16384
 """Most tokens of prompts, with their padding, that are read at once."""
 
 
-class PlaceCache(Cache):
-    """Keys and values of every slot, [places, heads, columns, d]; a model with loops has a slot for each (loop, layer).
+class SlotCache(Cache):
+    """Keys and values [slots, heads, columns, d] of every layer; a looped model has a layer here for each (loop, layer).
 
     Attributes:
-        most_places: that are allocated.
-        num_places: first ones of them, which are in use.
+        allocated_slots: most slots that are ever in use.
+        num_slots: first ones of them, which are in use.
         columns: indices of the columns in use, [columns].
-        allocated_columns: of each place.
+        allocated_columns: of each slot.
         positions: of the tokens that the next call computes, [B, S].
-        slots: where their keys and values go, counted over all places' allocated columns, [B * S].
+        targets: where their keys and values go, counted over all slots' allocated columns, [B * S].
         is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
     """
 
     positions: torch.Tensor
-    slots: torch.Tensor
+    targets: torch.Tensor
 
-    def __init__(self, most_places: int, device: torch.device) -> None:
-        super().__init__(layer_class_to_replicate=partial(PlaceLayer, self))
-        self.most_places = most_places
-        self.num_places = self.allocated_columns = 0
+    def __init__(self, allocated_slots: int, device: torch.device) -> None:
+        super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
+        self.allocated_slots = allocated_slots
+        self.num_slots = self.allocated_columns = 0
         self.columns = torch.arange(0, device=device)
         self.is_prefill = False
 
-    def resize(self, num_places: int, num_columns: int) -> None:
-        """Use the first places and columns."""
-        if (num_places, num_columns) != (self.num_places, len(self.columns)):
-            self.num_places = num_places
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        """Use the first slots and columns."""
+        if (num_slots, num_columns) != (self.num_slots, len(self.columns)):
+            self.num_slots = num_slots
             if num_columns > self.allocated_columns:
                 self.allocated_columns = -(-num_columns // ALLOCATED_COLUMNS) * ALLOCATED_COLUMNS
             self.columns = torch.arange(num_columns, device=self.columns.device)
@@ -65,7 +66,7 @@ class PlaceCache(Cache):
                 layer.resize()
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy rows to other places."""
+        """Copy rows to other slots."""
         device = self.columns.device
         from_rows, to_rows = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for layer in self.layers:
@@ -73,30 +74,30 @@ class PlaceCache(Cache):
                 states[to_rows.to(states.device)] = states[from_rows.to(states.device)]
 
 
-class PlaceLayer(StaticLayer):
-    """One slot. `keys` and `values` are the part in use of what is allocated, which grows but never shrinks.
+class SlotLayer(StaticLayer):
+    """One layer of one loop. `keys` and `values` are the part in use of what is allocated, which grows but never shrinks.
 
-    Allocated are [places, columns, heads, d], so that the states of a token lie in one piece.
+    Allocated are [slots, columns, heads, d], so that the states of a token lie in one piece.
     """
 
-    def __init__(self, places: PlaceCache) -> None:
+    def __init__(self, cache: SlotCache) -> None:
         super().__init__(max_cache_len=0)
-        self.places = places
+        self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.allocated = [
-            states.new_zeros(self.places.most_places, 0, states.shape[1], states.shape[3])
+            states.new_zeros(self.cache.allocated_slots, 0, states.shape[1], states.shape[3])
             for states in (key_states, value_states)
         ]
         self.resize()
         self.is_initialized = True
 
     def resize(self) -> None:
-        num_places, num_columns = self.places.num_places, len(self.places.columns)
-        if self.places.allocated_columns > self.allocated[0].shape[1]:
-            self.allocated = [_widened(states, self.places.allocated_columns) for states in self.allocated]
-        self.tokens = [states.flatten(0, 1) for states in self.allocated]  # [places * columns, heads, d]
-        self.keys, self.values = (states[:num_places, :num_columns].transpose(1, 2) for states in self.allocated)
+        num_slots, num_columns = self.cache.num_slots, len(self.cache.columns)
+        if self.cache.allocated_columns > self.allocated[0].shape[1]:
+            self.allocated = [_widened(states, self.cache.allocated_columns) for states in self.allocated]
+        self.tokens = [states.flatten(0, 1) for states in self.allocated]  # [slots * columns, heads, d]
+        self.keys, self.values = (states[:num_slots, :num_columns].transpose(1, 2) for states in self.allocated)
         for states in (self.keys, self.values, *self.tokens):  # CUDA graphs then read and write them in place
             torch._dynamo.mark_static_address(states, guard=False)
         for states in (self.keys, self.values):
@@ -110,20 +111,20 @@ class PlaceLayer(StaticLayer):
         """Write the states [B, heads, S, d] of the current rows; return all that these may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        slots = self.places.slots.to(key_states.device)
+        targets = self.cache.targets.to(key_states.device)
         for tokens, states in zip(self.tokens, (key_states, value_states), strict=True):
-            tokens.index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
-        return (key_states, value_states) if self.places.is_prefill else (self.keys, self.values)
+            tokens.index_copy_(0, targets, states.transpose(1, 2).flatten(0, 1))
+        return (key_states, value_states) if self.cache.is_prefill else (self.keys, self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (query_length if self.places.is_prefill else len(self.places.columns)), 0
+        return (query_length if self.cache.is_prefill else len(self.cache.columns)), 0
 
     def get_seq_length(self) -> int:
         """Return 0: rows differ in length, so that masks and positions are given with every call."""
         return 0
 
     def get_max_length(self) -> int:
-        return len(self.places.columns)
+        return len(self.cache.columns)
 
 
 def _widened(states: torch.Tensor, num_columns: int) -> torch.Tensor:
@@ -150,9 +151,9 @@ class GreedyDecoder:
         model: causal language model in evaluation mode that `why_not` has nothing against.
         prompts: token ids, none of them empty; started in this order.
         max_new_tokens: most tokens of an answer.
-        num_places: most rows at a time.
+        num_slots: most rows at a time.
         have_ended: tells of some answers, as token ids, which ones are complete.
-        compiled: run the steps compiled, with all places computed to the end.
+        compiled: run the steps compiled, with all slots computed to the end.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class GreedyDecoder:
         model: PreTrainedModel,
         prompts: Sequence[list[int]],
         max_new_tokens: int,
-        num_places: int,
+        num_slots: int,
         have_ended: Callable[[list[list[int]]], list[bool]],
         compiled: bool = False,
     ) -> None:
@@ -169,74 +170,75 @@ class GreedyDecoder:
         self.have_ended = have_ended
         self.compiled = compiled
         self.waiting = deque(_Row(index, prompt) for index, prompt in enumerate(prompts))
-        self.most_places = min(num_places, len(prompts))
-        self.places: list[_Row | None] = [None] * self.most_places
-        self.cache = PlaceCache(self.most_places, model.device)
+        self.num_slots = min(num_slots, len(prompts))
+        self.slots: list[_Row | None] = [None] * self.num_slots  # fewer when compacted, up to as many when admitting
+        self.cache = SlotCache(self.num_slots, model.device)
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, list[int]]]:
         """Decode until one or more answers are complete, and return them with their prompts' indices; [] at the end."""
         ended: list[_Row] = []
-        while not ended and (self.waiting or any(self.places)):
-            self._seat()
+        while not ended and (self.waiting or any(self.slots)):
+            self._admit()
             self._step()
-            ended = self._leave()
+            ended = self._evict()
         return [(row.index, row.answer) for row in ended]
 
-    def _seat(self) -> None:
-        """Give free places to waiting prompts."""
-        self.places += [None] * (self.most_places - len(self.places))
-        free = [place for place, row in enumerate(self.places) if row is None]
-        if 4 * len(free) >= self.most_places:  # not to each one alone, since reading a prompt takes a call of its own
+    def _admit(self) -> None:
+        """Admit waiting prompts to free slots."""
+        self.slots += [None] * (self.num_slots - len(self.slots))
+        free = [slot for slot, row in enumerate(self.slots) if row is None]
+        if 4 * len(free) >= self.num_slots:  # not to each one alone, since reading a prompt takes a call of its own
             while free and self.waiting:
                 size = max(1, PREFILL_TOKENS // len(self.waiting[0]))
                 taken, free = free[:size], free[size:]
                 self._prefill(taken[: len(self.waiting)])
         if not self.compiled:
-            self._close_up()
+            self._compact()
 
-    def _close_up(self) -> None:
-        """Move the last rows to the free places before them, and leave out what is behind."""
-        size = sum(row is not None for row in self.places)
-        targets = [place for place in range(size) if self.places[place] is None]
-        sources = [place for place in range(size, len(self.places)) if self.places[place] is not None]
+    def _compact(self) -> None:
+        """Move the last rows to the free slots before them, and leave out the slots behind."""
+        size = sum(row is not None for row in self.slots)
+        targets = [slot for slot in range(size) if self.slots[slot] is None]
+        sources = [slot for slot in range(size, len(self.slots)) if self.slots[slot] is not None]
         if targets:
             self.cache.move(sources, targets)
             for source, target in zip(sources, targets, strict=True):
-                self.places[target] = self.places[source]
-        del self.places[size:]
+                self.slots[target] = self.slots[source]
+        del self.slots[size:]
 
     def _fit(self) -> None:
         """Make the cache as large as the rows."""
         block = COLUMNS[self.compiled]
-        num_columns = max(len(row) for row in self.places if row is not None) + block - 1
+        num_columns = max(len(row) for row in self.slots if row is not None) + block - 1
         num_columns -= num_columns % block
         if self.compiled:
             num_columns = max(num_columns, len(self.cache.columns))
-        self.cache.resize(len(self.places), num_columns)
+        self.cache.resize(len(self.slots), num_columns)
 
-    def _prefill(self, places: list[int]) -> None:
-        """Read the next waiting prompts into the cache, at these places."""
-        rows = [self.waiting.popleft() for _ in places]
-        for place, row in zip(places, rows, strict=True):
-            self.places[place] = row
+    def _prefill(self, slots: list[int]) -> None:
+        """Read the next waiting prompts into these slots of the cache."""
+        rows = [self.waiting.popleft() for _ in slots]
+        for slot, row in zip(slots, rows, strict=True):
+            self.slots[slot] = row
         self._fit()
         length = max(map(len, rows))
         ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.model.device)
         # Padding comes after the prompt, which does not see it; its columns are those of the answer.
-        self._set(places, torch.arange(length).expand(len(rows), -1), is_prefill=True)
+        self._set(slots, torch.arange(length).expand(len(rows), -1), is_prefill=True)
         self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache))
 
-    def _set(self, rows: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
-        slots = torch.tensor(rows).unsqueeze(1) * self.cache.allocated_columns + positions
-        self.cache.slots = slots.flatten().to(self.model.device)
+    def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
+        """Tell the cache which tokens the next call computes: `positions` [B, S] of the rows in these slots."""
+        targets = torch.tensor(slots).unsqueeze(1) * self.cache.allocated_columns + positions  # [B, S]
+        self.cache.targets = targets.flatten().to(self.model.device)
         self.cache.positions = positions.to(self.model.device)
         self.cache.is_prefill = is_prefill
 
     def _step(self) -> None:
         """Add a token to every row. The first step computes a prompt's last token once more."""
         self._fit()
-        rows = self.places
+        rows = self.slots
         tokens = [0 if row is None else (row.prompt + row.answer[-1:])[-1] for row in rows]
         positions = [[0 if row is None else len(row) - 1] for row in rows]
         self._set(list(range(len(rows))), torch.tensor(positions), is_prefill=False)
@@ -255,17 +257,17 @@ class GreedyDecoder:
                 self.compiled = False
         return _step(self.model, self.cache, ids).tolist()
 
-    def _leave(self) -> list[_Row]:
-        """Free the places of rows whose answers are complete, and return these rows."""
-        running = [row for row in self.places if row is not None]
+    def _evict(self) -> list[_Row]:
+        """Evict the rows whose answers are complete, and return them."""
+        running = [row for row in self.slots if row is not None]
         ends = self.have_ended([row.answer for row in running])
         ended = [row for row, end in zip(running, ends, strict=True) if end or len(row.answer) >= self.max_new_tokens]
         gone = {row.index for row in ended}
-        self.places = [None if row is None or row.index in gone else row for row in self.places]
+        self.slots = [None if row is None or row.index in gone else row for row in self.slots]
         return ended
 
 
-def _step(model: PreTrainedModel, cache: PlaceCache, ids: torch.Tensor) -> torch.Tensor:
+def _step(model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor) -> torch.Tensor:
     """Return the most probable tokens [B] after the tokens [B, 1] of the cache's rows."""
     logits = model(input_ids=ids, **_call_arguments(model, cache)).logits
     return logits[:, -1].float().argmax(dim=-1)
@@ -277,7 +279,7 @@ def _compiled_step(device_type: str) -> Callable:
     return torch.compile(_step, options={"triton.cudagraphs": device_type == "cuda", "emulate_precision_casts": True})
 
 
-def _call_arguments(model: PreTrainedModel, cache: PlaceCache) -> dict:
+def _call_arguments(model: PreTrainedModel, cache: SlotCache) -> dict:
     """Return what the model takes beside tokens; a token attends to the columns up to its own position."""
     columns = cache.columns[: cache.positions.shape[1]] if cache.is_prefill else cache.columns
     mask = columns <= cache.positions[:, None, :, None]  # [B, 1, S, columns]

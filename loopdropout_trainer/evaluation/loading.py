@@ -65,7 +65,7 @@ def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | N
     }
 
 
-def training_facts(adapter: str | None) -> dict[str, Any]:
+def train_info(adapter: str | None) -> dict[str, Any]:
     """Return how an adapter was trained, as far as it was saved with it; {} for none."""
     if adapter is None:
         return {}

@@ -1,4 +1,4 @@
-"""One evaluation: models (a base, merged ones, adapters of it), some benchmarks, one file with everything that came out."""
+"""One evaluation: models (a base, merged ones, adapters of it), some benchmarks, one file with all results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loopdropout_trainer.evaluation.averages import averages_of
 from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.benchmarks import find_task, load_benchmark
 from loopdropout_trainer.evaluation.evaluator import put_to
-from loopdropout_trainer.evaluation.loading import load_model, model_identity, one_line, training_facts
+from loopdropout_trainer.evaluation.loading import load_model, model_identity, one_line, train_info
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import FORMAT, BenchmarkResult, read_results
 from loopdropout_trainer.evaluation.subject import Subject
@@ -155,7 +155,7 @@ class Evaluation:
             raise RecipeError(one_line(error)) from error
         row_info = {
             "meta_info": {**identity, "adapter_path": adapter, **_facts_of(subject)},
-            "train_info": training_facts(adapter),
+            "train_info": train_info(adapter),
         }
         self._from_main(lambda: self.report.check_row(row, row_info["meta_info"]))
         return [self._answer(row, row_info, subject, each, identity, settings[each.name]) for each in self.benchmarks]

@@ -76,7 +76,7 @@ class Adaptive(GateRule):
 
 
 def _proportional(weights: torch.Tensor, mean: float, low: float, high: float) -> torch.Tensor:
-    """Return clip(lambda * weights, low, high) with the one lambda that gives it the wanted mean, which is in reach."""
+    """Return clip(lambda * weights, low, high) with the one lambda that gives it this mean, which is in reach."""
     lower, upper = 0.0, high / float(weights.min())  # all low, all high; the mean grows with lambda in between
     for _ in range(200):
         middle = (lower + upper) / 2

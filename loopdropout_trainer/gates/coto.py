@@ -16,7 +16,7 @@ class CoTo(GateRule):
     """One switch for each of L physical layers, fixed over its projections, all loops, all examples and the whole step.
 
     The keep probability q goes linearly from `keep_start` in the first optimizer step to 1 after the fraction `ramp` of
-    the steps. If no layer came out on, the one with the largest draw is. No rescaling. An adapter that is switched off
+    the steps. If the draw switches all layers off, the layer with the largest draw is on. No rescaling. An adapter that is switched off
     for a step is not computed on a single process; in distributed runs it takes part with zero.
 
     Gate: b_l for the modules of layer l, b_l ~ Bernoulli(q(step)), not all zero

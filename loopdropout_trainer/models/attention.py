@@ -134,7 +134,7 @@ class SelfAttention(nn.Module):
 
     Args:
         config: with the fields of transformers' Llama.
-        layer_idx: slot of its keys in the cache.
+        layer_idx: layer of the cache that holds its keys.
         norm: makes the normalisation of queries' and keys' heads from their size; None: there is none.
     """
 

@@ -1,4 +1,4 @@
-"""The KV cache of a looped model: one slot for every (loop, layer), because each loop attends to its own keys."""
+"""The KV cache of a looped model: a layer of its own for every (loop, layer), because each loop attends to its own keys."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 
-def fit_cache(cache: Cache, num_slots: int) -> None:
-    """Give `cache` one slot per (loop, layer).
+def fit_cache(cache: Cache, num_layers: int) -> None:
+    """Give `cache` one layer of keys and values per (loop, layer) of the model.
 
-    transformers sizes a cache by `config.num_hidden_layers`, which counts a looped layer once. The missing slots are
+    transformers sizes a cache by `config.num_hidden_layers`, which counts a looped layer once. The missing ones are
     copies of the first, still empty ones, so that every kind of cache (dynamic, static, offloaded) keeps its kind.
 
     Raises:
@@ -19,22 +19,22 @@ def fit_cache(cache: Cache, num_slots: int) -> None:
     """
     held = len(cache.layers)
     first = cache.layers[0] if held else None
-    if held < num_slots:
+    if held < num_layers:
         stale = held > 0 and cache.get_seq_length() > 0
-    else:  # a later run may have used fewer of the slots
-        stale = type(first) is DynamicLayer and cache.layers[num_slots - 1].get_seq_length() != first.get_seq_length()
+    else:  # a later run may have used fewer of the layers
+        stale = type(first) is DynamicLayer and cache.layers[num_layers - 1].get_seq_length() != first.get_seq_length()
     if stale:
         raise ValueError(
-            f"This cache has {held} (loop, layer) slots, not all of them with every token; the model now needs {num_slots}. "
+            f"This cache has {held} layers for (loop, layer) pairs, not all with every token; the model now needs {num_layers}. "
             "Its number of loops was raised in between, or it was made for layers that run once, as by prefix tuning: start "
             "from an empty cache."
         )
-    if cache.layer_class_to_replicate is None:  # else the cache adds slots by itself
-        cache.layers.extend(copy.deepcopy(cache.layers[slot % held]) for slot in range(held, num_slots))
+    if cache.layer_class_to_replicate is None:  # else the cache adds layers by itself
+        cache.layers.extend(copy.deepcopy(cache.layers[index % held]) for index in range(held, num_layers))
 
 
 class LoopCacheView:
-    """The part of a cache that belongs to one loop: slot `layer_idx` here is `layer_idx + offset` there.
+    """The part of a cache that belongs to one loop: layer `layer_idx` here is `layer_idx + offset` there.
 
     It offers what an attention layer uses, so that the attention of any non-looped model runs in a loop unchanged.
     """
@@ -46,5 +46,5 @@ class LoopCacheView:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values [B, heads, S, d] to the slot; return everything the slot holds."""
+        """Append keys and values [B, heads, S, d] to the layer's; return all that it holds."""
         return self.cache.update(keys, values, layer_idx + self.offset, *args, **kwargs)

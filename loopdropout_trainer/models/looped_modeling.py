@@ -232,7 +232,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
         Args:
             inputs: of the first loop.
-            cache: with one slot for every (loop, layer), or None; `use_cache`: whether layers write to it.
+            cache: with one cache layer for every (loop, layer), or None; `use_cache`: whether layers write to it.
             keep_states: whether to return the state of every loop; not of packed examples.
 
         Returns:
@@ -307,7 +307,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
             attention_mask: [B, cached + S], 0 on padding, on either side.
             position_ids: [B, S]; default: counted from the first token that is not padding. Without an attention mask,
                 positions that do not count on by one mark packed examples, which then attend to themselves only.
-            past_key_values: cache with one slot for every (loop, layer); missing slots are added.
+            past_key_values: cache with one cache layer for every (loop, layer); missing ones are added.
             use_cache: default `config.use_cache`, and False in training or with `output_readouts`.
             initial_state: [B, S, H] that the first loop starts from; default: the family's own.
             output_readouts: also return the K readouts and the K states.
@@ -359,7 +359,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         return inputs_embeds
 
     def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
-        """Return the cache to use, with all the slots that the model needs; None: none."""
+        """Return the cache to use, with all the layers that the model needs; None: none."""
         if cache is None:
             if not use_cache:
                 return None
@@ -496,7 +496,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         """Run all loops and score with the final one; see the backbone's `forward` for the other arguments.
 
         Args:
-            labels: [B, S], -100 where no loss is wanted; shifted inside.
+            labels: [B, S], -100 for tokens without a loss; shifted inside.
             logits_to_keep: number of last positions (0: all), or their indices, to compute logits [B, S', V] for.
         """
         outputs = self.base_model(

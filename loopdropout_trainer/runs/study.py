@@ -125,7 +125,7 @@ class StudySweep(Sweep):
 
 
 class Study:
-    """The sweeps of a study, and what came out of them.
+    """The sweeps of a study, and their results.
 
     Args:
         arguments: of the study.
@@ -242,7 +242,7 @@ class Study:
         table.add_row("all", "", "", "", str(len(seen)), f"{self.hours(seen):.1f}")
         return table
 
-    # What came out
+    # Results
 
     def collect(self) -> dict[str, Any]:
         """Return what was measured of every finished run, and the rates that were chosen."""

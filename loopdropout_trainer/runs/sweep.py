@@ -150,7 +150,7 @@ def is_recipe(method: str) -> bool:
 
 
 class Sweep:
-    """The runs of a sweep, in order, and what came out of them.
+    """The runs of a sweep, in order, and their results.
 
     Args:
         arguments: of the sweep.
@@ -308,7 +308,7 @@ class Sweep:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(mine, indent=2) + "\n")
 
-    # What came out
+    # Results
 
     def summary(self) -> dict[str, Any]:
         """Return every score, the choice and what it cost, by method, as plain JSON."""

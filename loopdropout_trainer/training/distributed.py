@@ -1,4 +1,4 @@
-"""Ways to spread a run over processes, memory and rows that would change its result silently: put right, or refused."""
+"""Ways to spread a run over processes, memory and rows that would change its result silently: corrected, or refused."""
 
 from __future__ import annotations
 

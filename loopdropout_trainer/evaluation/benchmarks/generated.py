@@ -116,7 +116,7 @@ class GeneratedTask(Task):
 
     Attributes:
         prompt, reference: of one row; they raise KeyError or ValueError for a bad row.
-        rows: the published rows; takes the number that is wanted, None for all.
+        rows: the published rows; takes how many to read, None for all.
         metric, max_new_tokens, stop_strings: see `GeneratedBenchmark`.
     """
 

@@ -78,8 +78,8 @@ class CodeBenchmark(Benchmark):
     def _check_allowed(self, subject: Subject) -> None:
         if not subject.allow_code_execution:
             raise CodeExecutionError(
-                f"`{self.name}` runs programs that the model has written: set `allow_code_execution` to true if that is "
-                f"wanted. {containment_report()}"
+                f"`{self.name}` runs programs that the model has written: set `allow_code_execution` to true to run "
+                f"them. {containment_report()}"
             )
 
     def run(self, subject: Subject, answers: Answers, progress: bool = True) -> BenchmarkResult:

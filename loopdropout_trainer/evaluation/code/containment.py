@@ -1,4 +1,4 @@
-"""Run programs that nobody has read: what a box keeps them from, what it does not, and what came out.
+"""Run programs that nobody has read: what a box keeps them from, what it does not, and what a program returned.
 
 A program runs in a process tree of its own (see box.py), never in this process. What it writes to its results is data; a
 program that is killed, or writes nonsense, has no results.

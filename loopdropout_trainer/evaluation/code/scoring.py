@@ -9,7 +9,7 @@
 `base` is HumanEval (or MBPP), `plus` is HumanEval+ (or MBPP+), which asks for both: one answer gives the two scores. The
 rules are EvalPlus's own, with these differences:
 
-- A program runs in a box (containment.py) that has no right answers, and EvalPlus compares what came out of it, as data.
+- A program runs in a box (containment.py) that has no right answers, and EvalPlus compares what it returned, as data.
   So a program cannot reach the comparison: an object that claims to be equal to everything is equal to nothing.
 - Where EvalPlus compares with the help of the input, it sees the input as it was before the call.
 - After a wrong value a program is called with the remaining inputs, too.
@@ -116,7 +116,7 @@ def score(
     """
     if not allow_code_execution:
         raise CodeExecutionError(
-            f"{dataset} runs programs that the model has written: give --allow_code_execution if that is wanted. "
+            f"{dataset} runs programs that the model has written: give --allow_code_execution to allow it. "
             f"{containment_report()}"
         )
     with _JudgeProcess(dataset, file) as judge:

@@ -94,7 +94,7 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         config.set_layout()
         block = BLOCKS[config.block_layout]
         sizes = (config.n_layers_in_prelude, config.n_layers_in_coda, config.n_layers_in_recurrent_block)
-        layers = iter(range(sum(sizes)))  # their cache slots: those outside of the loop come first
+        layers = iter(range(sum(sizes)))  # their layers in the cache: those outside of the loop come first
         prelude, coda, core_block = (
             nn.ModuleList(block(config, next(layers), self.loop_state) for _ in range(size)) for size in sizes
         )

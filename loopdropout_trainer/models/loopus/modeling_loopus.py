@@ -80,9 +80,9 @@ class SelectiveGate(GradientCheckpointingLayer):
 class LoopusStack(nn.Module):
     """Consecutive layers of the base model; numbered from 0 in each stack."""
 
-    def __init__(self, config: LoopusConfig, slots: range, loop_state: LoopState) -> None:
+    def __init__(self, config: LoopusConfig, cache_layers: range, loop_state: LoopState) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LoopusLayer(config, slot, loop_state) for slot in slots)
+        self.layers = nn.ModuleList(LoopusLayer(config, index, loop_state) for index in cache_layers)
 
     def run(self, hidden_states: torch.Tensor, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         """Return the hidden states [B, S, H] after all layers."""
@@ -131,10 +131,10 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
     def __init__(self, config: LoopusConfig) -> None:
         super().__init__(config)
         encoder, decoder = len(config.encoder_layer_indices or ()), len(config.decoder_layer_indices or ())
-        slots = range(config.num_hidden_layers)  # of the cache: those outside of the loop come first
-        self.encoder = LoopusStack(config, slots[:encoder], self.loop_state)
-        self.reasoning = LoopusStack(config, slots[encoder + decoder :], self.loop_state)
-        self.decoder = LoopusStack(config, slots[encoder : encoder + decoder], self.loop_state)
+        cache_layers = range(config.num_hidden_layers)  # those outside of the loop come first
+        self.encoder = LoopusStack(config, cache_layers[:encoder], self.loop_state)
+        self.reasoning = LoopusStack(config, cache_layers[encoder + decoder :], self.loop_state)
+        self.decoder = LoopusStack(config, cache_layers[encoder : encoder + decoder], self.loop_state)
         self.encoder.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.reasoning.gate = SelectiveGate(config)
         self.decoder.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
