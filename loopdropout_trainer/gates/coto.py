@@ -16,8 +16,8 @@ class CoTo(GateRule):
     """One switch for each of L physical layers, fixed over its projections, all loops, all examples and the whole step.
 
     The keep probability q goes linearly from `keep_start` in the first optimizer step to 1 after the fraction `ramp` of
-    the steps. If the draw switches all layers off, the layer with the largest draw is on. No rescaling. An adapter that is switched off
-    for a step is not computed on a single process; in distributed runs it takes part with zero.
+    the steps. If the draw switches all layers off, the layer with the largest draw is on. No rescaling. An adapter that is
+    switched off for a step is not computed on a single process; in distributed runs it takes part with zero.
 
     Gate: b_l for the modules of layer l, b_l ~ Bernoulli(q(step)), not all zero
     Mean: q + (1-q)^L / L

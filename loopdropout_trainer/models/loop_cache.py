@@ -25,7 +25,7 @@ def fit_cache(cache: Cache, num_layers: int) -> None:
         stale = type(first) is DynamicLayer and cache.layers[num_layers - 1].get_seq_length() != first.get_seq_length()
     if stale:
         raise ValueError(
-            f"This cache has {held} layers for (loop, layer) pairs, not all with every token; the model now needs {num_layers}. "
+            f"This cache has {held} layers for (loop, layer) pairs, not all with every token; the model needs {num_layers}. "
             "Its number of loops was raised in between, or it was made for layers that run once, as by prefix tuning: start "
             "from an empty cache."
         )

@@ -1,0 +1,81 @@
+"""The floors of docs/architecture.md: what each folder of the package may import, read from the source without running it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "loopdropout_trainer"
+FLOORS = (  # a folder imports from the floors below its own, never from a neighbour on its floor
+    ("looped",),
+    ("gates", "adapters", "models"),
+    ("settings",),
+    ("saving", "data"),
+    ("evaluation",),
+    ("diagnostics",),
+    ("training", "reports"),
+    ("runs",),
+)
+FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
+
+FAMILIES = {"ouro", "huginn", "loopus", "nanbeige", "hrm_text"}
+
+
+def public_names() -> dict[str, str]:
+    """The folder of each name that the package itself hands on."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    homes = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "_HOMES")
+    return {name: home.split(".")[0] for name, home in ast.literal_eval(homes).items()}
+
+
+def imports(source: str, names: dict[str, str]) -> list[list[str]]:
+    """What a file imports of the package, anywhere in it, as paths below the package: [["looped", "plan"], ...]."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith(PACKAGE.name):
+            parts = node.module.split(".")[1:]
+            found += [parts] if parts else [[names.get(each.name, each.name)] for each in node.names]
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"a relative import in line {node.lineno}"
+        if isinstance(node, ast.Import):
+            found += [each.name.split(".")[1:] for each in node.names if each.name.startswith(f"{PACKAGE.name}.")]
+    return found
+
+
+def files(folder: str) -> list[Path]:
+    """The folder's modules; a `__main__` is a script, and may import anything."""
+    return [path for path in (PACKAGE / folder).rglob("*.py") if path.name != "__main__.py"]
+
+
+def test_every_folder_of_code_has_a_floor():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(FLOOR)
+
+
+@pytest.mark.parametrize("folder", FLOOR)
+def test_imports_go_downwards(folder):
+    names, read = public_names(), 0
+    for path in files(folder):
+        for target, *rest in imports(path.read_text(encoding="utf-8"), names):
+            read += 1
+            if target == folder:
+                continue
+            assert FLOOR[target] < FLOOR[folder], f"{path.relative_to(ROOT)} imports `{target}`"
+
+            assert target != "models" or not FAMILIES & set(rest), f"{path.relative_to(ROOT)} imports a model family"
+    assert read or folder == "looped"
+
+
+def test_an_import_is_seen_wherever_it_stands():
+    names = {"LoopDropoutConfig": "training"}
+    assert imports("def f():\n    from loopdropout_trainer.runs.plan import plan", names) == [["runs", "plan"]]
+    assert imports("from loopdropout_trainer import LoopDropoutConfig, gates", names) == [["training"], ["gates"]]
+    assert imports("import loopdropout_trainer.models.ouro\nimport torch", names) == [["models", "ouro"]]
+
+
+def test_the_document_draws_these_floors():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawn = text.split("```")[1].splitlines()
+    found = [line.split("  #")[0].split() for line in drawn if FLOOR.keys() & set(line.split("  #")[0].split())]
+    assert [set(line) for line in found] == [set(folders) for folders in reversed(FLOORS)]
