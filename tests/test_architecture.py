@@ -62,7 +62,6 @@ def test_imports_go_downwards(folder):
             if target == folder:
                 continue
             assert FLOOR[target] < FLOOR[folder], f"{path.relative_to(ROOT)} imports `{target}`"
-
             assert target != "models" or not FAMILIES & set(rest), f"{path.relative_to(ROOT)} imports a model family"
     assert read or folder == "looped"
 
