@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from speed import clock, synchronize
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.profiler import ProfilerActivity, profile
@@ -140,7 +140,6 @@ def make_batch(options: argparse.Namespace, device: torch.device) -> tuple[dict[
 
 def take_step(trainer: LoopDropoutSFTTrainer, batch: dict, num_items: torch.Tensor, step: int) -> float:
     """Take one optimizer step of a training run, and return its seconds."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     synchronize()
     began = clock()
     handler, events = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
@@ -153,11 +152,6 @@ def take_step(trainer: LoopDropoutSFTTrainer, batch: dict, num_items: torch.Tens
     handler.on_step_end(*events)
     synchronize()
     return clock() - began
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def peak_memory(trainer: LoopDropoutSFTTrainer, batch: dict, num_items: torch.Tensor, step: int) -> float:

@@ -36,35 +36,35 @@ Series = Mapping[str, tuple[Sequence[float], Sequence[float] | None]]
 def draw_bars(
     axes: Any,
     series: Series,
-    places: Sequence[float],
+    positions: Sequence[float],
     values: bool = False,
     styles: Mapping[str, MethodStyle] | None = None,
 ) -> None:
-    """Draw a group of bars at each place, one bar for each method.
+    """Draw a group of bars at each position, one bar for each method.
 
     Args:
         axes: of matplotlib.
-        series: by method, one number for each place.
-        places: on the x axis, one apart.
+        series: by method, one number for each position.
+        positions: on the x axis, one apart.
         values: write each bar's number above it.
         styles: of the methods; default: those that these methods have by themselves.
     """
     styles, width = styles or method_styles(series), 0.8 / len(series)
     for index, (method, (mean, sd)) in enumerate(series.items()):
         offset = (index - (len(series) - 1) / 2) * width
-        at = np.asarray(places) + offset
+        at = np.asarray(positions) + offset
         bars = axes.bar(at, mean, width, yerr=sd, label=method, ecolor="black", **styles[method].bar)
         if values:
             axes.bar_label(bars, fmt="%.1f", fontsize=6, padding=1)
     axes.axhline(0, color="black", linewidth=0.6)
-    axes.set_xticks(places)
+    axes.set_xticks(positions)
 
 
-def draw_curves(axes: Any, places: Sequence[float], series: Series) -> None:
+def draw_curves(axes: Any, positions: Sequence[float], series: Series) -> None:
     """Draw one curve for each method, with error bars where there are several seeds."""
     styles = method_styles(series)
     for method, (mean, sd) in series.items():
-        axes.errorbar(places, mean, yerr=sd, label=method, **styles[method].line)
+        axes.errorbar(positions, mean, yerr=sd, label=method, **styles[method].line)
 
 
 def percent_axis(axes: Any, from_zero: bool = True) -> None:

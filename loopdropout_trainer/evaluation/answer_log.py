@@ -74,7 +74,7 @@ class Answers:
     """The answers of one benchmark that are known, and where new ones are kept.
 
     Attributes:
-        found: by key: a problem's place, or a hash of what was asked.
+        found: by key: a problem's index, or a hash of what was asked.
         log: where new ones are written; None: nowhere.
     """
 
@@ -89,7 +89,7 @@ class Answers:
         self.found.update(pairs)
 
 
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: Any) -> None:
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:
     """Refuse to go on with answers of other settings.
 
     Raises:
@@ -99,7 +99,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: Any) ->
     if changed:
         differences = ", ".join(f"`{key}` was {before.get(key)!r} and is {now.get(key)!r}" for key in changed)
         raise SettingsChangedError(
-            f"{place} holds answers of another evaluation ({differences}): give another `output_dir`, give the row a name of "
+            f"{where} holds answers of another evaluation ({differences}): give another `output_dir`, give the row a name of "
             "its own (`--adapter NAME=PATH`, or `NAME=none` for the model alone), or remove that folder."
         )
 
