@@ -144,13 +144,13 @@ STOPS = ["e", "7", "Z", "&"]  # among random bytes: completions of many lengths
 
 
 def stops_for(texts):
-    """Characters that end most of the texts, at many lengths, and leave some as they are."""
+    """Characters, the rarest first, that end most of the texts, at many lengths, and leave some as they are."""
+    rows = {c: {row for row, text in enumerate(texts) if c in text} for c in set("".join(texts)) if "!" <= c <= "~"}
     stops, ended = [], set()
-    for character in sorted({c for text in texts for c in text if c.isascii() and c.isprintable()}):
-        rows = {row for row, text in enumerate(texts) if character in text}
-        if len(ended | rows) <= 0.8 * len(texts):
+    for character in sorted(rows, key=lambda c: (len(rows[c]), c)):
+        if len(ended | rows[character]) <= 0.8 * len(texts):
             stops.append(character)
-            ended |= rows
+            ended |= rows[character]
     return stops
 
 
@@ -159,7 +159,7 @@ def test_rows_that_come_and_go_say_what_they_say_in_plain_batches(make_tiny, tok
     plain = generate_greedy(model, tokenizer, MANY, 70, 10, progress=False, decoding="generate")
     stops = stops_for(plain)
     want = [min((text.split(stop)[0] for stop in stops), key=len) for text in plain]
-    assert len(set(map(len, want))) >= 7 and max(map(len, want)) > 64  # past a block of columns
+    assert len(set(map(len, want))) >= 7 and max(map(len, want)) > 48  # past three blocks of columns
     assert generate_greedy(model, tokenizer, MANY, 70, 5, stops, progress=False) == want
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 90)  # two prompts at a time
     find_looped_model(model).set_attn_implementation("eager")
