@@ -105,7 +105,8 @@ class LogNormalPoisson(DepthSampler):
         rate = num_loops if self.rate is None else self.rate
         normal = torch.special.ndtri(torch.tensor(u[0] + 2.0**-54, dtype=torch.float64))
         mean = torch.exp(math.log(rate) - self.sigma**2 / 2 + self.sigma * normal)  # of the Poisson distribution
-        counts = torch.arange(self.most, dtype=torch.float64)
+        reachable = math.ceil(mean + 10 * mean.sqrt() + 40)  # more has a probability below 2^-53, a uniform's last bit
+        counts = torch.arange(min(self.most, reachable), dtype=torch.float64)
         below = torch.special.gammaincc(counts + 1, mean)  # P(count <= 0), P(count <= 1), ...
         return min(int((below <= u[1]).sum()) + 1, self.most)
 
