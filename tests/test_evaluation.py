@@ -286,7 +286,7 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
     for arguments, message in (
         (["--adapter", str(tmp_path / "nothing")], "nothing"),
         (["--benchmarks", "gsm9k"], "`benchmarks` must be among"),
-        (["--gates", "1-0"], "`gates` must be a number for each of the 4 loops"),
+        (["--gates", "1-0", "--adapter", str(saved / "adapter")], "`gates` must be a number for each of the 4 loops"),
         (["--readout", "5"], "`readout` must be one of the loops 1 to 4; got 5"),
         (["--system_instruction", "Be brief."], "set `apply_chat_template` to true"),
         (["--apply_chat_template", "true"], "has no chat template: set `chat_template`"),

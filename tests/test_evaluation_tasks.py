@@ -168,7 +168,9 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
         first = model(torch.tensor([tokenizer(prediction.prompt)["input_ids"]])).logits[0, -1].argmax()
         model.lm_head.weight[len(tokenizer) - 1] = 2 * model.lm_head.weight[first]
         model.lm_head.weight[first] = 0
-    assert put_to(subject, benchmark, progress=False).predictions[0].completion == ""
+    steps = []
+    model.lm_head.register_forward_hook(lambda *_: steps.append(1))
+    assert put_to(subject, benchmark, progress=False).predictions[0].completion == "" and len(steps) <= 2
     with pytest.raises(ValueError, match="has no chat template"):
         tokenizer.chat_template = None
         put_to(subject, benchmark, progress=False)
@@ -242,6 +244,17 @@ def test_a_group_of_tasks_continues_inside_a_task_and_asks_nothing_twice(files, 
     assert len(calls) == 10 and len(log.read_text().splitlines()) == 60  # the letters of one question are one row
     calls.clear()
     assert put_to(subject, benchmark, tmp_path, progress=False) == want and not calls
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    hook.remove()
+    hook = model.model.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        put_to(subject, benchmark, tmp_path / "interrupted", progress=False)
+    assert len((tmp_path / "interrupted" / "00000.jsonl").read_text().splitlines()) == 12  # three questions
     hook.remove()
     model.config.num_loops = 3
     with pytest.raises(SettingsChangedError, match="`num_loops` was 4 and is 3"):

@@ -64,7 +64,7 @@ def child(words, place=None, event=0, after=None):
 def start(words, **kill):
     process = processes.Process(target=child, args=(words,), kwargs=kill)
     process.start()
-    process.join(300)
+    process.join(1800)
     return process.exitcode
 
 
@@ -113,6 +113,7 @@ def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
             code = start(words("killed"), place=place, event=chance.randint(1, events))
         if code in (-signal.SIGKILL, -signal.SIGALRM):
             killed[name] += 1
+            print(f"kill {killed.total()}: {name}", flush=True)
             continue
         assert code == 0  # it was faster, or there was nothing left to do in that place
         runs += 1

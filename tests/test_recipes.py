@@ -77,14 +77,18 @@ def test_sweep_recipe_parses(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (arguments,), _ = parse_recipe([SweepArguments], [str(path)])
     assert f"python recipes/sweep.py recipes/{name_of(path)}.yaml" in path.read_text()
-    assert arguments.output_dir == f"outputs/{name_of(path)}"
+    # A sweep of its own has a folder of its own; one that adds seeds or rates to another says so and has the other's.
+    shared = Path(arguments.output_dir).name
+    assert shared == path.stem or f"in the folder of {shared}.yaml" in " ".join(path.read_text().split("\n# ")), path
+    assert Path(arguments.output_dir).parent == Path("outputs/sweeps")
     methods = [method for method in arguments.methods if is_recipe(method)]
     assert all(Path(path) in {each.relative_to(ROOT) for each in TRAINING} for path in (arguments.recipe, *methods))
     rates = {
         "metamath_gsm": [1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4],
         "gsm8k": [3e-5, 1e-4, 2e-4, 3e-4, 6e-4],
+        "tulu2": [1e-4],
     }[load_recipe(arguments.recipe)["preparation"]]
-    assert arguments.learning_rates == rates or arguments.full_grid and set(arguments.learning_rates) < set(rates)
+    assert arguments.learning_rates == rates or arguments.full_grid and set(arguments.learning_rates) <= set(rates)
     jobs = len(arguments.seeds) if arguments.full_grid else 1
     jobs *= len(arguments.learning_rates) * len(arguments.methods)
     assert len({job.results for job in Sweep(arguments, RECIPES).ready_jobs()}) == jobs
@@ -208,7 +212,7 @@ def test_steps_of_several_processes(config, monkeypatch):
 
 def test_the_readme_lists_every_recipe_and_no_other():
     text = (RECIPES / "README.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"`(?:recipes/)?([\w./]+\.yaml)`", text))
+    listed = set(re.findall(r"`(?:recipes/)?([\w./-]+\.yaml)`", text))
     paths = {*TRAINING, *(RECIPES / "sweeps").glob("*.yaml")}
     assert {str(path.relative_to(RECIPES)) for path in paths} <= listed
     assert all((RECIPES / name).is_file() for name in listed)

@@ -280,6 +280,21 @@ def test_commands_for_a_scheduler(lab):
     assert commands() == []
 
 
+def test_final_runs_are_tested_at_other_depths_too(lab):
+    sweep = lab.sweep(methods=["lora"], seeds=[101], test_depths=[2, 6])
+    sweep.run()
+    tested = [words(line)[1] for line in lab.ran() if line.startswith("evaluate.py")]
+    assert [w.get("--num_loops") for w in tested] == [None, "2", "6"]
+    assert [Path(w["--output_dir"]).name for w in tested] == ["test", "test_depth_2", "test_depth_6"]
+    assert len({w["--adapter"] for w in tested}) == 1
+    count = len(lab.ran())
+    lab.sweep(methods=["lora"], seeds=[101], test_depths=[2, 6]).run()
+    assert len(lab.ran()) == count
+    for wrong, found in (([0], "from 1 to 1,024"), (6, "list of depths")):
+        with pytest.raises(ValueError, match=f"`test_depths`.*{found}"):
+            lab.sweep(test_depths=wrong)
+
+
 def test_full_grid_chooses_nothing(lab):
     lab.sweep(methods=["lora"], full_grid=True, test_benchmarks=[]).run()
     assert len(lab.ran()) == 6

@@ -153,7 +153,9 @@ class Claim:
             return f"| {self.words} | {self.paper} | - | - | not run |"
         low, high = interval(values)
         digits = 3 if self.unit == "nats" else 2
-        ours = f"{values.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}] {self.unit}"
+        ours = f"{values.mean():+.{digits}f} {self.unit}"
+        if values.ndim == 2 or len(values) > 1:  # one seed's loss has nothing to resample
+            ours = f"{values.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}] {self.unit}"
         by_seed = values if values.ndim == 1 else values.mean(axis=1)
         spread = f"{by_seed.std(ddof=1):.{digits}f}" if len(by_seed) > 1 else "-"
         cells = (self.words, self.paper, ours, f"{len(values)}, {spread}", verdict(low, high, len(values), self.unit))
@@ -299,8 +301,8 @@ def claims_table(results: Results) -> str:
 
 def methods_table(results: Results) -> str:
     """Return each method's rate, accuracy on each benchmark and by depth, mean and SD over seeds, as Markdown."""
-    first = next(run for runs in results.runs.values() for run in runs.values())["measured"]
-    names, depths = list(first["benchmarks"]), list(first["by_depth"])
+    every = [run["measured"] for runs in results.runs.values() for run in runs.values()]
+    names, depths = (list(dict.fromkeys(key for run in every for key in run[of])) for of in ("benchmarks", "by_depth"))
     columns = ["method", "rate", "seeds", *names, *(f"K = {depth}" for depth in depths)]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for method, runs in results.runs.items():

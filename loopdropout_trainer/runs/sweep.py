@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.table import Table
 
+from loopdropout_trainer.looped import check_num_loops
 from loopdropout_trainer.runs.result import DIVERGED_FILE
 from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.saving.lock import only_process_in
@@ -63,6 +64,10 @@ class SweepArguments:
         default=None,
         metadata={"help": "Benchmarks for the final runs. Default: the recipe's `benchmarks`.", "nargs": "+"},
     )
+    test_depths: list[int] | None = field(
+        default=None,
+        metadata={"help": "Further recurrence depths at which the final runs answer them.", "nargs": "+"},
+    )
     output_dir: str = field(default="outputs/sweep", metadata={"help": "Folder of all runs and of sweep.json."})
     launcher: str = field(
         default=shlex.quote(sys.executable), metadata={"help": "What starts a script, e.g. `accelerate launch`."}
@@ -78,6 +83,10 @@ class SweepArguments:
         check_folder("output_dir", self.output_dir)
         check_list("methods", self.methods)
         check_list("test_benchmarks", self.test_benchmarks)
+        if self.test_depths is not None and not isinstance(self.test_depths, (list, tuple)):
+            raise ValueError(f"`test_depths` must be a list of depths, such as [4, 6]; got {self.test_depths!r}.")
+        for depth in self.test_depths or ():
+            check_num_loops(depth, "test_depths")
         for name in ("learning_rates", "methods", "seeds"):
             values = getattr(self, name)
             if not values or len(set(map(str, values))) != len(values):
@@ -192,17 +201,31 @@ class Sweep:
         ]
         return Job(self._command("sft.py", self.recipe(method), *options, *self.passed_on), folder / "results.json")
 
-    def test(self, method: str, rate: float, seed: int) -> Job | None:
-        """Return the job that answers the test benchmarks with a trained adapter, if there are any."""
+    def test(self, method: str, rate: float, seed: int, depth: int | None = None) -> Job | None:
+        """Return the job that answers the test benchmarks with a trained adapter, if there are any.
+
+        Args:
+            method, rate, seed: of the training.
+            depth: recurrence depth of the evaluation; default: the training's.
+        """
         benchmarks = self.arguments.test_benchmarks
         if benchmarks is None:
             benchmarks = load_recipe(self.recipe(method)).get("benchmarks")
         if not benchmarks:
             return None
         adapter = self.training(method, rate, seed).results.parent
-        options = ["--adapter", str(adapter), "--output_dir", str(adapter / "test"), "--benchmarks", *benchmarks]
+        folder = adapter / ("test" if depth is None else f"test_depth_{depth}")
+        options = ["--adapter", str(adapter), "--output_dir", str(folder), "--benchmarks", *benchmarks]
         options += options_among(self.passed_on, _FIELDS_OF_TESTS)  # the model and depth that it was trained with
-        return Job(self._command("evaluate.py", self.recipe(method), *options), adapter / "test" / "evaluation.json")
+        options += [] if depth is None else ["--num_loops", str(depth)]
+        return Job(self._command("evaluate.py", self.recipe(method), *options), folder / "evaluation.json")
+
+    def tests(self, method: str, rate: float, seed: int) -> list[Job]:
+        """Return the jobs that test a trained adapter: at the depth of its training, and at `test_depths`."""
+        own = load_recipe(self.recipe(method)).get("num_loops")
+        depths = [depth for depth in self.arguments.test_depths or () if depth != own]
+        jobs = [self.test(method, rate, seed), *(self.test(method, rate, seed, depth) for depth in depths)]
+        return [job for job in jobs if job is not None]
 
     def _command(self, script: str, *options: str) -> tuple[str, ...]:
         return (*shlex.split(self.arguments.launcher), str(self.scripts / script), *options)
@@ -246,13 +269,8 @@ class Sweep:
                 if not job.done:
                     yield job
             for run in self.final_runs(method):
-                job = self.test(method, *run)
-                if (
-                    job is not None
-                    and job.benchmarks() is None
-                    and self.training(method, *run).benchmarks() is not None
-                ):
-                    yield job
+                if self.training(method, *run).benchmarks() is not None:
+                    yield from (job for job in self.tests(method, *run) if job.benchmarks() is None)
 
     # Doing them
 

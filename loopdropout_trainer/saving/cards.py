@@ -75,7 +75,7 @@ def merged_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) ->
         f'model = AutoModelForCausalLM.from_pretrained({_string(name)}, dtype="auto")\n'
         f"tokenizer = AutoTokenizer.from_pretrained({_string(name)})\n```"
     ]
-    if config.auto_map:
+    if getattr(config, "auto_map", None):
         loading.append(
             "Without it, by the base model's own code, on the transformers release that this code was written for:\n\n"
             "```python\n"
@@ -86,7 +86,7 @@ def merged_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) ->
         loading.append("Without it: transformers has the class itself, so that the first line may be left out.")
     else:
         loading.append("There is no code of the base model behind this checkpoint: it needs the package.")
-    for program, command in config.served_by.items():
+    for program, command in getattr(config, "served_by", {}).items():
         loading.append(f"{program}:\n\n```bash\n{command.format(name=_word(name))}\n```")
     return _card(
         fields,

@@ -21,7 +21,7 @@ def portable_auto_map(config: PreTrainedConfig, base_model: str | None) -> dict[
         config: of the base model.
         base_model: its hub name, or the folder that it was loaded from.
     """
-    entries = dict(config.auto_map or {})
+    entries = dict(getattr(config, "auto_map", None) or {})
     if base_model is None:
         return {key: entry for key, entry in entries.items() if not _own_files(entry)}
     folder = Path(base_model)
