@@ -83,6 +83,16 @@ RULES = {
 }
 """Runs of the rules that do more than draw one gate for each example and loop; not part of the table."""
 
+DEPTHS = {
+    "random depth": {"depth_sampling": "weighted", "depth_sampling_args": {"depths": [2, 5]}},
+    "random depth, all loops": {
+        "depth_sampling": "weighted",
+        "depth_sampling_args": {"depths": [2, 5]},
+        "loop_loss": "exit",
+    },
+}
+"""Runs whose depth is drawn for each step; not part of the table."""
+
 _TWO_EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
 UNEVEN = {
     "5 of 8": {**_TWO_EPOCHS, "num_examples": 21},
@@ -220,7 +230,7 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
             return loss
 
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
-    fields = {**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES, **UNEVEN}[name], **fields}
+    fields = {**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES, **DEPTHS, **UNEVEN}[name], **fields}
     rows = examples().select(range(fields.pop("num_examples", 192)))
     args = LoopDropoutConfig(**fields)
     args.model_init_kwargs = {"dtype": dtype}

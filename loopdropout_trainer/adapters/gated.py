@@ -34,6 +34,7 @@ class GatedLora(LoraVariant):
 
     Class attributes:
         description: what a message calls the kind's own parameters.
+        one_depth: whether they belong to one recurrence depth.
 
     Args:
         loop_state: of the looped model that the layer is part of.
@@ -45,6 +46,7 @@ class GatedLora(LoraVariant):
     """
 
     description = "a shared adapter"
+    one_depth = False
 
     def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -27,6 +27,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
     """
 
     description = "learned gates"
+    one_depth = True
     shared: tuple[nn.ParameterDict, str]
 
     @classmethod

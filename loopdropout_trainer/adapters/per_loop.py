@@ -45,6 +45,7 @@ class PerLoopLora(GatedLora, kind="per_loop"):
     """A gated layer with factors of its own for each loop."""
 
     description = "a pair of factors for each loop"
+    one_depth = True
 
     @classmethod
     def is_on(cls, model: PeftModel, adapter: str) -> bool:

@@ -44,6 +44,7 @@ class LoopedModelMixin:
     config: PreTrainedConfig
     training_policy = TrainingPolicy()  # written by the trainer, for the time of a training step
     can_pack = False  # whether the model does what a `TrainingPolicy` allows
+    trains_at_one_depth = False  # whether it is built for the depth that it trains at, and for the final loop's loss
     trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
 
     def recurrent_linears(self) -> list[str]:

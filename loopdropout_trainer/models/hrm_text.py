@@ -19,6 +19,8 @@ from loopdropout_trainer.looped.described import LoopDescription, register_loope
 class HrmTextLoops(LoopDescription):
     """How HRM-Text loops."""
 
+    trains_at_one_depth = True
+
     @staticmethod
     def get_num_loops(config: PreTrainedConfig) -> int:
         return config.H_cycles

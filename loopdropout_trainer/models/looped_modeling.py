@@ -233,7 +233,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         Args:
             inputs: of the first loop.
             cache: with one cache layer for every (loop, layer), or None; `use_cache`: whether layers write to it.
-            keep_states: whether to return the state of every loop; not of packed examples.
+            keep_states: whether to return the state of every loop.
 
         Returns:
             The inputs with the final state; and the K states [B, S, H] in order if `keep_states`, else nothing.
@@ -251,12 +251,12 @@ class LoopedBackbone(LoopedPreTrainedModel):
             with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
                 if packed is not None:
                     packed.run(recurrent_step, loop)
-                    continue
-                step = plan.step(loop, inputs.state.device, prepared=prepared)
-                self.loop_state.announce(step)  # for what runs outside of a layer; layers announce it themselves
-                inputs = replace(inputs, state=recurrent_step(replace(inputs, step=step)))
+                else:
+                    step = plan.step(loop, inputs.state.device, prepared=prepared)
+                    self.loop_state.announce(step)  # for what runs outside of a layer; layers announce it themselves
+                    inputs = replace(inputs, state=recurrent_step(replace(inputs, step=step)))
             if keep_states:
-                states.append(inputs.state)
+                states.append(inputs.state if packed is None else packed.finish().state)
         return inputs if packed is None else packed.finish(), states
 
     def _packed_loops(self, inputs: LoopInputs) -> PackedLoops:
@@ -319,7 +319,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts
         cache = self._fit_cache(past_key_values, use_cache, output_readouts)
-        packs = cache is None and not output_readouts and self._may_pack(embeddings, attention_mask, kwargs)
+        packs = cache is None and self._may_pack(embeddings, attention_mask, kwargs)
         inputs = self._loop_inputs(embeddings, attention_mask, position_ids, cache, packs, kwargs)
         self.loop_state.announce(LoopStep(tokens=inputs.packing.tokens() if packs else None))  # for initial states
 
@@ -328,10 +328,14 @@ class LoopedBackbone(LoopedPreTrainedModel):
         with recomputation(self.recomputes_pointwise and self.training):
             inputs, states = self.run_loops(inputs, cache, use_cache, output_readouts)
         readouts = [self.readout(replace(inputs, state=state), **outside) for state in states]
-        last = readouts[-1] if output_readouts else self.readout(inputs, **outside)
+        if packs:
+            readouts, states = ([inputs.packing.unpack(x) for x in tensors] for tensors in (readouts, states))
+        if not output_readouts:
+            last = self.readout(inputs, **outside)
+            last = inputs.packing.unpack(last) if packs else last
         self.loop_state.announce(self.loop_state.plan.step(0))  # what belongs to this pass ends with it
         return LoopedModelOutput(
-            last_hidden_state=inputs.packing.unpack(last) if packs else last,
+            last_hidden_state=readouts[-1] if output_readouts else last,
             past_key_values=cache,
             readouts=tuple(readouts) if output_readouts else None,
             loop_states=tuple(states) if output_readouts else None,

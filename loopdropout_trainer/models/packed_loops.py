@@ -81,7 +81,7 @@ class PackedLoops:
         self.groups = groups
 
     def finish(self) -> LoopInputs:
-        """Return the inputs with the final state [1, T, H], in their first order."""
+        """Return the inputs with the state [1, T, H] after the loops so far, in their first order."""
         inputs = self._group(self.all).inputs
         if not self.joined:
             # Nothing has a gradient, but the loss must have one, and in DDP so must every adapter.

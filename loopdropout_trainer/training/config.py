@@ -13,6 +13,9 @@ from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.settings.field_types import json_of
+from loopdropout_trainer.training.choices import make_choice
+from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler
+from loopdropout_trainer.training.loop_loss import LOOP_LOSSES, LoopLoss
 
 
 @dataclass
@@ -129,6 +132,10 @@ class LoopDropoutArguments:
             fields = {"p": self.p, **fields}
         return make_rule(self.rule, **fields)
 
+    def depth_limits(self, num_loops: int) -> tuple[int, int]:
+        """Return the least and the greatest depth of a training step, for a model whose own depth is `num_loops`."""
+        return num_loops, num_loops
+
     @classmethod
     def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> LoopDropoutArguments:
         """Return `args` as an instance of this class; TRL's own arguments get the paper's defaults.
@@ -163,9 +170,30 @@ class LoopDropoutArguments:
 
 @dataclass
 class LoopDropoutConfig(LoopDropoutArguments, SFTConfig):
-    """Training arguments of `LoopDropoutSFTTrainer`: everything that `SFTConfig` has, and how gates are drawn."""
+    """Training arguments of `LoopDropoutSFTTrainer`: what `SFTConfig` has, how gates are drawn, how deep training runs."""
 
-    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args"]
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args", "depth_sampling_args", "loop_loss_args"]
+
+    depth_sampling: str = field(
+        default="fixed",
+        metadata={
+            "help": "How many loops a training step runs: `fixed` (the model's own depth K, as in the paper), `uniform`, "
+            "`lognormal_poisson` or `weighted`, drawn for each optimizer step (docs/depth.md)."
+        },
+    )
+    depth_sampling_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
+    )
+    loop_loss: str = field(
+        default="final",
+        metadata={
+            "help": "Which loops' readouts the training loss scores: `final` (as in the paper), `uniform`, `progressive`, "
+            "`weighted`, `exit` (by the model's exit gate) or `random` (docs/depth.md). Evaluation scores the final loop."
+        },
+    )
+    loop_loss_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Fields of the loop loss, as a mapping (JSON on the command line)."}
+    )
 
     live_diagnostics_steps: int = field(
         default=0,
@@ -182,7 +210,31 @@ class LoopDropoutConfig(LoopDropoutArguments, SFTConfig):
         for name, least in (("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}; got {getattr(self, name)}.")
+        for name in ("depth_sampling_args", "loop_loss_args"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, json_of(name, getattr(self, name)))
+        self.make_depth_sampler()
+        if self.make_loop_loss().scores_all:
+            for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
+                if getattr(self, name) != usual:
+                    raise ValueError(
+                        f"`{name}` {getattr(self, name)!r} is defined for one loop's loss: set it to {usual!r}, or "
+                        "`loop_loss` to 'final' or 'random'."
+                    )
         super().__post_init__()
+
+    def make_depth_sampler(self) -> DepthSampler:
+        """Build the depth sampler that these arguments describe."""
+        return make_choice("depth_sampling", DEPTH_SAMPLERS, self.depth_sampling, self.depth_sampling_args)
+
+    def make_loop_loss(self) -> LoopLoss:
+        """Build the loop loss that these arguments describe."""
+        return make_choice("loop_loss", LOOP_LOSSES, self.loop_loss, self.loop_loss_args)
+
+    def depth_limits(self, num_loops: int) -> tuple[int, int]:
+        limits = self.make_depth_sampler().limits(num_loops)
+        self.make_loop_loss().check(limits)
+        return limits
 
 
 @dataclass

@@ -60,6 +60,7 @@ class GateSamplingMixin:
     """
 
     args_class: type[LoopDropoutArguments]
+    _own_depth: int | None = None  # the model's, while a training step runs it at another
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         call = inspect.signature(super().__init__).bind(*positional, **keywords)
@@ -160,10 +161,26 @@ class GateSamplingMixin:
         finally:
             self._unit_gates()
 
+    def draw_depth(self, seed: int) -> tuple[int, int]:
+        """Return for how many loops this micro-batch's gates are drawn, and how many of these loops run.
+
+        The same on all processes, and for all micro-batches of an optimizer step. By default: the model's own depth.
+        """
+        return self.num_loops, self.num_loops
+
+    def _run_at(self, num_loops: int) -> None:
+        """Run the model at another depth until the training step has ended."""
+        if num_loops != self.num_loops:
+            config = find_looped_model(self.model).config
+            self._own_depth, config.num_loops = config.num_loops, num_loops
+
     def _unit_gates(self) -> None:
-        """Return to ordinary LoRA, run as outside of training."""
+        """Return to ordinary LoRA at the model's own depth, run as outside of training."""
+        looped = find_looped_model(self.model)
+        if self._own_depth is not None:
+            looped.config.num_loops, self._own_depth = self._own_depth, None
         self.loop_state.unit_gates()
-        find_looped_model(self.model).training_policy = TrainingPolicy()
+        looped.training_policy = TrainingPolicy()
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint:
@@ -211,12 +228,14 @@ class GateSamplingMixin:
             segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
             segments = segments.clamp(max=len(ids) - 1)  # padding after the last example counts as its part
         first_row = self._next_row()
+        seed = self.args.seed if self.args.gate_seed is None else self.args.gate_seed
+        num_loops, loops_to_run = self.draw_depth(seed)
         draw = Draw(
-            seed=self.args.seed if self.args.gate_seed is None else self.args.gate_seed,
+            seed=seed,
             step=self.state.global_step,
             num_steps=self.state.max_steps,
             example_ids=[(first_row + row, segment) for row, segment in ids],
-            num_loops=self.num_loops,
+            num_loops=num_loops,
             num_modules=len(self.physical_layers),
             layers=self.physical_layers,
             pass_index=self._pass_index,
@@ -224,6 +243,7 @@ class GateSamplingMixin:
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
         self.loop_state.apply(GatePlan(self._drawn, segments, self.rule.seeds(draw), draw))
         find_looped_model(self.model).training_policy = self.training_policy
+        self._run_at(loops_to_run)
         self._log_gates(self._drawn.detach())
 
     def _find_training_policy(self) -> TrainingPolicy:

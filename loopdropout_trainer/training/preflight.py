@@ -26,6 +26,7 @@ from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.field_types import shown
 from loopdropout_trainer.settings.ranges import check_folder, check_number, check_whole
 from loopdropout_trainer.training.config import LoopDropoutArguments
+from loopdropout_trainer.training.depth import check_depths
 from loopdropout_trainer.training.distributed import check_arguments
 
 
@@ -99,7 +100,7 @@ def check_run(
     _check_machine(args)
     config = _looped_config(model, args)
     check_attention((args.model_init_kwargs or {}).get("attn_implementation"), args.use_cpu)
-    args.make_rule().check(config.num_loops)
+    check_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)
     check_arguments(args)
     if peft_config is not None:
         check_peft_config(peft_config)

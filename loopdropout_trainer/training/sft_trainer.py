@@ -13,10 +13,12 @@ from trl import SFTTrainer
 from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutConfig
+from loopdropout_trainer.training.depth import step_uniforms
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.live_diagnostics import LiveDiagnosticsCallback
+from loopdropout_trainer.training.loop_loss import LoopScores
 from loopdropout_trainer.training.preflight import check_labels
 
 
@@ -24,8 +26,8 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies
-    them to the adapter, and trains on the final loop's loss (Algorithm 1); evaluation, generation and saved models use
-    unit gates: ordinary LoRA.
+    them to the adapter, and trains on the final loop's loss (Algorithm 1), or as its `depth_sampling` and `loop_loss` say;
+    evaluation, generation and saved models use unit gates: ordinary LoRA.
 
     Args:
         model: looped model, PEFT model over one, or the name or path of one.
@@ -48,6 +50,42 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
         self.data_collator = functools.partial(_collate_completely, self.data_collator, find_looped_model(self.model))
         if self.args.live_diagnostics_steps:
             self.add_callback(LiveDiagnosticsCallback(self))
+        self.depth_sampler = self.args.make_depth_sampler()
+        self.loop_loss = self.args.make_loop_loss()
+        self._check_depth_and_loss()
+        looped = find_looped_model(self.model)
+        self._loop_scores = LoopScores(looped, self.loop_loss) if self.loop_loss.scores_all else None
+
+    def _check_depth_and_loss(self) -> None:
+        looped = find_looped_model(self.model)
+        usual = (self.args.depth_sampling, self.args.loop_loss) == ("fixed", "final")
+        if looped.trains_at_one_depth and not usual:
+            raise ValueError(
+                f"{type(looped).__name__} trains at the depth that it was built for and on its final loop: leave "
+                "`depth_sampling` at 'fixed' and `loop_loss` at 'final'."
+            )
+        if self.args.ddp_static_graph and (self.args.depth_sampling != "fixed" or self.args.loop_loss == "random"):
+            raise ValueError(
+                "`ddp_static_graph` needs the same graph in every step, and the depth is drawn: leave it out."
+            )
+        if self.loop_loss.scores_all and self.compute_loss_func is not None:
+            raise ValueError(
+                f"`compute_loss_func` is given one loop's logits: leave it out with `loop_loss: {self.loop_loss.name}`."
+            )
+        self.loop_loss.check_model(looped)
+
+    def draw_depth(self, seed: int) -> tuple[int, int]:
+        step = self.state.global_step
+        num_loops = self.depth_sampler.sample(step_uniforms(seed, "depth", step), self.num_loops)
+        loops_to_run = self.loop_loss.loops_to_run(step_uniforms(seed, "loop loss", step), num_loops)
+        if self.depth_sampler.name != "fixed" or self.loop_loss.name == "random":
+            self._metrics["train"]["depth"].append(float(loops_to_run))
+        return num_loops, loops_to_run
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self._loop_scores is not None:
+            self._loop_scores.enabled = self.model.training  # evaluation scores the final loop
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None and isinstance(processing_class, PreTrainedTokenizerBase):

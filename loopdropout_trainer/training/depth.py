@@ -1,0 +1,175 @@
+"""How many loops a training step runs: the model's own depth K, or a depth drawn for each optimizer step.
+
+A draw is a pure function of (seed, optimizer step), as gates are, so that all processes and all micro-batches of a step run
+equally deep: no process waits for a layer that another one does not run, and neither the split into micro-batches nor a
+resume changes a draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
+from loopdropout_trainer.gates import GateRule
+from loopdropout_trainer.gates.probabilities import check_number
+from loopdropout_trainer.gates.streams import uniforms
+from loopdropout_trainer.looped.model import MOST_LOOPS
+from loopdropout_trainer.training.choices import relative_weights
+
+
+class DepthSampler:
+    """Base of all samplers. A subclass is a dataclass whose fields are those of `depth_sampling_args`."""
+
+    name: ClassVar[str]
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        """Return the least and the greatest depth of a model whose own depth is K = `num_loops`.
+
+        Raises:
+            ValueError: if the sampler's fields do not fit the model.
+        """
+        raise NotImplementedError
+
+    def sample(self, u: Sequence[float], num_loops: int) -> int:
+        """Return a depth, from two uniforms in [0, 1) and the model's own depth K."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fixed(DepthSampler):
+    """The model's own depth K in every step."""
+
+    name = "fixed"
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        return num_loops, num_loops
+
+    def sample(self, u: Sequence[float], num_loops: int) -> int:
+        return num_loops
+
+
+@dataclass(frozen=True)
+class Uniform(DepthSampler):
+    """Every depth from `low` to `high` (default: K) alike."""
+
+    name = "uniform"
+    low: int = 1
+    high: int | None = None
+
+    def __post_init__(self):
+        check_number(self.low, "low", 1, MOST_LOOPS, whole=True)
+        if self.high is not None:
+            check_number(self.high, "high", self.low, MOST_LOOPS, whole=True)
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        high = num_loops if self.high is None else self.high
+        if self.low > high:
+            raise ValueError(f"`low` of `depth_sampling: uniform` is {self.low}, above the greatest depth {high}.")
+        return self.low, high
+
+    def sample(self, u: Sequence[float], num_loops: int) -> int:
+        low, high = self.limits(num_loops)
+        return low + int(u[0] * (high - low + 1))
+
+
+@dataclass(frozen=True)
+class LogNormalPoisson(DepthSampler):
+    """What Huginn was pretrained with: mostly shallow steps, and a long tail of deep ones (Geiping et al. 2025, Section 3.3).
+
+        r ~ Poisson(exp(tau)) + 1,   tau ~ N(log(rate) - sigma^2 / 2, sigma^2)
+
+    Its mean is `rate` + 1 (default of `rate`: K), its variance rate + rate^2 (exp(sigma^2) - 1). Depths above `most` become
+    `most`, which bounds the memory of a step.
+    """
+
+    name = "lognormal_poisson"
+    rate: float | None = None
+    sigma: float = 0.5
+    most: int = MOST_LOOPS
+
+    def __post_init__(self):
+        if self.rate is not None:
+            check_number(self.rate, "rate", 0.01, MOST_LOOPS)
+        check_number(self.sigma, "sigma", 0, 3)
+        check_number(self.most, "most", 1, MOST_LOOPS, whole=True)
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        return 1, self.most
+
+    def sample(self, u: Sequence[float], num_loops: int) -> int:
+        rate = num_loops if self.rate is None else self.rate
+        normal = torch.special.ndtri(torch.tensor(u[0] + 2.0**-54, dtype=torch.float64))
+        mean = torch.exp(math.log(rate) - self.sigma**2 / 2 + self.sigma * normal)  # of the Poisson distribution
+        reachable = math.ceil(mean + 10 * mean.sqrt() + 40)  # more has a probability below 2^-53, a uniform's last bit
+        counts = torch.arange(min(self.most, reachable), dtype=torch.float64)
+        below = torch.special.gammaincc(counts + 1, mean)  # P(count <= 0), P(count <= 1), ...
+        return min(int((below <= u[1]).sum()) + 1, self.most)
+
+
+@dataclass(frozen=True)
+class Weighted(DepthSampler):
+    """The depths of a list, with probabilities in proportion to `weights` (default: all alike)."""
+
+    name = "weighted"
+    depths: Sequence[int] | None = None
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self):
+        depths = self.depths
+        if not isinstance(depths, Sequence) or isinstance(depths, str) or not depths or len({*depths}) != len(depths):
+            raise ValueError(f"`depths` must be a list of different numbers of loops; got {depths!r}.")
+        for depth in depths:
+            check_number(depth, "depths", 1, MOST_LOOPS, whole=True)
+        weights = relative_weights([1] * len(depths) if self.weights is None else self.weights, "weights")
+        if len(weights) != len(depths):
+            raise ValueError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")
+        object.__setattr__(self, "weights", weights)
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        used = [depth for depth, weight in zip(self.depths, self.weights, strict=True) if weight > 0]
+        return min(used), max(used)
+
+    def sample(self, u: Sequence[float], num_loops: int) -> int:
+        used = [(depth, weight) for depth, weight in zip(self.depths, self.weights, strict=True) if weight > 0]
+        total = 0.0
+        for depth, weight in used:
+            total += weight
+            if u[0] < total:
+                return depth
+        return used[-1][0]  # the weights' sum was rounded below 1
+
+
+DEPTH_SAMPLERS = {cls.name: cls for cls in (Fixed, Uniform, LogNormalPoisson, Weighted)}
+
+
+def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
+    """Return two uniforms that are the same on every process and in every micro-batch of an optimizer step."""
+    return uniforms(seed, purpose, step, [(0, 0)], 2)[0].tolist()
+
+
+def check_depths(rule: GateRule, limits: tuple[int, int], num_loops: int) -> None:
+    """Refuse depths at which a rule or its adapter has no meaning.
+
+    Args:
+        limits: the least and the greatest depth of a step.
+        num_loops: the model's own depth K.
+
+    Raises:
+        ValueError: naming what belongs to one depth only.
+    """
+    for depth in sorted({*limits}):
+        rule.check(depth)
+    if limits == (num_loops, num_loops):
+        return
+    kind = ADAPTER_KINDS[rule.adapter]
+    what = kind.description if kind.one_depth else "an estimate for each loop" if rule.wants_sensitivity else None
+    if what is not None:
+        raise ValueError(
+            f"The rule {rule.name!r} has {what}, which belongs to the model's {num_loops} loops: leave `depth_sampling` at "
+            "'fixed', or use a rule with a shared adapter and no memory."
+        )

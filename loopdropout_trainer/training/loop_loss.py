@@ -1,0 +1,196 @@
+"""What the training loss is read from: the final loop's readout, as in the paper, or those of all loops.
+
+    loss = sum_t w_t CE(head(r_t)),   sum_t w_t = 1
+
+All readouts come from one forward pass. They go through TRL's fused head as one batch, which scores tiles of a few thousand
+tokens, so that the logits of no loop are ever in memory as a whole. Evaluation always scores the final loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from loopdropout_trainer.gates.probabilities import check_number
+from loopdropout_trainer.looped import LoopedModelMixin
+from loopdropout_trainer.training.choices import relative_weights
+
+
+Readouts = tuple[torch.Tensor, ...]
+
+
+class LoopLoss:
+    """Base of all losses. A subclass is a dataclass whose fields are those of `loop_loss_args`.
+
+    Class attributes:
+        scores_all: whether all loops that run are scored, or the last of them only.
+    """
+
+    name: ClassVar[str]
+    scores_all: ClassVar[bool] = True
+
+    def check(self, limits: tuple[int, int]) -> None:
+        """Raise ValueError if the loss does not fit steps of the least to the greatest depth in `limits`."""
+
+    def check_model(self, model: LoopedModelMixin) -> None:
+        """Raise ValueError if the loss needs what the model does not have."""
+
+    def loops_to_run(self, u: Sequence[float], num_loops: int) -> int:
+        """Return how many of `num_loops` loops the loss depends on, from uniforms in [0, 1)."""
+        return num_loops
+
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+        """Return the loops' weights, [L], or [L, B, S] for what follows each token, for L readouts [B, S, H]; sum 1."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Final(LoopLoss):
+    """The final loop's loss (Algorithm 1)."""
+
+    name = "final"
+    scores_all = False
+
+
+@dataclass(frozen=True)
+class RandomLoop(LoopLoss):
+    """The loss of one loop, drawn uniformly for each optimizer step; the loops behind it do not run."""
+
+    name = "random"
+    scores_all = False
+
+    def loops_to_run(self, u: Sequence[float], num_loops: int) -> int:
+        return 1 + int(u[0] * num_loops)
+
+
+@dataclass(frozen=True)
+class Uniform(LoopLoss):
+    """The mean of all loops' losses: w_t = 1 / K."""
+
+    name = "uniform"
+
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+        return torch.full((len(readouts),), 1 / len(readouts))
+
+
+@dataclass(frozen=True)
+class Progressive(LoopLoss):
+    """Later loops count more: w_t is proportional to t^power."""
+
+    name = "progressive"
+    power: float = 1.0
+
+    def __post_init__(self):
+        check_number(self.power, "power", 0, 16)
+
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+        weights = torch.arange(1, len(readouts) + 1, dtype=torch.float64) ** self.power
+        return (weights / weights.sum()).float()
+
+
+@dataclass(frozen=True)
+class Weighted(LoopLoss):
+    """Weights of one's own, in proportion to the K numbers of `weights`."""
+
+    name = "weighted"
+    loop_weights: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "loop_weights", relative_weights(self.loop_weights, "loop_weights"))
+
+    def check(self, limits: tuple[int, int]) -> None:
+        depths = str(limits[0]) if limits[0] == limits[1] else f"{limits[0]} to {limits[1]}"
+        if limits != (len(self.loop_weights),) * 2:
+            raise ValueError(
+                f"`loop_weights` has {len(self.loop_weights)} values, but a step runs {depths} loops: give one for each loop "
+                "of a fixed depth, or choose `loop_loss: uniform` or `progressive`."
+            )
+
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+        return torch.tensor(self.loop_weights)
+
+
+@dataclass(frozen=True)
+class ExitWeighted(LoopLoss):
+    """The expected loss when a token leaves after loop t with the probability that the model's exit gate gives it.
+
+    The gate is frozen and its probabilities are taken as they are: no gradient flows through them, else the adapter could
+    lower the loss by moving the exit instead of the answers. (Ouro's pretraining trains both, against an entropy term.)
+    """
+
+    name = "exit"
+
+    def check_model(self, model: LoopedModelMixin) -> None:
+        if not hasattr(model.base_model, "exit_distribution"):
+            raise ValueError(
+                f"`loop_loss: exit` needs a model with an exit gate, and {type(model).__name__} has none: choose `uniform`, "
+                "`progressive`, `weighted` or `random`."
+            )
+
+    @torch.no_grad()
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+        weights = model.base_model.exit_distribution(readouts).float().movedim(-1, 0)  # [L, B, S]
+        return weights / weights.sum(dim=0)  # the gate may run in bfloat16
+
+
+LOOP_LOSSES = {cls.name: cls for cls in (Final, RandomLoop, Uniform, Progressive, Weighted, ExitWeighted)}
+
+
+class LoopScores:
+    """Lets a model with TRL's fused head score all its loops, while `enabled`: `log_probs` are then their weighted sums.
+
+    The other outputs (entropy, whether a token was the most likely one) stay those of the last loop.
+
+    Args:
+        model: causal language model with the fused head of `trl.trainer.utils.add_fused_lm_head`.
+        loss: gives the weights.
+    """
+
+    def __init__(self, model: LoopedModelMixin, loss: LoopLoss) -> None:
+        self.enabled = False
+        fused = model.forward
+
+        @functools.wraps(fused.__func__)
+        def forward(model, *args, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs):
+            if not (fused_lm_head and self.enabled):
+                return fused(*args, fused_lm_head=fused_lm_head, labels=labels, **kwargs)
+            return _score_all(fused.__func__, model, loss, labels, **kwargs)
+
+        model.forward = types.MethodType(forward, model)
+
+
+def _score_all(fused, model: LoopedModelMixin, loss: LoopLoss, labels: torch.Tensor, use_cache=None, **inputs: Any):
+    readouts = model.loop_readouts(**inputs)  # L of [B, S, H]
+    weights = loss.weights(model, readouts)
+    weights = weights[..., :-1] if weights.dim() == 3 else weights.view(-1, 1, 1)  # the last token predicts nothing
+    # One batch of L * B rows for TRL's head, which reads the two things of a model that `_Backbone` has.
+    backbone = _Backbone(torch.cat(readouts), model.get_output_embeddings())
+    scores = fused(backbone, fused_lm_head=True, labels=labels.repeat(len(readouts), 1))
+    by_loop = scores.log_probs.unflatten(0, (len(readouts), len(labels)))  # [L, B, S - 1]
+    last = slice(-len(labels), None)
+    return type(scores)(
+        log_probs=(weights.to(by_loop) * by_loop).sum(dim=0),
+        entropy=scores.entropy[last],
+        is_top1=scores.is_top1[last],
+        label_mask=scores.label_mask[last],
+    )
+
+
+@dataclass
+class _Backbone:
+    """Stands for a model that has run already: its readouts as one batch, and its head."""
+
+    last_hidden_state: torch.Tensor
+    head: nn.Module
+
+    def base_model(self, **kwargs: Any) -> _Backbone:
+        return self
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head

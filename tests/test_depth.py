@@ -1,0 +1,418 @@
+"""Depth in training: how many loops a step runs, and which loops' readouts its loss scores."""
+
+import importlib.util
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, tiny_huginn, tiny_ouro
+from peft import get_peft_model_state_dict
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import HrmTextConfig, HrmTextForCausalLM
+
+from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.gates.rule import RULES
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.training.depth import LogNormalPoisson, Uniform, Weighted, step_uniforms
+
+
+spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parents[1] / "benchmarks" / "layouts.py")
+layouts = sys.modules["layouts"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(layouts)
+
+
+class Watch(LoopDropoutSFTTrainer):
+    """Starts from an adapter that does something, and notes each micro-batch's depth, plan, inputs, loss and gradients."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen, self.gradients = [], None
+        torch.manual_seed(1)
+        for name, parameter in self.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        kept = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x) and name != "example_ids"}
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.model.training:
+            self.seen.append((self.state.global_step, self.num_loops, self.loop_state.plan, kept, loss.item()))
+        return loss
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.gradients = gradients(self.model)
+        return loss
+
+    @property
+    def depths(self):
+        """Loops that ran in each micro-batch, by step."""
+        return [(step, depth) for step, depth, *_ in self.seen]
+
+
+@pytest.fixture
+def train(config, dataset, tokenizer):
+    """`train(model, **fields)`: run a short training and return the trainer."""
+
+    def run(model=None, cls=Watch, resume=None, **fields):
+        model = tiny_ouro() if model is None else model
+        trainer = cls(model, config(**fields), train_dataset=dataset, processing_class=tokenizer)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return run
+
+
+def gradients(model):
+    """Of all trained parameters; zeros where the loss does not depend on one."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
+
+
+def assert_same_weights(one, other, **close):
+    for name, weight in get_peft_model_state_dict(one.model).items():
+        torch.testing.assert_close(weight, get_peft_model_state_dict(other.model)[name], **close)
+
+
+# Samplers
+
+
+def reference_lognormal_poisson(rate, sigma, most, count=400_000):
+    generator = np.random.default_rng(0)
+    tau = generator.normal(math.log(rate) - sigma**2 / 2, sigma, count)
+    depths = Counter(np.minimum(generator.poisson(np.exp(tau)) + 1, most).tolist())
+    return {depth: times / count for depth, times in depths.items()}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "probabilities"),
+    [
+        (Uniform(), dict.fromkeys((1, 2, 3, 4), 1 / 4)),
+        (Uniform(low=3, high=7), dict.fromkeys(range(3, 8), 1 / 5)),
+        (Weighted(depths=[2, 8, 4, 5], weights=[1, 4, 3, 0]), {2: 1 / 8, 4: 3 / 8, 8: 4 / 8}),
+        (LogNormalPoisson(), reference_lognormal_poisson(4, 0.5, 1024)),
+        (LogNormalPoisson(rate=16, sigma=0.8, most=40), reference_lognormal_poisson(16, 0.8, 40)),
+    ],
+)
+def test_depths_have_the_probabilities_that_they_are_said_to_have(sampler, probabilities):
+    count = 6000
+    depths = Counter(sampler.sample(step_uniforms(5, "depth", step), 4) for step in range(count))
+    assert set(depths) <= set(probabilities)
+    least, most = sampler.limits(4)
+    assert least <= min(depths) and max(depths) <= most
+    for depth in probabilities:  # cumulated, with Kolmogorov's bound at a level of 1e-4
+        got = sum(times for d, times in depths.items() if d <= depth) / count
+        want = sum(p for d, p in probabilities.items() if d <= depth)
+        assert abs(got - want) < 2.23 / math.sqrt(count), depth
+
+
+def test_the_mean_and_variance_of_the_lognormal_poisson_are_the_stated_ones():
+    sampler, rate, sigma = LogNormalPoisson(rate=8, sigma=0.5), 8, 0.5
+    depths = np.array([sampler.sample(step_uniforms(1, "depth", step), 4) for step in range(6000)])
+    variance = rate + rate**2 * (math.exp(sigma**2) - 1)
+    assert depths.mean() == pytest.approx(rate + 1, abs=4 * math.sqrt(variance / 6000))
+    assert depths.var() == pytest.approx(variance, rel=0.12)
+
+
+# Draws
+
+
+def test_a_fixed_depth_through_a_sampler_is_the_papers_run_bit_for_bit(train):
+    plain = train(cls=LoopDropoutSFTTrainer)
+    for sampling, args in (
+        ("fixed", None),
+        ("uniform", {"low": 4, "high": 4}),
+        ("weighted", {"depths": [4]}),
+        ("weighted", {"depths": [4, 2], "weights": [1, 0]}),
+    ):
+        sampled = train(cls=LoopDropoutSFTTrainer, depth_sampling=sampling, depth_sampling_args=args)
+        assert_same_weights(plain, sampled, atol=0, rtol=0)
+        assert [log.get("loss") for log in plain.state.log_history] == [
+            log.get("loss") for log in sampled.state.log_history
+        ]
+
+
+DRAWN = {"depth_sampling": "uniform", "depth_sampling_args": {"low": 1, "high": 6}, "max_steps": 6}
+
+
+@pytest.mark.parametrize("loss", ["final", "uniform", "random"])
+def test_draws_are_those_of_any_split_into_micro_batches(train, loss):
+    fields = {**DRAWN, "loop_loss": loss, "adam_epsilon": 1e-3}
+    whole = train(per_device_train_batch_size=8, **fields)
+    assert len({depth for _, depth in whole.depths}) > 2
+    for rows, accumulation in ((4, 2), (2, 4)):
+        split = train(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, **fields)
+        assert split.depths == [each for each in whole.depths for _ in range(accumulation)]
+        assert_same_weights(whole, split, atol=2e-5, rtol=2e-4)
+    assert whole.num_loops == 4
+    logged = [log["depth"] for log in whole.state.log_history if "depth" in log]
+    assert logged == [depth for _, depth in whole.depths]
+
+
+def test_draws_go_on_after_a_resume(train):
+    fields = {**DRAWN, "loop_loss": "random", "save_strategy": "steps", "save_steps": 2}
+    whole = train(**fields)
+    resumed = train(resume=f"{whole.args.output_dir}/checkpoint-2", **fields)
+    assert resumed.depths == whole.depths[2:]
+    assert_same_weights(whole, resumed, atol=0, rtol=0)
+
+
+def test_evaluation_scores_the_final_loop_at_the_models_depth(train, dataset):
+    trainer = train(**DRAWN, loop_loss="uniform")
+    rows = trainer.train_dataset.select(range(8))
+    want = []
+    for row in rows:
+        ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = trainer.model.eval()(ids).logits
+        want.append(F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="none")[labels[0, 1:] != -100])
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(torch.cat(want).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp, accumulation", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero2", "zero3", "fsdp2"))]
+)
+def test_two_processes_train_as_one_does(name, tmp_path):
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    runs = list(layouts.DEPTHS)
+    alone = layouts.launch(layouts.LAYOUTS[layouts.REFERENCE], tmp_path / "one", runs)
+    for run, got in layouts.launch(layouts.LAYOUTS[name], tmp_path / "two", runs, timeout=600).items():
+        assert {len(gates) for gates in alone[run].gates.values()} >= {2, 5}
+        assert got.gates == alone[run].gates
+        for record in got.records:
+            assert record["losses"] == pytest.approx(alone[run].records[0]["losses"], rel=1e-4)
+        assert got.distance(alone[run]) < 2e-4
+
+
+# Losses against a direct computation: each loop's loss by a run of its own, of that depth, with full logits
+
+
+def direct_loss(trainer, plan, inputs, depth, weights_of):
+    looped, model = find_looped_model(trainer.model), trainer.model
+    own, labels = looped.config.num_loops, inputs["labels"]
+    inputs = {name: x for name, x in inputs.items() if name != "labels"}
+    losses, hidden = [], []
+    for loop in range(1, depth + 1):
+        looped.config.num_loops = loop
+        trainer.loop_state.apply(plan)
+        out = model(**inputs, use_cache=False, output_hidden_states=False)
+        logits = out.logits[:, :-1].transpose(1, 2).float()
+        losses.append(F.cross_entropy(logits, labels[:, 1:], reduction="none"))  # [B, S - 1]
+        trainer.loop_state.apply(plan)
+        hidden.append(looped.base_model(**inputs, use_cache=False).last_hidden_state.detach())
+    looped.config.num_loops = own
+    weights = weights_of(looped, hidden)
+    total = sum(w * loss for w, loss in zip(weights, losses, strict=True))
+    return total.sum() / (labels[:, 1:] != -100).sum()
+
+
+def exit_weights(looped, hidden):
+    """Ouro's: lambda_t times the probability of not having left before; the rest leaves after the last loop."""
+    gate, stay, weights = looped.base_model.early_exit_gate, 1.0, []
+    for state in hidden[:-1]:
+        leave = torch.sigmoid(state[:, :-1] @ gate.weight[0] + gate.bias).detach()
+        weights.append(stay * leave)
+        stay = stay * (1 - leave)
+    return [*weights, stay]
+
+
+def drawn_weights(trainer):
+    """The loop that ran, alone."""
+    ran = trainer.seen[0][1]
+    return lambda looped, hidden: [float(loop == ran) for loop in range(1, len(hidden) + 1)]
+
+
+LOSSES = {
+    "final": (None, lambda looped, hidden: [0] * (len(hidden) - 1) + [1]),
+    "uniform": (None, lambda looped, hidden: [1 / len(hidden)] * len(hidden)),
+    "progressive": (
+        {"power": 2},
+        lambda looped, hidden: [
+            t**2 / sum(s**2 for s in range(1, len(hidden) + 1)) for t in range(1, len(hidden) + 1)
+        ],
+    ),
+    "weighted": ({"loop_weights": [1, 0, 2, 5]}, lambda looped, hidden: [1 / 8, 0, 2 / 8, 5 / 8]),
+    "exit": (None, exit_weights),
+    "random": (None, None),
+}
+PADDED, ROWS, PACKED = {}, {"remove_padding": False}, {"padding_free": True, "max_length": None}
+CHECKPOINTED = {"gradient_checkpointing": True}
+DEPTH_5 = {"depth_sampling": "weighted", "depth_sampling_args": {"depths": [5]}}
+EVERY_FAMILY = [
+    ("uniform", {**PADDED, **DEPTH_5}),
+    ("progressive", {**PACKED, **CHECKPOINTED}),
+    ("random", {**PADDED, **CHECKPOINTED}),
+]
+ON_OURO = [
+    ("final", {**PACKED, **DEPTH_5}),
+    ("exit", {**PACKED, **CHECKPOINTED, **DEPTH_5}),
+    ("exit", ROWS),
+    ("weighted", {**PADDED, "recompute_pointwise": True, "gradient_checkpointing": False}),
+    ("uniform", {**ROWS, **CHECKPOINTED}),
+    ("uniform", {"packing": True, "max_length": 64}),
+    ("random", {"p": [0.1, 0.9, 0.9, 0.1]}),
+]
+ONE_DEPTH = ("independent", "learned", "adaptive")  # rules
+EVERY_RULE = [("uniform", {"rule": rule, **({} if rule in ONE_DEPTH else DEPTH_5)}) for rule in RULES]
+EVERY_RULE = [
+    (loss, {**f, "rule_args": {"num_masks": 1}} if f["rule"] == "lora_dropout" else f) for loss, f in EVERY_RULE
+]
+CASES = [(family, *case) for family in TINY for case in EVERY_FAMILY]
+CASES += [("ouro", *case) for case in ON_OURO + EVERY_RULE]
+
+
+@pytest.mark.parametrize(("family", "loss", "fields"), CASES)
+def test_losses_and_all_gradients_are_those_of_a_direct_computation(train, family, loss, fields):
+    loss_args, weights_of = LOSSES[loss]
+    trainer = train(
+        TINY[family](),
+        **{"gradient_checkpointing": False, **fields},
+        max_steps=1,
+        loop_loss=loss,
+        loop_loss_args=loss_args,
+    )
+    _, depth, plan, inputs, got = trainer.seen[0]
+    assert depth == (5 if "depth_sampling" in fields else 4) or loss == "random"
+    # The same weights as before the step, and an adapter that acts: by a trainer of the same start.
+    fresh = Watch(
+        TINY[family](), trainer.args, train_dataset=trainer.train_dataset, processing_class=trainer.processing_class
+    )
+    fresh.model.train()
+    want = direct_loss(fresh, plan, inputs, depth, weights_of or drawn_weights(trainer))
+    assert got == pytest.approx(want.item(), rel=2e-6)
+    want.backward()
+    wanted = gradients(fresh.model)
+    assert wanted.keys() == trainer.gradients.keys()
+    largest = max(gradient.norm() for gradient in wanted.values())
+    assert largest > 1e-3
+    for name, gradient in wanted.items():
+        assert (trainer.gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7 * largest, name
+
+
+def test_frozen_loops_are_skipped_with_every_readout_scored(train):
+    fields = {"loop_loss": "uniform", "p": 0.8, "max_steps": 3, "gradient_checkpointing": False}
+    fast, slow = train(**fields), train(**fields, skip_frozen_loops=False)
+    assert any((plan.gates[0] == 0).all() for _, _, plan, *_ in fast.seen)  # a micro-batch that waits
+    assert fast.training_policy.lora_parameters is not None and slow.training_policy.lora_parameters is None
+    for (*_, one), (*_, other) in zip(fast.seen, slow.seen, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    for name, gradient in fast.gradients.items():
+        torch.testing.assert_close(gradient, slow.gradients[name], atol=1e-6, rtol=1e-3)
+
+
+class LogitRows(TorchDispatchMode):
+    """Notes the most rows that any tensor of the vocabulary's width had, but for the head's weight (32 rows, transposed)."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if torch.is_tensor(x) and x.dim() >= 2 and x.shape[-1] == 258 and x.numel() // 258 != 32:
+                self.most = max(self.most, x.numel() // 258)
+        return out
+
+
+def test_no_loops_logits_are_ever_in_memory_as_a_whole(train, monkeypatch):
+    monkeypatch.setattr("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", 8)
+    with LogitRows() as rows:
+        trainer = train(loop_loss="uniform", max_steps=1)
+    assert trainer.seen[0][3]["labels"][:, 1:].numel() > 16  # of one loop
+    assert rows.most == 8
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"depth_sampling": "poisson"},
+            "`depth_sampling` must be one of fixed, lognormal_poisson, uniform, weighted; got 'poi",
+        ),
+        ({"depth_sampling": "uniform", "depth_sampling_args": {"hi": 3}}, "has no field 'hi' .* it takes low, high"),
+        ({"depth_sampling": "uniform", "depth_sampling_args": {"low": 0}}, "`low` must be a whole number from 1"),
+        ({"depth_sampling_args": {"low": 1}}, "`depth_sampling: fixed` has no field 'low' .* takes no fields"),
+        ({"depth_sampling": "weighted"}, "`depths` must be a list of different numbers of loops; got None"),
+        (
+            {"depth_sampling": "weighted", "depth_sampling_args": {"depths": [2, 4], "weights": [1]}},
+            "`weights` has 1 values for 2 `depths`",
+        ),
+        (
+            {"depth_sampling": "weighted", "depth_sampling_args": {"depths": [2, 4], "weights": [0, 0]}},
+            "`weights` must be a list of numbers of at least 0, one of them above 0",
+        ),
+        (
+            {"loop_loss": "last"},
+            "`loop_loss` must be one of exit, final, progressive, random, uniform, weighted; got 'last'",
+        ),
+        ({"loop_loss": "weighted"}, r"`loop_weights` must be a list of numbers .* got \(\)"),
+        ({"loop_loss": "progressive", "loop_loss_args": {"power": -1}}, "`power` must be a number from 0"),
+        ({"loop_loss": "uniform", "loss_type": "dft"}, "`loss_type` 'dft' is defined for one loop's loss"),
+        ({"loop_loss": "exit", "label_smoothing_factor": 0.1}, "`label_smoothing_factor` 0.1 is defined for one loop"),
+    ],
+)
+def test_mistakes_in_the_fields_are_refused_by_the_config(config, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
+
+
+UNIFORM = {"depth_sampling": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({**UNIFORM, "rule": "independent"}, "'independent' has a pair of factors for each loop, .* 4 loops"),
+        ({**UNIFORM, "rule": "learned"}, "'learned' has learned gates, which belongs? to"),
+        ({**UNIFORM, "rule": "adaptive"}, "'adaptive' has an estimate for each loop"),
+        ({**UNIFORM, "p": [0.1, 0.2, 0.3, 0.4]}, "`p` has 4 values, but the model runs 1 loops"),
+        ({**UNIFORM, "depth_sampling_args": {"low": 6}}, "`low` .* is 6, above the greatest depth 4"),
+        (
+            {"loop_loss": "weighted", "loop_loss_args": {"loop_weights": [1, 2]}},
+            "`loop_weights` has 2 values, but .* 4 loops",
+        ),
+        (
+            {**UNIFORM, "loop_loss": "weighted", "loop_loss_args": {"loop_weights": [1, 2, 3, 4]}},
+            "`loop_weights` has 4 values, but a step runs 1 to 4 loops",
+        ),
+        ({**UNIFORM, "ddp_static_graph": True}, "`ddp_static_graph` needs the same graph"),
+    ],
+)
+def test_what_belongs_to_one_depth_is_refused_with_another(train, fields, message):
+    with pytest.raises(ValueError, match=message):
+        train(**fields)
+
+
+def test_a_loss_by_exit_probabilities_needs_an_exit_gate(train):
+    with pytest.raises(
+        ValueError, match="`loop_loss: exit` needs a model with an exit gate, and HuginnForCausalLM has none"
+    ):
+        train(tiny_huginn(), loop_loss="exit")
+
+
+@pytest.mark.parametrize("fields", [UNIFORM, {"loop_loss": "uniform"}])
+def test_a_model_that_is_built_for_its_depth_trains_at_it(train, fields):
+    torch.manual_seed(0)
+    model = HrmTextForCausalLM(
+        HrmTextConfig(
+            vocab_size=258,
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_layers_per_stack=1,
+            H_cycles=2,
+            L_cycles=2,
+            max_position_embeddings=512,
+            pad_token_id=1,
+        )
+    )
+    with pytest.raises(ValueError, match="HrmTextForCausalLM trains at the depth that it was built for"):
+        train(model, **fields)
