@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -385,6 +386,8 @@ def test_a_refused_push_leaves_the_adapter_on_disk_and_never_tells_the_token(
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda self, *args, **kwargs: Created)
     monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", refuse)
     trainer = make_trainer(push_to_hub=True, hub_model_id="someone/model", hub_token=TOKEN)
+    broken = logging.StreamHandler(SimpleNamespace(write=None, flush=lambda: None))  # its failure prints a traceback
+    monkeypatch.setattr(logging.getLogger("loopdropout_trainer"), "handlers", [broken])
     trainer.train()  # every checkpoint's push is refused, and training goes on
     assert trainer.state.global_step == STEPS
     with pytest.raises(PushError, match=r"403 Forbidden for \*\*\*\). The adapter is safe in") as error:

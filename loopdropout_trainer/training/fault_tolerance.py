@@ -256,11 +256,15 @@ class FaultToleranceMixin(ResumingMixin):
             raise push_error(error, self._repo(), safe, self.args.hub_token, kwargs.get("token")) from None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        refused = None
         try:
             super()._push_from_checkpoint(checkpoint_folder)
         except Exception as error:
             safe = f"The checkpoint is safe in {checkpoint_folder}, and training goes on"
-            logger.warning(str(push_error(error, self._repo(), safe, self.args.hub_token)))
+            refused = str(push_error(error, self._repo(), safe, self.args.hub_token))
+        if refused is not None:
+            # Outside of `except`: a log handler that fails there prints the Hub's own error, which may hold the token.
+            logger.warning(refused)
 
     def _repo(self) -> str:
         return self.args.hub_model_id or Path(self.args.output_dir).absolute().name
