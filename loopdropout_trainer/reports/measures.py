@@ -6,6 +6,7 @@ A measure takes a cell's specification and one run, and returns a number, or Non
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from loopdropout_trainer.evaluation.statistics import (
     summarize,
 )
 from loopdropout_trainer.reports.records import Record, ReportError, Score
+from loopdropout_trainer.settings.recipe import load_recipe
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class CellSpec:
         where: fields that runs must have.
         seeds: only these; default: all that are there.
         depth: recurrence depth of the evaluation; default: that of the training.
-        value: dotted path into a diagnostic, or a field of the run.
+        value: dotted path into a diagnostic, a field of the run, or of `recipe`, a recipe's path.
         minus: fields of the runs to compare with, over `where`: the cell then shows the difference.
         show: "mean" (with SD), "seeds" (each, in order) or "value" (the one that all runs share).
         decimals: of the numbers shown. scale: they are multiplied by it.
@@ -45,6 +47,7 @@ class CellSpec:
     seeds: list[int] | None = None
     depth: int | None = None
     value: str | None = None
+    recipe: str | None = None
     minus: dict[str, Any] | None = None
     show: str = "mean"
     decimals: int = 2
@@ -145,7 +148,8 @@ def diagnostic(spec: CellSpec, record: Record) -> float | None:
     return found
 
 
-MEASURES["both_extractable"] = MEASURES["missing_in_either"] = None  # of pairs of runs, see `_decomposition`
+MEASURES["both_extractable"] = MEASURES["missing_in_either"] = None  # of pairs of runs, see `_difference_cell`
+MEASURES["recipe"] = None  # of no run, see `_recipe_cell`
 
 
 def _scores(spec: CellSpec, record: Record) -> list[Score]:
@@ -167,6 +171,8 @@ def evaluate_cell(spec: CellSpec, records: Sequence[Record]) -> Cell:
     Raises:
         ReportError: if the runs differ in more than their seed.
     """
+    if spec.measure == "recipe":
+        return _recipe_cell(spec)
     runs = matching(spec, spec.where, records)
     if not runs:
         return Cell(missing=f"no run with {_conditions(spec)}")
@@ -180,6 +186,20 @@ def evaluate_cell(spec: CellSpec, records: Sequence[Record]) -> Cell:
     if lacking:
         return Cell(missing=f"{_what_is_missing(spec)} for seed {', '.join(map(str, lacking))}")
     return _shown(spec, known, runs)
+
+
+def _recipe_cell(spec: CellSpec) -> Cell:
+    """Return a field of a recipe, or of several fields (`a x b`) their numbers and product."""
+    recipe = load_recipe(spec.recipe)
+    names = (spec.value or "").split(" x ")
+    values = [recipe.get(name) for name in names]
+    if None in values:
+        return Cell(missing=f"{spec.recipe} has no `{names[values.index(None)]}`")
+    if len(values) == 1:
+        text = f"{values[0]:,}" if isinstance(values[0], int) else str(values[0])
+    else:
+        text = f"{' x '.join(map(str, values))} = {math.prod(values)}"
+    return Cell(text=text, sources=(spec.recipe,))
 
 
 def _shown(spec: CellSpec, known: Mapping[Any, Any], runs: Sequence[Record]) -> Cell:
