@@ -17,18 +17,13 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from loopdropout_trainer.settings.shipped import recipe_path, recipes_folder
 
-PACKAGE = Path(__file__).parent
+
 USAGE = """usage: loopdropout COMMAND [RECIPE.yaml] [--field value ...]
        loopdropout COMMAND --help
        loopdropout recipes [copy FOLDER]
        loopdropout --version"""
-
-
-def recipes_folder() -> Path:
-    """Return the folder of scripts and recipes: inside an installed package, beside it in a clone."""
-    installed = PACKAGE / "recipes"
-    return installed if installed.is_dir() else PACKAGE.parent / "recipes"
 
 
 def commands() -> dict[str, Path]:
@@ -40,12 +35,6 @@ def commands() -> dict[str, Path]:
 def summary(script: Path) -> str:
     """Return the first line of a script's docstring, without running it."""
     return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").split("\n")[0]
-
-
-def recipe_path(name: str) -> str:
-    """Return the path of a recipe: a file of the user's, or one that ships with the package, with or without `recipes/`."""
-    shipped = recipes_folder() / name.removeprefix("recipes/")
-    return name if Path(name).exists() or not shipped.is_file() else str(shipped)
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:

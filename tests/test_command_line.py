@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from loopdropout_trainer import command_line
-from loopdropout_trainer.command_line import commands, main, recipe_path, recipes_folder
+from loopdropout_trainer.command_line import commands, main
+from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
+from loopdropout_trainer.settings.shipped import recipe_path, recipes_folder
 
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +60,15 @@ def test_a_file_of_the_users_goes_before_a_shipped_recipe(tmp_path, monkeypatch)
     assert recipe_path("missing.yaml") == "missing.yaml"
 
 
+def test_a_sweep_finds_the_recipes_that_it_names_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = load_recipe("recipes/sweeps/metamath_gsm_sharing.yaml")
+    for name in (sweep["recipe"], *(method for method in sweep["methods"] if method.endswith(".yaml"))):
+        assert load_recipe(name)["preparation"] == "metamath_gsm"
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe("recipes/no_such.yaml")
+
+
 def test_a_wheel_works_outside_of_the_clone(tmp_path):
     """Build and install it with the standard tools, without their isolation, which would need a network."""
     pytest.importorskip("setuptools")
@@ -92,3 +103,6 @@ def test_a_wheel_works_outside_of_the_clone(tmp_path):
     )
     assert "tiny_ouro" in plan
     assert "trainable parameters" in plan
+    sweep = ("sweep", "sweeps/metamath_gsm_sharing.yaml", "--print_commands", "true")
+    jobs = run(sys.executable, "-m", "loopdropout_trainer", *sweep, env=env, cwd=elsewhere).splitlines()
+    assert len(jobs) == 30 and all("recipes/sft.py" in job for job in jobs)  # six methods at five rates

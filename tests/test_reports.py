@@ -183,8 +183,7 @@ def records(outputs):
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_every_table_comes_out_of_what_its_sweeps_leave(path, records, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_every_table_comes_out_of_what_its_sweeps_leave(path, records):
     table = build_table(load_table(path), records)
     assert table.missing == []
     # Each form holds every number and what the paper printed.

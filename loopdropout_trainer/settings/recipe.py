@@ -28,6 +28,7 @@ from loopdropout_trainer.settings.field_types import (
     takes_mapping,
 )
 from loopdropout_trainer.settings.secrets import is_secret, public_settings
+from loopdropout_trainer.settings.shipped import recipe_path
 
 
 __all__ = ["RecipeError", "build", "load_recipe", "parse_recipe", "public_settings", "settings_yaml"]
@@ -92,10 +93,13 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 def load_recipe(path: str | Path) -> dict[str, Any]:
     """Read a recipe and those that it extends; the extending file's keys win.
 
+    A path `recipes/...` that is not there is one that ships with the package: sweeps name their recipes so.
+
     Raises:
         RecipeError: if a file is missing, is not a flat YAML mapping, or extends itself.
     """
-    return _load(Path(path), ())
+    path = str(path)
+    return _load(Path(recipe_path(path) if path.startswith("recipes/") else path), ())
 
 
 def _load(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
