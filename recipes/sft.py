@@ -53,6 +53,7 @@ from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_
 from loopdropout_trainer.training.distributed import divides_weights
 from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
 from loopdropout_trainer.training.preflight import check_run
+from loopdropout_trainer.training.resources import device_name
 
 
 BEFORE, AFTER = "before", "after"
@@ -165,6 +166,7 @@ class Run:
             raise
         if is_main:
             diverged.unlink(missing_ok=True)
+        on_gpu = device_name() != "cpu"
         outcome = RunResult(
             rule=config.rule,
             p=config.p,
@@ -176,7 +178,8 @@ class Run:
             train_seconds=result.metrics["train_runtime"],
             step_seconds=progress["step_seconds"],
             num_tokens=progress["num_tokens"],
-            peak_memory_gb=progress["peak_memory_gb"],
+            # On a CPU it is the process's, which holds what the rules before needed.
+            peak_memory_gb=progress["peak_memory_gb"] if config is self.configs[0] or on_gpu else None,
             base_benchmarks=base_benchmarks,
             adapter={**self.adapter.lora_fields, **training_fields(trainer)},
             model=self.model_facts(trainer),

@@ -30,12 +30,12 @@ processes.set_forkserver_preload(["test_kills"])  # imports once, so that a real
 
 # Where a kill may strike: at one of the first files that are touched in a folder of this name, or at any time.
 PLACES = {
+    "at any time": (None, 0),  # first, where a new run has all of its time before it
     "training": ("checkpoint-", 160),
     "after the last checkpoint": ("run/_partial", 60),
     "evaluation": ("answers/after", 12),
     "merging": ("merged", 40),
     "results": ("results.json", 6),
-    "at any time": (None, 0),
 }
 
 

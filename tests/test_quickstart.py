@@ -46,6 +46,8 @@ def test_it_trains_measures_and_saves_both_methods(quickstart):
     trained = ours["train_info"]
     assert (trained["rule"], trained["p"], trained["num_loops"], trained["steps"]) == ("loop_dropout", 0.5, 4, 6)
     assert (lora["train_info"]["rule"], lora["train_info"]["p"]) == ("lora", None)
+    # The peak of a process that has trained two adapters is nobody's memory.
+    assert trained["peak_memory_gb"] > 0.1 and lora["train_info"]["peak_memory_gb"] is None
     assert ours["base_benchmarks"] == lora["base_benchmarks"]
     for results in (ours, lora):
         assert set(results["benchmarks"]) == {"arithmetic_test"}

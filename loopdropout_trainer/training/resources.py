@@ -23,6 +23,12 @@ def peak_memory_gb() -> float | None:
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
+def forget_peak_memory() -> None:
+    """Count a GPU's peak from here on; the peak of a process cannot be taken back."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def device_name() -> str:
     """Return the name of the GPU that this process uses, or `cpu`."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

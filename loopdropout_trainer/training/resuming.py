@@ -25,7 +25,7 @@ from loopdropout_trainer.training.checkpoints import (
 )
 from loopdropout_trainer.training.distributed import divides_weights
 from loopdropout_trainer.training.identity import differences, run_identity
-from loopdropout_trainer.training.resources import peak_memory_gb
+from loopdropout_trainer.training.resources import forget_peak_memory, peak_memory_gb
 
 
 logger = logging.get_logger(__name__)
@@ -76,6 +76,7 @@ class ResumingMixin:
 
     def _take_up_progress(self) -> None:
         """Set the counters of this leg to where the legs before ended."""
+        forget_peak_memory()
         self._began = time.time()
         if not self._earlier:
             return
