@@ -12,6 +12,13 @@ from loopdropout_trainer.models.operations import rms_norm, swiglu
 from loopdropout_trainer.models.recomputation import recomputable
 
 
+PROJECTIONS = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+)
+"""Names, in a decoder layer of Llama's kind, of its linear projections: where adapters go by default."""
+
+
 class RMSNorm(nn.Module):
     """x [..., size] over its root mean square, times a weight; `variance_epsilon` is added to the mean square."""
 

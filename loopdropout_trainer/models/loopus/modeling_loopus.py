@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.attention import SelfAttention
-from loopdropout_trainer.models.layers import GatedMLP, RMSNorm
+from loopdropout_trainer.models.layers import PROJECTIONS, GatedMLP, RMSNorm
 from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
@@ -32,12 +32,6 @@ from loopdropout_trainer.models.looped_modeling import (
     every_run,
 )
 from loopdropout_trainer.models.loopus.configuration_loopus import LoopusConfig
-
-
-_PROJECTIONS = (
-    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-)
 
 
 class LoopusLayer(RecurrentLayer):
@@ -148,7 +142,7 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
 
     def recurrent_names(self) -> list[str]:
         layers = range(len(self.reasoning.layers))
-        return [f"reasoning.layers.{layer}.{name}" for layer in layers for name in _PROJECTIONS]
+        return [f"reasoning.layers.{layer}.{name}" for layer in layers for name in PROJECTIONS]
 
     def layer_counts(self) -> tuple[int, int]:
         return len(self.encoder.layers) + len(self.decoder.layers), len(self.reasoning.layers)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.attention import SelfAttention
-from loopdropout_trainer.models.layers import GatedMLP, RMSNorm
+from loopdropout_trainer.models.layers import PROJECTIONS, GatedMLP, RMSNorm
 from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
@@ -26,12 +26,6 @@ from loopdropout_trainer.models.looped_modeling import (
 )
 from loopdropout_trainer.models.ouro.configuration_ouro import OuroConfig
 from loopdropout_trainer.models.recomputation import recomputable
-
-
-_PROJECTIONS = (
-    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-)
 
 
 class OuroDecoderLayer(RecurrentLayer):
@@ -77,7 +71,7 @@ class OuroModel(OuroPreTrainedModel, LoopedBackbone):
         self.post_init()
 
     def recurrent_names(self) -> list[str]:
-        return [f"layers.{layer}.{name}" for layer in range(len(self.layers)) for name in _PROJECTIONS]
+        return [f"layers.{layer}.{name}" for layer in range(len(self.layers)) for name in PROJECTIONS]
 
     def layer_counts(self) -> tuple[int, int]:
         return 0, len(self.layers)
