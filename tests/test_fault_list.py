@@ -100,9 +100,10 @@ def locked_folder(folder, patch):
 def without_optional_packages(folder, patch):
     find = importlib.util.find_spec
     missing = ("wandb", "mlflow", "liger_kernel", "deepspeed")
-    patch.setattr(
-        "loopdropout_trainer.training.preflight.find_spec", lambda name: None if name in missing else find(name)
-    )
+    for module in ("config", "preflight"):
+        patch.setattr(
+            f"loopdropout_trainer.training.{module}.find_spec", lambda name: None if name in missing else find(name)
+        )
 
 
 def model(folder, **config):

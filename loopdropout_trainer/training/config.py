@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -115,6 +116,9 @@ class LoopDropoutArguments:
             self.p = self.p[0]
         if isinstance(self.rule_args, str):
             self.rule_args = json_of("rule_args", self.rule_args)
+        # Here already: transformers keeps a half-made DeepSpeed configuration, which would fail the process's next model.
+        if self.deepspeed and find_spec("deepspeed") is None:
+            raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
         rule = self.make_rule()
         self.p = list(rule.p) if isinstance(getattr(rule, "p", None), tuple) else getattr(rule, "p", None)
         # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.

@@ -166,12 +166,8 @@ def _check_machine(args: TrainingArguments) -> None:
         packages = _PACKAGES.get(name)
         if packages and not any(map(find_spec, packages)):
             raise ValueError(f"`report_to` {name} needs the Python package `{packages[0]}`, which is not installed.")
-    for field, package, wanted in (
-        ("use_liger_kernel", "liger_kernel", args.use_liger_kernel),
-        ("deepspeed", "deepspeed", args.deepspeed),
-    ):
-        if wanted and find_spec(package) is None:
-            raise ValueError(f"`{field}` needs the Python package `{package}`, which is not installed.")
+    if args.use_liger_kernel and find_spec("liger_kernel") is None:
+        raise ValueError("`use_liger_kernel` needs the Python package `liger_kernel`, which is not installed.")
 
 
 def check_attention(kernel: str | None, on_cpu: bool) -> None:
