@@ -13,7 +13,6 @@ was interrupted, or prints what a scheduler can start next. `--results` gets the
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from pathlib import Path
@@ -57,14 +56,12 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.print_commands:
         print("\n".join(study.commands()))
         return
+    if arguments.collect_only:
+        study.write_recipes()
+        study.save_document()
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("study.py: asked to stop; the same command continues."))
-    try:
-        study.run()
-    finally:
-        if arguments.results:  # what is there, also of a study that was stopped
-            path = Path(arguments.results)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(study.collect(), indent=1) + "\n", encoding="utf-8")
+    study.run()
     for name, sweep in study.sweeps():
         console = Console()
         console.rule(name)

@@ -224,6 +224,8 @@ def test_the_document_keeps_what_is_around_the_results(tmp_path):
         text = document.read_text()
         assert text.startswith("# Title\n\n") and text.endswith("\n\nThe end.\n") and "old" not in text
         assert "| loop_dropout | 0.1 | 1 | 100.0 |" in text
+    write_document(file, tmp_path / "new.md")
+    assert "| loop_dropout | 0.1 | 1 | 100.0 |" in (tmp_path / "new.md").read_text()
     document.write_text("nothing")
     with pytest.raises(ValueError, match="must have the marks"):
         write_document(file, document)
