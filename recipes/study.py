@@ -39,14 +39,16 @@ def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     (arguments,), _ = parse_recipe([StudyArguments], argv, description=__doc__)
     study = Study(arguments, Path(__file__).parent, (sys.executable, str(Path(__file__)), *argv))
-    unknown = [name for name in study.measure.benchmarks if name not in BENCHMARKS]
+    asked = {name for measure in study.measure.values() for name in measure.benchmarks}
+    unknown = sorted(asked - set(BENCHMARKS))
     if unknown:
         raise RecipeError(f"`measure` must name `benchmarks` among {', '.join(BENCHMARKS)}; got {unknown[0]!r}.")
     if arguments.measure_adapter:
         show_log()
         adapter = Path(arguments.measure_adapter)
-        recipe = load_recipe(study.recipe_path(adapter.parent.parent.name))
-        measured = measure_adapter(build(ModelArguments, recipe), adapter, study.measure)
+        method = adapter.parent.parent.name
+        recipe = load_recipe(study.recipe_path(method))
+        measured = measure_adapter(build(ModelArguments, recipe), adapter, study.measure[method])
         for name, counts in measured["benchmarks"].items():
             print(f"{name}: {counts['correct']}/{counts['total']} = {counts['score']:.2f}%")
         return

@@ -22,11 +22,12 @@ from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, is_recipe
 from loopdropout_trainer.runs.workers import RAY_HELP, WORKERS_HELP, Job, do_jobs, make_workers
 from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.saving.lock import only_process_in
+from loopdropout_trainer.settings.ranges import check_whole
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
 
 
 MEASURED = "measured.json"
-_PART_FIELDS = {"methods", "seeds", "learning_rates", "full_grid"}
+_PART_FIELDS = {"methods", "seeds", "learning_rates", "full_grid", "measure"}
 
 
 @dataclass
@@ -67,7 +68,10 @@ class StudyArguments:
         metadata={"help": "Name -> fields on top of the recipe, or the path of a recipe of its own."}
     )
     parts: dict[str, Any] = field(
-        metadata={"help": "Name -> {methods, seeds, learning_rates, full_grid}: one sweep each, in order of priority."}
+        metadata={
+            "help": "Name -> {methods, seeds, learning_rates, full_grid, measure}: one sweep each, in order of priority. "
+            "A method is measured as its first part says."
+        }
     )
     learning_rates: list[float] = field(metadata={"help": "Candidates of every method.", "nargs": "+"})
     measure: dict[str, Any] = field(metadata={"help": "What is measured of every final adapter."})
@@ -147,6 +151,9 @@ class Study:
         scripts: folder of `sft.py` and `study.py`.
         command: words that start this study again, as `study.py` got them.
 
+    Attributes:
+        measure: what is measured of each method's adapters.
+
     Raises:
         RecipeError: for a part with an unknown method or field, an unknown scale, or a wrong `measure`.
     """
@@ -156,12 +163,16 @@ class Study:
         self.scripts = scripts
         self.command = command
         self.output_dir = Path(self.arguments.output_dir)
-        try:
-            self.measure = MeasureArguments(**self.arguments.measure)
-        except (TypeError, ValueError) as error:
-            raise RecipeError(f"`measure`: {error}") from error
+        check_whole("workers", self.arguments.workers, 1)
+        self.measure: dict[str, MeasureArguments] = {}
         for name, part in self.arguments.parts.items():
             _check_part(name, part, self.arguments.methods)
+            try:
+                measure = MeasureArguments(**{**self.arguments.measure, **part.get("measure", {})})
+            except (TypeError, ValueError) as error:
+                raise RecipeError(f"`measure`: {error}") from error
+            for method in part["methods"]:
+                self.measure.setdefault(method, measure)
         unknown = [name for name in self.arguments.only or () if name not in self.arguments.parts]
         if unknown:
             raise RecipeError(f"`only` must be among {', '.join(self.arguments.parts)}; got {unknown[0]!r}.")
@@ -311,8 +322,7 @@ class Study:
                         run = _read_run(sweep.training(path, rate, seed), sweep.test(path, rate, seed))
                         if run is not None:
                             runs[method, f"{rate:.6g}", seed] = {"method": method, "rate": rate, "seed": seed, **run}
-        measure = {key: value for key, value in vars(self.measure).items() if value}
-        return {"measure": measure, "parts": parts, "chosen_rates": chosen, "runs": list(runs.values())}
+        return {"measure": self.arguments.measure, "parts": parts, "chosen_rates": chosen, "runs": list(runs.values())}
 
 
 def _read_run(training: Job, measuring: Job) -> dict[str, Any] | None:
