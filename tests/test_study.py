@@ -261,6 +261,14 @@ def test_the_chosen_rate_counts_and_seeds_are_paired():
     assert rows(results(*runs))[claim][3].startswith("2, ")  # the rate with most seeds: seeds 2 and 3
 
 
+def test_methods_are_compared_at_each_common_rate():
+    runs = [run_of("lora", seed, 0x0F, rate=rate) for seed in (1, 2, 3) for rate in (0.002, 0.008)]
+    runs += [run_of("loop_dropout", seed, 0x1F, rate=0.002) for seed in (1, 2, 3)]
+    table = rows(results(*runs, chosen={"lora": 0.008, "loop_dropout": 0.002}))
+    assert table["It answers more when both train at the rate 0.002"][2].startswith("+12.50 [")
+    assert table["It answers more when both train at the rate 0.008"][4] == "not run"
+
+
 def test_a_bootstrap_interval_is_the_normal_one():
     rng = np.random.default_rng(1)
     values = rng.normal(2.0, 1.0, (1, 400))
@@ -276,14 +284,24 @@ def test_the_document_keeps_what_is_around_the_results(tmp_path):
     runs = [run_of("lora", 1, 0xF0), run_of("loop_dropout", 1, 0xFF)]
     runs[0]["measured"]["benchmarks"]["more"] = {"score": 30.0}  # the other method was not asked
     runs[0]["measured"]["by_dose"] = {"2": {"score": 40.0}}
-    file.write_text(json.dumps({"runs": runs, "chosen_rates": {}, "measure": {"benchmarks": ["arithmetic_test"]}}))
+    scores = (("lora", 0.1, 40.0), ("loop_dropout", 0.1, 20.0), ("loop_dropout", 0.2, 30.0))
+    only_chosen = {"method": "loop_dropout", "seed": 1, "rate": 0.2}
+    for run, (_, _, score) in zip([*runs, only_chosen], scores, strict=True):
+        run["development"] = {"development": {"score": score}}
+    runs.append(only_chosen)
+    file.write_text(
+        json.dumps(
+            {"runs": runs, "chosen_rates": {"loop_dropout": 0.2}, "measure": {"benchmarks": ["arithmetic_test"]}}
+        )
+    )
     for _ in range(2):
         write_document(file, document)
         text = document.read_text()
         assert text.startswith("# Title\n\n") and text.endswith("\n\nThe end.\n") and "old" not in text
         assert "| loop_dropout | 0.1 | 1 | 100.0 | - |" in text and "| lora | 0.1 | 1 | 50.0 | 30.0 |" in text
         assert "| method | seeds | 2 in all loops |\n|---|---|---|\n| lora | 1 | 40.0 |\n" in text
-        assert "2 of at most 2 trainings have run, and 2 of their adapters are measured." in text
+        assert "| loop_dropout | 0.1: 20.0, 0.2: **30.0** |" in text
+        assert "3 of at most 3 trainings have run, and 2 of their adapters are measured." in text
     write_document(file, tmp_path / "new.md")
     assert "| loop_dropout | 0.1 | 1 | 100.0 | - |" in (tmp_path / "new.md").read_text()
     document.write_text("nothing")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,21 @@ class Results:
     Attributes:
         runs: method -> seed -> the run.
         benchmark: name of the first benchmark.
+        other_rates: (method, rate) -> seed -> the run, for all rates that were measured.
     """
 
     runs: dict[str, dict[int, Run]]
     benchmark: str
+    other_rates: dict[tuple[str, float], dict[int, Run]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, collected: dict[str, Any]) -> Results:
         """Take each method at the rate that was chosen for it, or else at the one rate that it was run at."""
         runs: dict[str, dict[int, Run]] = {}
+        other_rates: dict[tuple[str, float], dict[int, Run]] = {}
         measured = [run for run in collected["runs"] if "measured" in run]
+        for run in measured:
+            other_rates.setdefault((run["method"], run["rate"]), {})[run["seed"]] = run
         for method in dict.fromkeys(run["method"] for run in measured):
             mine = [run for run in measured if run["method"] == method]
             rates = {run["rate"] for run in mine}
@@ -57,7 +62,12 @@ class Results:
             if rate not in rates:
                 rate = max(rates, key=lambda r: (sum(run["rate"] == r for run in mine), -r))
             runs[method] = {run["seed"]: run for run in mine if run["rate"] == rate}
-        return cls(runs, collected["measure"]["benchmarks"][0])
+        return cls(runs, collected["measure"]["benchmarks"][0], other_rates)
+
+    def at_rate(self, rate: float) -> Results:
+        """Return the results of all methods at one rate."""
+        same = {method: runs for (method, other), runs in self.other_rates.items() if other == rate}
+        return Results(same, self.benchmark)
 
     def paired(self, *methods: str) -> list[list[Run]]:
         """Return the runs of the seeds that all methods have, method by method.
@@ -182,6 +192,11 @@ def _gain(ours: str, other: str, benchmark: str | None = None) -> Callable[[Resu
     return values
 
 
+def _gain_at_rate(rate: float) -> Callable[[Results], Values]:
+    """Loop Dropout's accuracy minus LoRA's, both at one rate."""
+    return lambda results: _gain("loop_dropout", "lora")(results.at_rate(rate))
+
+
 def _gain_at(depth: int) -> Callable[[Results], Values]:
     """Loop Dropout's accuracy minus LoRA's at another depth."""
 
@@ -280,6 +295,10 @@ CLAIMS = (
     Claim("Masking helps a shared update more than rank 16 in each loop", "+0.45, +7.00", _masking_helps_sharing_more(16)),
     Claim("It answers more at rank 4", "+0.56", _gain("rank_4", "rank_4_lora")),
     Claim("It answers more at rank 64", "+0.43", _gain("rank_64", "rank_64_lora")),
+    *(
+        Claim(f"It answers more when both train at the rate {rate:g}", "+0.56 to +2.62", _gain_at_rate(rate))
+        for rate in (0.002, 0.004, 0.008, 0.016)
+    ),
     Claim("It answers more when trained and asked at K = 2", "+2.17", _gain("depth_2", "depth_2_lora")),
     Claim("It answers more when trained and asked at K = 6", "+1.59", _gain("depth_6", "depth_6_lora")),
     Claim("It answers more when trained and asked at K = 8", "+0.51", _gain("depth_8", "depth_8_lora")),
@@ -295,7 +314,8 @@ CLAIMS = (
         for loop, paper in enumerate(("+1.28", "+64.42", "+83.60", "+80.11"))
     ),
 )  # fmt: skip
-"""The paper's numbers, Ouro-1.4B: GSM8K; sharing: GSM8K, MATH-500; another wording: GSM-Plus mini; readouts: MATH-500."""
+"""The paper's numbers, Ouro-1.4B: GSM8K; sharing: GSM8K, MATH-500; another wording: GSM-Plus mini; readouts: MATH-500;
+rates: the least and the most of its five."""
 
 
 def claims_table(results: Results) -> str:
@@ -322,6 +342,20 @@ def methods_table(results: Results) -> str:
             cells.append(_mean_sd(scores))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def choices_table(collected: dict[str, Any]) -> str:
+    """Return each method's development scores by learning rate, on the first seed, as Markdown; the chosen one in bold."""
+    lines = []
+    for method, chosen in collected["chosen_rates"].items():
+        first = min(run["seed"] for run in collected["runs"] if run["method"] == method)
+        cells = []
+        for run in sorted(collected["runs"], key=lambda run: run["rate"]):
+            if (run["method"], run["seed"]) == (method, first) and "development" in run:
+                score = f"{next(iter(run['development'].values()))['score']:.1f}"
+                cells.append(f"{run['rate']:g}: {f'**{score}**' if run['rate'] == chosen else score}")
+        lines.append(f"| {method} | {', '.join(cells)} |")
+    return "| method | right on the development split by learning rate, % |\n|---|---|\n" + "\n".join(lines)
 
 
 def gates_table(results: Results) -> str:
@@ -380,6 +414,6 @@ def write_document(results: Path, document: Path) -> None:
     collected = json.loads(results.read_text(encoding="utf-8"))
     of_study = Results.of(collected)
     tables = [make(of_study) for make in (claims_table, methods_table, gates_table, loops_table)]
-    parts = [progress(collected), *tables]
+    parts = [progress(collected), *tables, choices_table(collected)]
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     document.write_text("\n\n".join([before + BEGIN, *parts, END + after]), encoding="utf-8")
