@@ -176,9 +176,7 @@ def _score_all(fused, model: LoopedModelMixin, loss: LoopLoss, labels: torch.Ten
     last = slice(-len(labels), None)
     return type(scores)(
         log_probs=(weights.to(by_loop) * by_loop).sum(dim=0),
-        entropy=scores.entropy[last],
-        is_top1=scores.is_top1[last],
-        label_mask=scores.label_mask[last],
+        **{name: getattr(scores, name)[last] for name in ("entropy", "is_top1", "label_mask") if name in scores},
     )
 
 
