@@ -1,4 +1,4 @@
-"""`LoopDropoutConfig`, `LoopDropoutDPOConfig` and `LoopDropoutGRPOConfig`: TRL's arguments with the gate rule and its fields."""
+"""TRL's `SFTConfig`, `DPOConfig` and `GRPOConfig` with the gate rule and its fields."""
 
 from __future__ import annotations
 
@@ -284,16 +284,16 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
     reference_gates: str = field(
         default="unit",
         metadata={
-            "help": "Gates of the reference's log-probabilities, if it is the copy of a pretrained adapter (with `beta`): `unit`, "
-            "or the `same` as the current policy's. A new adapter's reference is the base model, which has none.",
+            "help": "Gates of the reference's log-probabilities (with `beta`) if it is the copy of a pretrained adapter: "
+            "`unit`, or the `same` as the current policy's. A new adapter's reference is the base model, which has none.",
             "choices": ["unit", "same"],
         },
     )
     completion_decoding: str = field(
         default="eager",
         metadata={
-            "help": "How completions are decoded without vLLM: `eager` (continuous batching), `compiled` (the same with compiled "
-            "steps), or `generate` (transformers' own, as TRL does).",
+            "help": "How completions are decoded without vLLM: `eager` (continuous batching), `compiled` (the same with "
+            "compiled steps), or `generate` (transformers' own, as TRL does).",
             "choices": ["eager", "compiled", "generate"],
         },
     )
@@ -320,8 +320,8 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
         super().__post_init__()
         if self.loop_loss != "final" and self.use_vllm and self.vllm_importance_sampling_correction:
             raise ValueError(
-                "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to false, or "
-                "`loop_loss` to 'final'."
+                "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to "
+                "false, or `loop_loss` to 'final'."
             )
 
     @property

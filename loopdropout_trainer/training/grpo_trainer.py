@@ -70,8 +70,8 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
         several = self.rule.passes > 1 or self.rule.wants_sensitivity
         if self.args.scores_old and self.args.old_gates == "same" and several:
             raise ValueError(
-                f"The rule {self.rule.name!r} changes a completion's gates while it is trained on, so its old log-probabilities "
-                "have no gates of their own: set `old_gates: unit`, or generate anew for each optimizer step "
+                f"The rule {self.rule.name!r} changes a completion's gates while it is trained on, so that none are those of "
+                "its old log-probabilities: set `old_gates: unit`, or generate anew for each optimizer step "
                 "(`num_iterations: 1`, and `steps_per_generation` as `gradient_accumulation_steps`)."
             )
         if "ref" in self.model.peft_config and self.args.reference_gates == "same" and self.rule.adapter != "gated":
@@ -157,7 +157,7 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
 
     @torch.no_grad()
     def _log_probs(self, batch: dict[str, torch.Tensor], gated: bool) -> torch.Tensor:
-        """Return the log-probabilities [B, C] of the active adapter, at unit gates or under those that will be trained with."""
+        """Return the active adapter's log-probabilities [B, C], at unit gates or under those that will be trained with."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         size, parts = self.args.per_device_train_batch_size, []
@@ -258,5 +258,3 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
                 resume_from_checkpoint, self.accelerator, self.state.global_step * per_step
             )
         return place
-
-
