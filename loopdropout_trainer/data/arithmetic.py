@@ -193,6 +193,19 @@ def _walk(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]
     return steps
 
 
+def with_a_mistake(answer: str, seed: int) -> str:
+    """Return a worked answer of `arithmetic_problems` with one wrong result, and every later step worked out from it."""
+    rng = Random(f"arithmetic/mistake/{seed}")
+    steps = [line.split() for line in answer.splitlines()[:-1]]  # left operator right = result
+    place, off = rng.randrange(len(steps)), rng.choice((-2, -1, 1, 2))
+    lines, value = [], int(steps[0][0])
+    for number, (_, operator, right, _, _) in enumerate(steps):
+        left, value = value, {"+": value + int(right), "-": value - int(right), "*": value * int(right)}[operator]
+        value += off if number == place else 0
+        lines.append(str(Step(left, operator, int(right), value)))
+    return "\n".join(lines) + f"\n#### {value}"
+
+
 def _largest(value: int, operator: str) -> int:
     """Return the largest second operand that keeps the result between 0 and LARGEST."""
     if operator == "+":

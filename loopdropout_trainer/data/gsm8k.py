@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from loopdropout_trainer.data.arithmetic import arithmetic_problems
-from loopdropout_trainer.data.preparation import Preparation, target, text
+from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
+from loopdropout_trainer.data.preparation import Preparation, random_order, target, text
 from loopdropout_trainer.data.rows import Row
 
 
@@ -49,6 +49,17 @@ class Arithmetic(GSM8K):
     def split(self, examples, ranks, tokenizer, report):
         indices = np.arange(len(examples))
         return indices[self.num_held_out :], indices[: self.num_held_out]
+
+
+class ArithmeticPairs(Arithmetic):
+    """The same problems, each with its answer (chosen) and one in which a step is wrong, with all that follows (rejected)."""
+
+    title = "arithmetic pairs"
+
+    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        example = super().example(row)
+        wrong = with_a_mistake(row["answer"], random_order(row["question"], self.args.split_seed))
+        return {"prompt": example["prompt"], "chosen": example["completion"], "rejected": f" {wrong}"}
 
 
 def without_calculator(answer: str) -> str:
