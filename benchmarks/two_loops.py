@@ -143,8 +143,9 @@ def main() -> None:
     trained = f"at unit gates after {options.steps} steps; mean and deviation of {options.seeds} seeds"
     text = f"""# Loop Dropout with two loops
 
-`python benchmarks/two_loops.py --steps {options.steps} --draws {options.draws}` on a CPU, float32; {versions}. The package's small Ouro, pretrained
-at four loops, on arithmetic problems in batches of {BATCH}.
+`python benchmarks/two_loops.py --steps {options.steps} --draws {options.draws}` on a CPU, float32;
+{versions}. The package's small Ouro, pretrained at four loops, on
+arithmetic problems in batches of {BATCH}.
 
 Scatter is over {options.draws} draws of the gates, at one fixed adapter (LoRA, {options.steps // 2} steps) and one batch.
 Noise over signal: the gradient's summed variance over its squared mean, itself an estimate from so many draws.

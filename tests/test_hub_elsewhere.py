@@ -108,7 +108,7 @@ def test_the_original_code_loads_a_merged_model_and_gives_its_logits(name, golde
 
 
 def chat_tokenizer(folder):
-    """A tokenizer of Nanbeige's kind, SentencePiece with ChatML's marks; without bytes, which need not make whole characters."""
+    """A tokenizer of Nanbeige's kind: SentencePiece and ChatML's marks. No tokens of single bytes: llama.cpp joins them."""
     sentencepiece = pytest.importorskip("sentencepiece")
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
