@@ -52,6 +52,7 @@ from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArgume
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
 from loopdropout_trainer.training.distributed import divides_weights
 from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
+from loopdropout_trainer.training.memory import memory_advice
 from loopdropout_trainer.training.preflight import check_run
 from loopdropout_trainer.training.resources import device_name
 
@@ -117,6 +118,10 @@ class Run:
         print(self.data.report)
         for config in self.configs:
             print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
+            longest = self.data.report.longest or config.max_length
+            if self.script.dry_run and longest and not divides_weights(config):
+                advice = memory_advice(self.base, self.model.dtype, self.peft_config, config, longest)
+                print(f"\nMemory: {advice}", flush=True)
 
     def train(self, config: LoopDropoutConfig, base_benchmarks: list[BenchmarkResult] | None) -> RunResult:
         """Train one adapter, measure it and save it.
