@@ -45,6 +45,9 @@ class DPORun(Run):
                 "`single_loop_batches` measures losses of single answers, and DPO has pairs: leave it out."
             )
 
+    def longest_row(self, config: LoopDropoutDPOConfig) -> None:
+        return None  # each example is two rows
+
     def examples(self, rows: Dataset | None) -> Dataset | None:
         if rows is None:
             return None

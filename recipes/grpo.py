@@ -66,6 +66,9 @@ class GRPORun(Run):
             )
         return Dataset.from_dict({"prompt": rows["prompt"], "answer": [_reference(row) for row in rows]})
 
+    def longest_row(self, config: LoopDropoutGRPOConfig) -> int | None:
+        return self.data.report.longest + config.max_completion_length  # more than that no prompt has
+
     def trainer_arguments(self) -> dict[str, Any]:
         return {"reward_funcs": [REWARDS[name] for name in self.rewards.rewards]}
 

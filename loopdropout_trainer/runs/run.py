@@ -43,6 +43,7 @@ from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropou
 from loopdropout_trainer.training.distributed import divides_weights
 from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.memory import memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config
 from loopdropout_trainer.training.resources import device_name
 from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
@@ -126,6 +127,14 @@ class Run:
         print(self.data.report)
         for config in self.configs:
             print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
+            longest = self.longest_row(config)
+            if self.script.dry_run and longest and not divides_weights(config):
+                advice = memory_advice(self.base, self.model.dtype, self.peft_config, config, longest)
+                print(f"\nMemory: {advice}", flush=True)
+
+    def longest_row(self, config: LoopDropoutArguments) -> int | None:
+        """Return the most tokens of a row of a micro-batch; None if its rows are not its examples."""
+        return self.data.report.longest or config.max_length
 
     def examples(self, rows: Dataset | None) -> Dataset | None:
         """Return prepared rows as the trainer takes them."""

@@ -28,7 +28,6 @@ TRAINER_FIELDS = {
     "assistant_only_loss": "Whether only what the assistant says is trained on.",
     "packing": "Whether several examples share a row.",
     "bf16": "Whether to train in bfloat16.",
-    "gradient_checkpointing": "Whether to recompute layers in the backward pass, to save memory.",
     "optim": "Optimizer, such as `adamw_torch_fused`.",
     "weight_decay": "Weight decay.",
     "max_grad_norm": "Gradients are clipped to this norm.",

@@ -84,6 +84,16 @@ class LoopDropoutArguments:
             "memory, at the price of another forward pass."
         },
     )
+    gradient_checkpointing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to compute layers again in the backward pass, which takes less memory and about 1.4 of the time. "
+            "Default: only if a step's activations would not fit the device, by an estimate; under DeepSpeed, FSDP and "
+            "`torch_compile`, TRL's: yes.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
     compile_layers: bool = field(
         default=False,
         metadata={
@@ -125,7 +135,10 @@ class LoopDropoutArguments:
         self.p = list(rule.p) if isinstance(getattr(rule, "p", None), tuple) else getattr(rule, "p", None)
         # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        checkpointing = self.gradient_checkpointing, self.activation_checkpointing
         super().__post_init__()
+        if checkpointing == (None, None):  # transformers takes that for no; the trainer will know
+            self.gradient_checkpointing = self.activation_checkpointing = None
 
     def make_rule(self) -> GateRule:
         """Build the gate rule that these arguments describe."""

@@ -30,6 +30,7 @@ from loopdropout_trainer.training.distributed import (
     non_reentrant_checkpointing,
     whole_parameters,
 )
+from loopdropout_trainer.training.memory import choose_checkpointing, leaves_checkpointing_open
 from loopdropout_trainer.training.preflight import check_dataset, check_run, complete_peft_config
 
 
@@ -78,6 +79,7 @@ class GateSamplingMixin:
         given["args"] = args
         given["peft_config"] = peft_config
         before = _trained_weights(model) if isinstance(model, PeftModel) else {}
+        chooses_checkpointing = leaves_checkpointing_open(args)
 
         super().__init__(*call.args, **call.kwargs)
 
@@ -104,6 +106,8 @@ class GateSamplingMixin:
         self.rule_callback = RuleCallback(self.rule, self.accelerator)
         self.add_callback(self.unit_gates_callback)
         self.add_callback(self.rule_callback)
+        if chooses_checkpointing:
+            choose_checkpointing(self.model, self.train_dataset, self.args)
         self.training_policy = self._find_training_policy()
         self._compile_layers()
         self._pass_index = 0
