@@ -22,7 +22,7 @@ VECTORS = [  # completion, reference, gsm8k_strict, gsm8k_format, last_number
 ]
 
 
-@pytest.mark.parametrize("place, name", enumerate(["gsm8k_strict", "gsm8k_format", "last_number"], start=2))
+@pytest.mark.parametrize(("place", "name"), [(2, "gsm8k_strict"), (3, "gsm8k_format"), (4, "last_number")])
 def test_rewards_of_written_vectors(place, name):
     completions, references = [row[0] for row in VECTORS], [row[1] for row in VECTORS]
     got = REWARDS[name](completions=completions, answer=references, prompts=["q"] * len(VECTORS), completion_ids=None)

@@ -11,6 +11,7 @@ from loopdropout_trainer.settings.ranges import check_list, check_whole
 PREPARATIONS = {
     "arithmetic": "gsm8k.Arithmetic",
     "arithmetic_pairs": "gsm8k.ArithmeticPairs",
+    "arithmetic_short": "gsm8k.ArithmeticShort",
     "gsm8k": "gsm8k.GSM8K",
     "metamath_gsm": "metamath_gsm.MetaMathGSM",
     "tulu2": "tulu2.Tulu2",

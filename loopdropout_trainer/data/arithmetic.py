@@ -72,12 +72,14 @@ class Split:
 
 SPLITS = {
     "train": Split(),
+    "short": Split(steps=(2, 3)),
     "test": Split(),
     "hard": Split(steps=(6, 7)),
     "larger": Split(start=(21, 40)),
     "wording": Split(words=OTHER_WORDING),
 }
-"""`hard`: more steps than any problem that is trained on; `larger`: larger numbers; `wording`: other sentences."""
+"""`short`: problems that the tiny Ouro solves sometimes, as learning by reward needs; `hard`: more steps than any problem that
+is trained on; `larger`: larger numbers; `wording`: other sentences."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0) -> Dataset
     """Generate word problems.
 
     Args:
-        split: a name from `SPLITS`; no question is both in `train` and in `test`.
+        split: a name from `SPLITS`; no question of `train` or `short` is in `test`.
         num_examples: number of problems; more of them start with the same ones.
         seed: of the draw.
 
@@ -114,7 +116,7 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0) -> Dataset
     while len(problems) < num_examples:
         kind = SPLITS[split]
         question, steps = _problem(rng, rng.randint(*kind.steps), kind)
-        if split not in ("train", "test") or _is_test(question) == (split == "test"):
+        if split not in ("train", "short", "test") or _is_test(question) == (split == "test"):
             answer = "\n".join(map(str, steps)) + f"\n#### {steps[-1].result}"
             problems[question] = {"question": question, "answer": answer, "num_steps": len(steps)}
     return Dataset.from_list(list(problems.values()))

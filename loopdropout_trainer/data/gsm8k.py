@@ -39,16 +39,24 @@ class Arithmetic(GSM8K):
     title = "arithmetic"
     num_eval_examples = 200
     num_train_examples = 2000
+    problems = "train"
 
     def rows(self) -> list[Row]:
         num_train = self.args.num_train_examples
         num_train = self.num_train_examples if num_train is None else num_train
-        problems = arithmetic_problems("train", self.num_held_out + num_train, self.args.split_seed)
+        problems = arithmetic_problems(self.problems, self.num_held_out + num_train, self.args.split_seed)
         return [Row(f"problem {number}", row) for number, row in enumerate(problems, start=1)]
 
     def split(self, examples, ranks, tokenizer, report):
         indices = np.arange(len(examples))
         return indices[self.num_held_out :], indices[: self.num_held_out]
+
+
+class ArithmeticShort(Arithmetic):
+    """Problems of two or three steps, of which the tiny Ouro solves some before any fine-tuning."""
+
+    title = "short arithmetic"
+    problems = "short"
 
 
 class ArithmeticPairs(Arithmetic):
