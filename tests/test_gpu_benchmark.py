@@ -44,9 +44,9 @@ def test_every_part_runs_and_a_failure_is_a_row(tmp_path, monkeypatch, capsys):
     assert len({record["tokens"] for record in records if record["part"] == "generation"}) == 1
 
     text = (tmp_path / "gpu_smoke.md").read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {speed.STOCK} |")]
+    line = next(line for line in text.splitlines() if line.startswith(f"| {speed.STOCK} |"))
     assert line.split("|")[3:4] == [" 1.00 "] and "not measured" in line  # the memory: a CPU tells no peak
-    assert f"| {speed.OURS} | out of memory |" in text and "ModuleNotFoundError" in text or "liger" not in text
+    assert f"| {speed.OURS} | out of memory |" in text
     gpu.main(["--report", "--out", str(tmp_path)])
     assert "| 8,192 cubed | not measured |" in (tmp_path / "gpu.md").read_text()
 
