@@ -1,8 +1,6 @@
 """The paper's claims against a study's results: our number with its interval, and a verdict.
 
-    python -m loopdropout_trainer.runs.replication docs/replication/small.json docs/replication.md
-
-replaces what stands between the document's two marks. A claim is a difference that should be positive. Its interval holds
+A study writes them between the two marks of its document. A claim is a difference that should be positive. Its interval holds
 95% of a paired bootstrap over seeds and problems; a quantity without problems of its own, such as a loss, is resampled over
 seeds.
 
@@ -12,7 +10,6 @@ seeds.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -335,27 +332,15 @@ def _mean_sd(scores: Sequence[float]) -> str:
 
 
 def write_document(results: Path, document: Path) -> None:
-    """Replace what stands between the marks of a document by a study's tables.
+    """Replace what stands between the marks of a document by a study's tables, or begin the document.
 
     Raises:
-        ValueError: if the document does not have both marks.
+        ValueError: if there is a document without both marks.
     """
-    text = document.read_text(encoding="utf-8")
+    text = document.read_text(encoding="utf-8") if document.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
     if BEGIN not in text or END not in text:
         raise ValueError(f"{document} must have the marks {BEGIN} and {END}.")
     of_study = Results.of(json.loads(results.read_text(encoding="utf-8")))
     parts = [claims_table(of_study), methods_table(of_study), loops_table(of_study)]
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     document.write_text("\n\n".join([before + BEGIN, *parts, END + after]), encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON of `recipes/study.py --results`")
-    parser.add_argument("document", type=Path, help="Markdown with both marks")
-    args = parser.parse_args()
-    write_document(args.results, args.document)
-
-
-if __name__ == "__main__":
-    main()
