@@ -59,7 +59,7 @@ def make_trainer(config, dataset, tokenizer):
 def test_layers_are_computed_twice_only_where_memory_does_not_suffice(make_trainer, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     off = make_trainer()
-    assert "`gradient_checkpointing` is off: a step of 4 rows of 10 tokens takes" in caplog.text
+    assert "`gradient_checkpointing` is off: a step of 4 rows of 11 tokens takes" in caplog.text
     monkeypatch.setattr(memory, "usable_memory", lambda args: 2e5)
     on = make_trainer()
     assert "`gradient_checkpointing` is on: a step of 4 rows" in caplog.text

@@ -176,8 +176,6 @@ class ShapeModel:
             looped.recompute_pointwise(settings.recompute_pointwise)
         if settings.checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            self.model.gradient_checkpointing_disable()
         with self.mode:
             inputs = {
                 "input_ids": torch.zeros(rows, length, dtype=torch.long),
@@ -196,6 +194,9 @@ class ShapeModel:
             kept = held.total
             del output
         finally:
+            if settings.checkpointing:
+                self.model.gradient_checkpointing_disable()
+                self.looped.disable_input_require_grads()  # which enabling it has switched on
             state.unit_gates()
             looped.training_policy = TrainingPolicy()
         return kept
