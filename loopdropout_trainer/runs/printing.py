@@ -89,7 +89,7 @@ def answers_table(outcomes: Sequence[RunResult]) -> Table:
             count = "" if result.correct is None else f"{result.correct}/{result.total} "  # None: parts of points
             cells.append(f"{count}{result.score:.1f}%")
             if _has_marks(result):
-                cells.append(f"{100 * right_bylast_number(result) / result.total:.1f}%")
+                cells.append(f"{100 * right_by_last_number(result) / result.total:.1f}%")
         if cells:
             table.add_row(name, *cells)
     return table
@@ -184,7 +184,7 @@ def paired_sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
     return sign_test(wins, losses)
 
 
-def right_bylast_number(result: BenchmarkResult) -> int:
+def right_by_last_number(result: BenchmarkResult) -> int:
     """Count the answers whose last number is the reference's last, whatever stands before it."""
     return sum(last_number(p.completion) == last_number(p.reference) is not None for p in result.predictions)
 
