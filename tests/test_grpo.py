@@ -8,6 +8,7 @@ import torch
 from conftest import tiny_ouro
 from datasets import Dataset
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from test_extending import tiny_hrm
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -487,6 +488,8 @@ def test_plain_arguments_get_the_papers_rule_and_wrong_ones_are_refused(grpo_con
     ):
         with pytest.raises(ValueError, match=message):
             make(**fields)
+    with pytest.raises(ValueError, match="reads its prompts in both directions"):
+        LoopDropoutGRPOTrainer(tiny_hrm(), reward, args, train_dataset=PROMPTS, processing_class=tokenizer)
     with pytest.raises(ValueError, match="LoopDropoutGRPOConfig or GRPOConfig; got LoopDropoutConfig"):
         LoopDropoutGRPOTrainer(tiny_ouro(), reward, config(), train_dataset=PROMPTS, processing_class=tokenizer)
     with pytest.raises(ValueError, match="has the columns 'text'; it needs 'prompt'"):

@@ -28,20 +28,20 @@ def script(name):
 
 
 grpo, dpo = script("grpo"), script("dpo")
-RECIPE = """
-dtype: float32
-use_cpu: true
-bf16: false
-gradient_checkpointing: false
-report_to: none
-disable_tqdm: true
-num_eval_examples: 2
-max_steps: 3
-learning_rate: 1e-2
-logging_steps: 1
-save_strategy: steps
-save_steps: 1
-"""
+BOTH = {
+    "dtype": "float32",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "num_eval_examples": 2,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
 GRPO = {
     "preparation": "arithmetic",
     "num_train_examples": 8,
@@ -66,8 +66,8 @@ def model(tmp_path_factory):
 
 def command(folder, model, fields, *words):
     recipe = folder / "recipe.yaml"
-    lines = {"model_name_or_path": str(model), "output_dir": str(folder / "out"), **fields}
-    recipe.write_text(RECIPE + "".join(f"{key}: {json.dumps(value)}\n" for key, value in lines.items()))
+    lines = {**BOTH, "model_name_or_path": str(model), "output_dir": str(folder / "out"), **fields}
+    recipe.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in lines.items()))
     return [str(recipe), *words]
 
 

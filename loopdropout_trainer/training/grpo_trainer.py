@@ -57,6 +57,11 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
         self._check_gates()
         if "ref" in self.model.peft_config:
             (share_gates if args.reference_gates == "same" else add_unit_gates)(self.model, "ref")
+        if getattr(looped.config, "prefix_lm", False):
+            raise ValueError(
+                f"{type(looped).__name__} reads its prompts in both directions, and GRPO's batches do not say where they end: "
+                "train it with SFT or DPO."
+            )
         loop_loss = args.make_loop_loss()
         if looped.trains_at_one_depth and loop_loss.scores_all:
             raise ValueError(f"{type(looped).__name__} trains on its final loop: leave `loop_loss` at 'final'.")
