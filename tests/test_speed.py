@@ -143,7 +143,8 @@ def test_optimisations_are_exact_with_gates_for_each_module_and_with_truncated_b
 
 @pytest.mark.parametrize("active", [0, 3, 5])
 @pytest.mark.parametrize("scalings", [(2.0, 2.0), (2.0, 0.5)])
-def test_the_fused_update_has_the_gradients_of_its_formula(active, scalings):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_fused_update_has_the_gradients_of_its_formula(active, scalings, stacked):
     torch.manual_seed(0)
     draw = lambda *size, grad=True: torch.randn(size, dtype=torch.float64, requires_grad=grad)
     x, gate = draw(5, 6), draw(active, 1, grad=False) if active < 5 else None
@@ -155,8 +156,10 @@ def test_the_fused_update_has_the_gradients_of_its_formula(active, scalings):
         wanted.append(F.linear(x, weight, bias) + F.linear(F.linear(x, a) * gates, b) * scaling)
 
     def update(x, *factors):
-        maps = Projections.prepare([first[0], second[0]], [first[1], second[1]], factors, scalings)
-        return FusedUpdate.apply(x, gate, maps, *factors)
+        maps = Projections.prepare([first[0], second[0]], [first[1], second[1]], factors, scalings, stacked)
+        scale = maps.scaling if gate is None else gate * maps.scaling
+        outputs = FusedUpdate.apply(x, scale, active, maps, *maps.factors)
+        return tuple(outputs[0].split(maps.widths, dim=-1)) if stacked else outputs
 
     torch.testing.assert_close(update(x, *factors), tuple(wanted))
     assert torch.autograd.gradcheck(update, (x, *factors))

@@ -5,6 +5,9 @@ The backward pass needs the input in its own dtype and the rank-r activations, a
 
     z = [A_1; A_2; ..] x;  u = g s z;  y_i = W_i x;  y_i += B_i u_i
     dx = sum of W_i' dy_i;  dB_i = dy_i u_i';  dz_i = g s_i B_i' dy_i;  dA = dz x';  dx += A' dz
+
+Where launching operations takes longer than their arithmetic, the maps are stacked as well, W = [W_1; W_2; ..] with the B_i
+as blocks on the diagonal of one matrix: they are one map then.
 """
 
 from __future__ import annotations
@@ -18,96 +21,133 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.looped import LoopState, LoopStep, launches_pay
 
 
 class Projections(NamedTuple):
-    """Adapted maps of one input, as they are during one forward pass: I maps of ranks r_i.
+    """Adapted maps of one input, as they are during one forward pass: I maps of ranks r_i, or all of them stacked to one.
 
     Attributes:
         weights, biases: frozen, [out_i, in] and [out_i] or None.
-        lora_parameters: the trained A_1, B_1, A_2, B_2, ... [r_i, in] and [out_i, r_i].
-        down, up: the stacked A [sum of r, in] and each B, cast to the dtype of the activations.
+        factors: stacked A [sum of r, in], then each B [out_i, r_i], in the trained parameters' dtype and part of their graph:
+            all loops add their gradients up here, and the parameters get the sum.
+        down, up: the same, cast to the dtype of the activations.
         scaling: of the updates, a number or [sum of r].
+        widths: of the outputs that the caller wants.
     """
 
     weights: list[torch.Tensor]
     biases: list[torch.Tensor | None]
-    lora_parameters: list[torch.Tensor]
+    factors: list[torch.Tensor]
     down: torch.Tensor
     up: list[torch.Tensor]
     scaling: float | torch.Tensor
+    widths: list[int]
 
     @classmethod
+    @torch.enable_grad()  # the first to ask for them may be a loop without gradient
     def prepare(
         cls,
         weights: list[torch.Tensor],
         biases: list[torch.Tensor | None],
-        lora_parameters: list[torch.Tensor],
+        lora_parameters: Sequence[torch.Tensor],
         scalings: Sequence[float],
+        stacked: bool = False,
     ) -> Projections:
-        """Cast and stack A and B, once for all loops of a forward pass."""
-        dtype, down = weights[0].dtype, lora_parameters[::2]
+        """Cast and stack A and B, once for all loops of a forward pass.
+
+        Args:
+            weights, biases: frozen, [out_i, in] and [out_i] or None.
+            lora_parameters: the trained A_1, B_1, A_2, B_2, ... [r_i, in] and [out_i, r_i].
+            scalings: of the updates.
+            stacked: whether the maps are computed as one.
+        """
+        dtype, down, up = weights[0].dtype, lora_parameters[::2], lora_parameters[1::2]
+        widths = [len(weight) for weight in weights]
         scaling: float | torch.Tensor = scalings[0]
         if len(set(scalings)) > 1:
             ranks = torch.tensor([len(a) for a in down])
             scaling = torch.tensor(scalings).repeat_interleave(ranks).to(weights[0].device)
-        stacked = torch.cat([a.detach().to(dtype) for a in down])
-        up = [b.detach().to(dtype) for b in lora_parameters[1::2]]
-        return cls(weights, biases, lora_parameters, stacked, up, scaling)
+        if stacked:
+            if any(bias is not None for bias in biases):
+                pairs = zip(weights, biases, strict=True)
+                biases = [torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs])]
+            weights, biases = [torch.cat(weights)], biases[:1]
+            up = [torch.block_diag(*up)]
+        factors = [torch.cat(down) if len(down) > 1 else down[0], *up]
+        down, *up = (factor.detach().to(dtype) for factor in factors)
+        return cls(weights, biases, factors, down, up, scaling, widths)
+
+
+def first_order(backward):
+    """Let a backward pass be differentiated no further, at no cost where nobody asks for it."""
+    refusing = once_differentiable(backward)
+
+    def choose(ctx, *grads):
+        return refusing(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return choose
 
 
 class FusedUpdate(torch.autograd.Function):
-    """`FusedUpdate.apply(x, gate, maps, *maps.lora_parameters)`: the outputs [n, out_i] of x [n, in].
+    """`FusedUpdate.apply(x, scale, num_active, maps, *maps.factors)`: the outputs [..., out_i] of x [..., in], n tokens.
 
     Args:
-        gate: float32, [m, 1] for the first m <= n tokens, whose update is added, or None for a gate of one for all.
+        scale: gate times scaling, in float32: a number, [sum of r], [m, 1] or [m, sum of r].
+        num_active: m <= n, the number of tokens, counted from the first, whose update is added.
         maps: `Projections`. Neither their weights nor the gates get a gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, gate, maps, *lora_parameters):
-        first = x if gate is None else x[: len(gate)]  # [m, in], the tokens with an update
+    def forward(ctx, x, scale, num_active, maps, *factors):
+        rows = x.reshape(-1, x.shape[-1])  # [n, in]
+        first = rows if num_active == len(rows) else rows[:num_active]  # [m, in], the tokens with an update
         # In float32: a gate such as 1/0.7 rounded to bfloat16 would be 0.2% off for every token alike.
-        scale = maps.scaling if gate is None else gate * maps.scaling  # a number, [sum of r], [m, 1] or [m, sum of r]
-        ranks = [b.shape[1] for b in maps.up]
-        updates = ((first @ maps.down.T) * scale).to(x.dtype).split(ranks, dim=1)  # u_i = g s_i A_i x, each [m, r_i]
+        low = (first @ maps.down.T) * scale
+        low = low if low.dtype == x.dtype else low.to(x.dtype)
+        updates = _parts(low, maps)  # u_i = g s_i A_i x, each [m, r_i]
         outputs = []
         for weight, bias, b, update in zip(maps.weights, maps.biases, maps.up, updates, strict=True):
-            y = F.linear(x, weight, bias)  # [n, out_i]
-            y[: len(first)].addmm_(update, b.T)
-            outputs.append(y)
+            y = F.linear(rows, weight, bias)  # [n, out_i]
+            (y if num_active == len(y) else y[:num_active]).addmm_(update, b.T)
+            outputs.append(y.view(*x.shape[:-1], len(weight)))
         ctx.save_for_backward(x, *updates)
-        ctx.maps, ctx.num_active, ctx.scale = maps, len(first), scale
+        ctx.maps, ctx.num_active, ctx.scale = maps, num_active, scale
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, *grads):
-        # grads: dy_i [n, out_i]. Only the first m rows have reached A and B.
+        # grads: dy_i [..., out_i]. Only the first m rows have reached A and B.
         x, *updates = ctx.saved_tensors
-        maps, m = ctx.maps, ctx.num_active
-        needs_x, _, _, *needed = ctx.needs_input_grad
-        first = [grad[:m] for grad in grads]  # [m, out_i]
+        maps, m, shape = ctx.maps, ctx.num_active, x.shape
+        x = x.reshape(-1, shape[-1])
+        grads = [grad.reshape(len(x), -1) for grad in grads]  # [n, out_i]
+        needs_x, _, _, _, needs_a, *needed = ctx.needs_input_grad
+        first = grads if m == len(x) else [grad[:m] for grad in grads]  # [m, out_i]
         # dz = g s B' dy, side by side for all maps. It is rounded to the dtype of x, as autograd would round it.
-        grad_low = torch.cat([grad @ b for grad, b in zip(first, maps.up, strict=True)], dim=1)
-        grad_low = (grad_low * ctx.scale).to(x.dtype)  # [m, sum of r]
-        result: list[torch.Tensor | None] = [None] * len(needed)
-        if any(needed[::2]):  # dA = dz' x, one product for all maps, [sum of r, in]
-            result[::2] = (grad_low.T @ x[:m]).split([b.shape[1] for b in maps.up])
-        if any(needed[1::2]):  # dB_i = dy_i' u_i, [out_i, r_i]; u holds gate and scaling already
-            result[1::2] = [grad.T @ update for grad, update in zip(first, updates, strict=True)]
-        result = [
-            grad.to(parameter.dtype) if need else None
-            for grad, parameter, need in zip(result, maps.lora_parameters, needed, strict=True)
+        low = [grad @ b for grad, b in zip(first, maps.up, strict=True)]
+        low = (torch.cat(low, dim=1) if len(low) > 1 else low[0]) * ctx.scale
+        low = low if low.dtype == x.dtype else low.to(x.dtype)  # [m, sum of r]
+        grad_a = grad_x = None
+        if needs_a:  # dA = dz' x, one product for all maps, [sum of r, in]
+            grad_a = (low.T @ (x if m == len(x) else x[:m])).to(maps.factors[0].dtype)
+        grad_b = [  # dB_i = dy_i' u_i, [out_i, r_i]; u holds gate and scaling already
+            (grad.T @ update).to(b.dtype) if need else None
+            for grad, update, b, need in zip(first, updates, maps.factors[1:], needed, strict=True)
         ]
-        grad_x = None
         if needs_x:  # dx = sum of dy_i W_i, [n, in]; dz A is added to its first rows in place
             grad_x = grads[0] @ maps.weights[0]
             for grad, weight in zip(grads[1:], maps.weights[1:], strict=True):
                 grad_x.addmm_(grad, weight)
-            grad_x[:m].addmm_(grad_low, maps.down)
-        return grad_x, None, None, *result
+            (grad_x if m == len(x) else grad_x[:m]).addmm_(low, maps.down)
+            grad_x = grad_x.view(shape)
+        return grad_x, None, None, None, grad_a, *grad_b
+
+
+def _parts(low: torch.Tensor, maps: Projections) -> Sequence[torch.Tensor]:
+    """Return the rank-r activations [m, r_i] of each map."""
+    return (low,) if len(maps.up) == 1 else low.split([b.shape[1] for b in maps.up], dim=1)
 
 
 class FusedProjection:
@@ -132,20 +172,28 @@ class FusedProjection:
         state, step = self.loop_state, self.loop_state.step
         if state.plan.per_module or layers[0].disable_adapters or not (torch.is_grad_enabled() or step.frozen):
             return None
+        if step.gate is not None and step.gate.requires_grad:
+            return None
         maps = self._maps(x, layers)
         if maps is None:
             return None
         if step.skips_updates:
-            return [F.linear(x, weight, bias) for weight, bias in zip(maps.weights, maps.biases, strict=True)]
-        gate = state.gate_for(x)
-        if gate is not None:
-            if gate.requires_grad:
-                return None
-            gate = gate.expand(*x.shape[:-1], 1).reshape(-1, 1)  # [n, 1], of each token
-            if step.num_active is not None:
-                gate = gate[: step.num_active]
-        outputs = FusedUpdate.apply(x.reshape(-1, x.shape[-1]), gate, maps, *maps.lora_parameters)
-        return [y.view(*x.shape[:-1], -1) for y in outputs]
+            outputs = [F.linear(x, weight, bias) for weight, bias in zip(maps.weights, maps.biases, strict=True)]
+        else:
+            n = x.numel() // x.shape[-1]
+            m = n if step.gate is None or step.num_active is None else step.num_active
+            outputs = FusedUpdate.apply(x, self._scale(x, step, maps), m, maps, *maps.factors)
+        return outputs if len(outputs) == len(maps.widths) else outputs[0].split(maps.widths, dim=-1)
+
+    def _scale(self, x: torch.Tensor, step: LoopStep, maps: Projections) -> float | torch.Tensor:
+        """Return gate times scaling of the tokens with an update, made once for all layers of a loop."""
+        if step.gate is None:
+            return maps.scaling
+        key = (maps.scaling if isinstance(maps.scaling, float | int) else id(maps), x.shape[:-1], x.device)
+        if key not in step.scales:
+            gate = self.loop_state.gate_for(x).expand(*x.shape[:-1], 1).reshape(-1, 1)  # [n, 1], of each token
+            step.scales[key] = gate[: step.num_active] * maps.scaling  # all of them where their number is not known
+        return step.scales[key]
 
     def _maps(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Projections | None:
         device = x.device.type
@@ -155,16 +203,19 @@ class FusedProjection:
             return None
         if key not in prepared:
             plain = dtype == x.dtype and all(self._is_plain(layer, dtype) for layer in layers)
-            prepared[key] = self._prepare(layers) if plain else None
+            prepared[key] = self._prepare(x, layers) if plain else None
         return prepared[key]
 
-    def _prepare(self, layers: Sequence[nn.Module]) -> Projections:
+    def _prepare(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Projections:
         bases = [layer.get_base_layer() for layer in layers]
+        weights = [base.weight for base in bases]
+        lora_parameters = [linear[self.adapter].weight for layer in layers for linear in (layer.lora_A, layer.lora_B)]
         return Projections.prepare(
-            [base.weight for base in bases],
+            weights,
             [base.bias for base in bases],
-            [linear[self.adapter].weight for layer in layers for linear in (layer.lora_A, layer.lora_B)],
+            lora_parameters,
             [layer.scaling[self.adapter] for layer in layers],
+            stacked=len(layers) > 1 and _stacking_pays(x, weights, lora_parameters[::2]),
         )
 
     def _is_plain(self, layer: nn.Module, dtype: torch.dtype) -> bool:
@@ -181,3 +232,11 @@ class FusedProjection:
         frozen = type(base) is nn.Linear and base.weight.dtype == dtype and not base.weight.requires_grad
         no_bias_trained = base.bias is None or not base.bias.requires_grad
         return frozen and no_bias_trained and not (isinstance(dropout, nn.Dropout) and dropout.p)
+
+
+def _stacking_pays(x: torch.Tensor, weights: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> bool:
+    """Return whether one map instead of I takes less time for tokens x: fewer launches, but a copy of W and zeros in B."""
+    others, tokens = len(weights) - 1, x.numel() // x.shape[-1]
+    width, rank = sum(map(len, weights)), sum(map(len, down))
+    zeros = 6 * tokens * width * rank * others // len(weights)  # FLOP with the zeros in B, forward and backward
+    return launches_pay(10 * others, zeros, copied=sum(weight.numel() for weight in weights), like=x)

@@ -3,6 +3,7 @@
 The three never import one another: they meet here, in one small tensor.
 """
 
+from loopdropout_trainer.looped.costs import launch_flops, launches_pay
 from loopdropout_trainer.looped.model import (
     LoopedModelMixin,
     NotLoopedError,
@@ -38,5 +39,7 @@ __all__ = [
     "example_starts",
     "find_looped_model",
     "first_active_loops",
+    "launch_flops",
+    "launches_pay",
     "project",
 ]

@@ -38,6 +38,7 @@ class LoopStep:
             a pass.
         skips_updates: whether no token has an active gate. (A flag of its own, since compiled code would be made anew for
             each `num_active`.)
+        scales: what adapters that run together multiply their updates by, made once for all layers.
     """
 
     loop: int = 0
@@ -47,6 +48,7 @@ class LoopStep:
     frozen: bool = False
     prepared: dict[Hashable, Any] | None = None
     skips_updates: bool = field(init=False)
+    scales: dict[Hashable, torch.Tensor] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skips_updates", self.frozen or self.num_active == 0)

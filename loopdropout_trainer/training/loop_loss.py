@@ -19,6 +19,7 @@ from torch import nn
 
 from loopdropout_trainer.gates.probabilities import check_number
 from loopdropout_trainer.looped import LoopedModelMixin
+from loopdropout_trainer.models.operations import take_rows
 from loopdropout_trainer.training.choices import relative_weights
 
 
@@ -145,7 +146,8 @@ LOOP_LOSSES = {cls.name: cls for cls in (Final, RandomLoop, Uniform, Progressive
 class LoopScores:
     """Lets a model with TRL's fused head score all its loops, while `enabled`: `log_probs` are then their weighted sums.
 
-    The other outputs (entropy, whether a token was the most likely one) stay those of the last loop.
+    The other outputs (entropy, whether a token was the most likely one) stay those of the last loop. Only tokens with a label
+    are scored, as TRL's own kernel for GPUs does by itself.
 
     Args:
         model: causal language model with the fused head of `trl.trainer.utils.add_fused_lm_head`.
@@ -158,27 +160,43 @@ class LoopScores:
 
         @functools.wraps(fused.__func__)
         def forward(model, *args, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs):
-            if not (fused_lm_head and self.enabled):
+            scores_all = self.enabled and loss.scores_all
+            if not fused_lm_head or labels is None or (labels.is_cuda and not scores_all):
                 return fused(*args, fused_lm_head=fused_lm_head, labels=labels, **kwargs)
-            return _score_all(fused.__func__, model, loss, labels, **kwargs)
+            kwargs.pop("use_cache", None)
+            if scores_all:
+                readouts = model.loop_readouts(*args, **kwargs)  # L of [B, S, H]
+            else:
+                readouts = (model.base_model(*args, use_cache=False, **kwargs).last_hidden_state,)
+            return _score(
+                fused.__func__, model, readouts, loss.weights(model, readouts) if scores_all else None, labels
+            )
 
         model.forward = types.MethodType(forward, model)
 
 
-def _score_all(fused, model: LoopedModelMixin, loss: LoopLoss, labels: torch.Tensor, use_cache=None, **inputs: Any):
-    readouts = model.loop_readouts(**inputs)  # L of [B, S, H]
-    weights = loss.weights(model, readouts)
-    weights = weights[..., :-1] if weights.dim() == 3 else weights.view(-1, 1, 1)  # the last token predicts nothing
-    # One batch of L * B rows for TRL's head, which reads the two things of a model that `_Backbone` has.
-    backbone = _Backbone(torch.cat(readouts), model.get_output_embeddings())
-    scores = fused(backbone, fused_lm_head=True, labels=labels.repeat(len(readouts), 1))
-    by_loop = scores.log_probs.unflatten(0, (len(readouts), len(labels)))  # [L, B, S - 1]
-    last = slice(-len(labels), None)
+def _score(fused, model: LoopedModelMixin, readouts: Readouts, weights: torch.Tensor | None, labels: torch.Tensor):
+    """Return TRL's scores of the tokens [B, S - 1] that follow, from L readouts and their weights, [L] or [L, B, S]."""
+    labels = labels[:, 1:]
+    mask = labels != -100
+    rows = mask.flatten().nonzero().squeeze(1)  # [n], of the tokens with a label
+    scored = torch.cat([take_rows(readout[:, :-1].flatten(0, 1), rows) for readout in readouts])  # [L n, H]
+    # One batch for TRL's head, which reads the two things of a model that `_Backbone` has.
+    backbone = _Backbone(scored.unsqueeze(0), model.get_output_embeddings())
+    targets = labels.flatten()[rows].repeat(len(readouts)).unsqueeze(0)
+    scores = fused(backbone, fused_lm_head=True, shift_labels=targets)
+    by_loop = scores.log_probs.view(len(readouts), len(rows))
+    log_probs = by_loop[0]
+    if weights is not None:
+        weights = weights[..., :-1].flatten(1)[:, rows] if weights.dim() == 3 else weights.unsqueeze(1)
+        log_probs = (weights.to(by_loop) * by_loop).sum(dim=0)
+    unpacked = lambda x: x.new_zeros(mask.shape).masked_scatter(mask, x)
+    last = slice(scores.entropy.numel() - len(rows), None)
     return type(scores)(
-        log_probs=(weights.to(by_loop) * by_loop).sum(dim=0),
-        entropy=scores.entropy[last],
-        is_top1=scores.is_top1[last],
-        label_mask=scores.label_mask[last],
+        log_probs=unpacked(log_probs),
+        entropy=unpacked(scores.entropy[0, last]),
+        is_top1=None if scores.is_top1 is None else unpacked(scores.is_top1[0, last]),
+        label_mask=mask,
     )
 
 

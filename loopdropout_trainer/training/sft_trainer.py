@@ -54,7 +54,8 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
         self.loop_loss = self.args.make_loop_loss()
         self._check_depth_and_loss()
         looped = find_looped_model(self.model)
-        self._loop_scores = LoopScores(looped, self.loop_loss) if self.loop_loss.scores_all else None
+        scores_here = self.loop_loss.scores_all or self.args.remove_padding
+        self._loop_scores = LoopScores(looped, self.loop_loss) if scores_here else None
 
     def _check_depth_and_loss(self) -> None:
         looped = find_looped_model(self.model)

@@ -1,0 +1,41 @@
+"""Launches against arithmetic: which of two exact ways to compute something takes less time.
+
+Small tensors leave a device waiting for the next operation; large ones do not. Both are counted in floating-point operations
+(FLOP): a launch costs as many as the device does meanwhile. The rates are nominal, not measured in the run, so that the same
+run always computes in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+LAUNCH_SECONDS = 5e-6
+"""Of one operation with its share of Python and autograd."""
+
+CORE_FLOPS = 50e9
+"""FLOP/s of one CPU core in products of matrices, float32."""
+
+MULTIPROCESSOR_FLOPS = {torch.float16: 3e12, torch.bfloat16: 3e12, torch.float32: 0.3e12, torch.float64: 0.15e12}
+"""FLOP/s of one multiprocessor of a GPU in products of matrices; not measured here."""
+
+FLOPS_PER_COPY = 50
+"""FLOP in the time that it takes to copy one number."""
+
+
+def launch_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP that a device could do while one operation is launched."""
+    if device.type == "cuda":
+        rate = MULTIPROCESSOR_FLOPS[dtype] * torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        rate = CORE_FLOPS * torch.get_num_threads()
+    return LAUNCH_SECONDS * rate
+
+
+def launches_pay(launches: float, flops: float, like: torch.Tensor, copied: int = 0) -> bool:
+    """Return whether saving `launches` operations is worth `flops` more arithmetic and `copied` numbers more to copy.
+
+    Args:
+        like: tensor of the device and dtype in question.
+    """
+    return launches * launch_flops(like.device, like.dtype) > flops + FLOPS_PER_COPY * copied
