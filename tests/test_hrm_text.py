@@ -7,7 +7,14 @@ from safetensors.torch import load_file, save_file
 from test_extending import adapted, tiny_hrm
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM
 
-from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, LoopDropoutSFTTrainer, check_loops
+from loopdropout_trainer import (
+    LoopDropoutDPOConfig,
+    LoopDropoutDPOTrainer,
+    LoopDropoutGRPOConfig,
+    LoopDropoutGRPOTrainer,
+    LoopDropoutSFTTrainer,
+    check_loops,
+)
 from loopdropout_trainer.evaluation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models.strict_loading import WrongWeightsError
@@ -89,6 +96,15 @@ def test_preferences_are_scored_behind_the_prefix_mask(tokenizer, tmp_path):
     assert abs(scored["prefix"] - scored["causal"]) > 0.01
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_grpo_is_refused(tokenizer, tmp_path):
+    args = LoopDropoutGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
+    rows = Dataset.from_list([{"prompt": "1+1="}] * 8)
+    with pytest.raises(ValueError, match=r"reads its prompts in both directions \(`prefix_lm`\)"):
+        LoopDropoutGRPOTrainer(
+            tiny_hrm(), lambda completions, **_: [0.0] * 8, args=args, train_dataset=rows, processing_class=tokenizer
+        )
 
 
 def test_several_examples_in_a_row_are_refused(config, dataset, tokenizer):
