@@ -168,6 +168,14 @@ class Row:
         targets = sum(sum(label != -100 for label in example["labels"][1:]) for example in examples)
         return batch, torch.tensor(targets, device=device)
 
+    def backward(self, batch: dict, num_items: torch.Tensor, step: int) -> torch.Tensor:
+        """Run forward and backward pass of optimizer step `step`, and return the loss."""
+        return backward(self.trainer, batch, num_items, step)
+
+    def take_step(self, batch: dict, num_items: torch.Tensor, step: int) -> float:
+        """Take one optimizer step, and return its seconds."""
+        return take_step(self.trainer, batch, num_items, step)
+
     def gradients(self) -> torch.Tensor:
         """Return the gradients of all adapters in one float32 vector on the CPU, and clear them."""
         grads = [p.grad for p in self.model.parameters() if p.requires_grad]
@@ -257,7 +265,7 @@ def check_agreement(rows: dict[str, Row], preset: Preset, device: torch.device) 
     )  # in bfloat16, rounding alone moves gradients by some percent
     for name, row in rows.items():
         batch, num_items = row.prepare(draw_examples(preset, 0), device)
-        loss, grads = backward(row.trainer, batch, num_items, 0).item(), row.gradients()
+        loss, grads = row.backward(batch, num_items, 0).item(), row.gradients()
         kind = "LoRA" if name.startswith((STOCK, LORA)) else "Loop Dropout"
         want_loss, want = references.setdefault(kind, (loss, grads))
         distance = (abs(loss - want_loss) / abs(want_loss), ((grads - want).norm() / want.norm()).item())
@@ -273,11 +281,11 @@ def step_memory(row: Row, batch: dict, num_items: torch.Tensor, step: int) -> in
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        take_step(row.trainer, batch, num_items, step)
+        row.take_step(batch, num_items, step)
         added = torch.cuda.max_memory_allocated() - before
     else:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            take_step(row.trainer, batch, num_items, step)
+            row.take_step(batch, num_items, step)
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         added = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     states = [t for s in row.trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
@@ -298,7 +306,7 @@ def measure(preset: Preset, rounds: int, rows: dict[str, Row], device: torch.dev
         shift = step * 3 % len(names)
         for name in names[shift:] + names[:shift]:
             batch, num_items = rows[name].prepare(examples, device)
-            seconds = take_step(rows[name].trainer, batch, num_items, number)
+            seconds = rows[name].take_step(batch, num_items, number)
             if step >= 0:  # the first one warms up
                 times[name].append(seconds)
         if step >= 0:
@@ -421,7 +429,7 @@ def profile_rows(rows: dict[str, Row], preset: Preset, device: torch.device) -> 
     for name, row in rows.items():
         batch, num_items = row.prepare(draw_examples(preset, 1), device)
         with profile(activities=activities) as profiler:
-            take_step(row.trainer, batch, num_items, 1)
+            row.take_step(batch, num_items, 1)
         tables.append(f"## {name}\n\n```\n{profiler.key_averages().table(sort_by=by, row_limit=20)}\n```\n")
     return "\n".join(tables)
 

@@ -3,12 +3,21 @@
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from test_extending import adapted, tiny_hrm
-from transformers import HrmTextForCausalLM
+from transformers import AutoModelForCausalLM, HrmTextForCausalLM
 
-from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, LoopDropoutSFTTrainer, check_loops
+from loopdropout_trainer import (
+    LoopDropoutDPOConfig,
+    LoopDropoutDPOTrainer,
+    LoopDropoutGRPOConfig,
+    LoopDropoutGRPOTrainer,
+    LoopDropoutSFTTrainer,
+    check_loops,
+)
 from loopdropout_trainer.evaluation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.models.strict_loading import WrongWeightsError
 
 
 def sharp_hrm(**config):
@@ -25,6 +34,19 @@ def test_it_is_described_by_itself():
     model = tiny_hrm()
     check_loops(model, input_ids=torch.tensor([[3, 4, 5]]))
     assert find_looped_model(model) is model and model.config.num_loops == 3
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
+    tiny_hrm().save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_loops == 3
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "H_module" in name and "o_proj" in name)
+    other = {**weights, "model.H_module.extra.weight": weights.pop(name)}
+    del other[name]
+    for held, message in ((weights, "it lacks `model.H_module"), (other, "it holds `model.H_module.extra.weight`")):
+        save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(WrongWeightsError, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_training_batches_mark_the_prompt_and_score_as_transformers_does(config, dataset, tokenizer):
@@ -74,6 +96,15 @@ def test_preferences_are_scored_behind_the_prefix_mask(tokenizer, tmp_path):
     assert abs(scored["prefix"] - scored["causal"]) > 0.01
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_grpo_is_refused(tokenizer, tmp_path):
+    args = LoopDropoutGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
+    rows = Dataset.from_list([{"prompt": "1+1="}] * 8)
+    with pytest.raises(ValueError, match=r"reads its prompts in both directions \(`prefix_lm`\)"):
+        LoopDropoutGRPOTrainer(
+            tiny_hrm(), lambda completions, **_: [0.0] * 8, args=args, train_dataset=rows, processing_class=tokenizer
+        )
 
 
 def test_several_examples_in_a_row_are_refused(config, dataset, tokenizer):

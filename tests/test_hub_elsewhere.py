@@ -183,15 +183,13 @@ def test_llama_cpp_gives_the_probabilities_of_a_merged_nanbeige(nanbeige, tmp_pa
     params.cpuparams.n_threads = 1
     server = xllamacpp.Server(params)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    text = "loop 7 of 8 runs the block again and loop 9 of 3"
-    ids = tokenizer(text, return_tensors="pt").input_ids
+    ids = tokenizer("loop 7 of 8 runs the block again and loop 9 of 3", return_tensors="pt").input_ids
     settings = {"temperature": 0, "logprobs": 5, "ignore_eos": True, "max_tokens": 8}
-    for prompt in (ids[0].tolist(), text):
-        answer = server.handle_completions({"prompt": prompt, **settings})["choices"][0]
-        tokens = answer["logprobs"]["content"]
-        with torch.no_grad():
-            row = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-            want = model(row).logits[0, ids.shape[1] - 1 : -1].log_softmax(dim=-1).topk(5)
-        assert [token["id"] for token in tokens] == row[0, ids.shape[1] :].tolist()
-        got = torch.tensor([[top["logprob"] for top in token["top_logprobs"]] for token in tokens])
-        torch.testing.assert_close(got, want.values, atol=0.05, rtol=0)  # its keys and values pass through float16
+    answer = server.handle_completions({"prompt": ids[0].tolist(), **settings})["choices"][0]
+    tokens = answer["logprobs"]["content"]
+    with torch.no_grad():
+        row = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        want = model(row).logits[0, ids.shape[1] - 1 : -1].log_softmax(dim=-1).topk(5)
+    assert [token["id"] for token in tokens] == row[0, ids.shape[1] :].tolist()
+    got = torch.tensor([[top["logprob"] for top in token["top_logprobs"]] for token in tokens])
+    torch.testing.assert_close(got, want.values, atol=0.05, rtol=0)  # its keys and values pass through float16

@@ -1,7 +1,9 @@
 """Checkpoints and adapters that do not hold exactly what their configuration describes are refused, in every family."""
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -288,3 +290,42 @@ for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
     ).stdout
     assert out.splitlines() == [f"refused {name} True" for name in sorted(TINY)]
+
+
+ZERO_3 = """
+import sys, deepspeed, loopdropout_trainer
+from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+deepspeed.init_distributed(dist_backend="gloo")
+settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+divided = HfDeepSpeedConfig(settings)  # while it lives, weights are divided as they load
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print("loaded", flush=True)
+AutoModelForCausalLM.from_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_a_missing_weight_is_named_under_zero_3(tmp_path):
+    pytest.importorskip("deepspeed")
+    for name in ("whole", "damaged"):
+        tiny_ouro().save_pretrained(tmp_path / name)
+    name = recurrent_weight(tiny_ouro())
+    change(tmp_path / "damaged", lambda weights: weights.pop(name))
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    run = [sys.executable, "-c", ZERO_3, tmp_path / "whole", tmp_path / "damaged"]
+    done = subprocess.run(run, env={**os.environ, **place}, capture_output=True, text=True)
+    assert "loaded" in done.stdout, done.stderr
+    assert "WrongWeightsError" in done.stderr and "it lacks `model.layers.*." in done.stderr
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import HrmTextForCausalLM, PreTrainedConfig
 
 from loopdropout_trainer.looped.described import LoopDescription, register_looped
+from loopdropout_trainer.models.strict_loading import load_strictly
 
 
 class HrmTextLoops(LoopDescription):
@@ -83,4 +84,4 @@ class HrmTextLoops(LoopDescription):
         return model_kwargs
 
 
-register_looped(HrmTextForCausalLM, HrmTextLoops)
+register_looped(load_strictly(HrmTextForCausalLM), HrmTextLoops)

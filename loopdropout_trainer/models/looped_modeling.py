@@ -30,7 +30,7 @@ from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.packed_loops import PackedLoops
 from loopdropout_trainer.models.packing import find_packing
 from loopdropout_trainer.models.recomputation import recomputation
-from loopdropout_trainer.models.strict_loading import check_weights
+from loopdropout_trainer.models.strict_loading import load_strictly
 
 
 logger = logging.get_logger(__name__)
@@ -118,6 +118,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
         raise NotImplementedError
 
 
+@load_strictly
 class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     """A `PreTrainedModel` whose layers run more than once in a forward pass."""
 
@@ -128,17 +129,6 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-
-    @staticmethod
-    def _finalize_model_loading(model, load_config, loading_info):
-        # Here, since the loading report of `from_pretrained` comes after fresh weights, and not for every way to load.
-        source = load_config.pretrained_model_name_or_path or "the state dict"
-        check_weights(model, loading_info, source, load_config.ignore_mismatched_sizes)
-        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
-
-    def describe_weights(self, names: Collection[str]) -> str | None:
-        """Return a sentence on whose weights have these names, if they are known."""
-        return None
 
     @property
     def can_pack(self) -> bool:

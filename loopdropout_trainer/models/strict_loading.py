@@ -68,6 +68,20 @@ def check_weights(model: PreTrainedModel, report: LoadStateDictInfo, source: str
     )
 
 
+def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Let a model class refuse, from now on, checkpoints that do not hold exactly its weights; return the class."""
+    finish = model_class._finalize_model_loading
+
+    # Here, since the loading report of `from_pretrained` comes after fresh weights, and not for every way to load.
+    def checked(model, load_config, loading_info):
+        source = load_config.pretrained_model_name_or_path or "the state dict"
+        check_weights(model, loading_info, source, load_config.ignore_mismatched_sizes)
+        return finish(model, load_config, loading_info)
+
+    model_class._finalize_model_loading = staticmethod(checked)
+    return model_class
+
+
 def _listed(names: Collection[str]) -> str:
     """Return names with their numbers as stars, and how many each stands for."""
     counts: dict[str, int] = defaultdict(int)

@@ -54,6 +54,11 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         looped, args = find_looped_model(self.model), self.args
+        if getattr(looped.config, "prefix_lm", False):
+            raise ValueError(
+                f"{type(looped).__name__} reads its prompts in both directions (`prefix_lm`), which GRPO's scores of "
+                "completions do not: use SFT or DPO."
+            )
         self._check_gates()
         if "ref" in self.model.peft_config:
             (share_gates if args.reference_gates == "same" else add_unit_gates)(self.model, "ref")
