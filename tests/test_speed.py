@@ -16,7 +16,7 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.looped import TrainingPolicy, applied_gates, find_looped_model, first_active_loops
+from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model, first_active_loops
 from loopdropout_trainer.models import attention
 from loopdropout_trainer.training.distributed import may_skip_loops, whole_parameters
 
@@ -92,9 +92,18 @@ def assert_same(got, want, tolerance=1e-9):
         assert (got[1][name] - grad).abs().max() <= tolerance * max(scale, 1), name
 
 
+@pytest.fixture
+def free_launches(monkeypatch):
+    """As for large tensors, where nothing is computed twice or together to launch fewer operations."""
+    monkeypatch.setattr(costs, "LAUNCH_SECONDS", 0)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", ["left", "right", "packed"])
-def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, layout, checkpointing):
+@pytest.mark.parametrize("launches", ["costly", "free"])
+def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, launches, layout, checkpointing, request):
+    if launches == "free":
+        request.getfixturevalue("free_launches")
     peft_model = adapted(make_tiny(), checkpointing)
     inputs, segments = batch(layout)
     for name in GATES if layout == "left" else ["mixed"]:
@@ -204,7 +213,7 @@ def saved_bytes(peft_model, gates, inputs, **optimisations):
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def test_saved_activations_shrink_by_the_share_of_waiting_loops():
+def test_saved_activations_shrink_by_the_share_of_waiting_loops(free_launches):
     model = adapted(tiny_ouro())
     inputs = {"input_ids": torch.randint(2, 258, (4, 32)), "labels": torch.randint(2, 258, (4, 32))}
     saved = {name: saved_bytes(model, gates, inputs, skip=True) for name, gates in GATES.items()}

@@ -11,8 +11,9 @@ They round where transformers' modules round. Under `torch.compile` they are pla
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from loopdropout_trainer.looped import first_order
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -57,7 +58,7 @@ class _RMSNorm(torch.autograd.Function):
         return quotient.mul_(weight) if weight.dtype == x.dtype else quotient * weight
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, weight, reciprocal = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
@@ -79,7 +80,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(a).mul_(b)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad
@@ -103,7 +104,7 @@ class _Rotation(torch.autograd.Function):
         return rotated
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
         half = grad.shape[-1] // 2
@@ -121,7 +122,7 @@ class _Rows(torch.autograd.Function):
         return x.index_select(0, rows)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         (rows,) = ctx.saved_tensors
         return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None
