@@ -66,7 +66,14 @@ class _RMSNorm(torch.autograd.Function):
         if needs_weight:
             quotient = (x * reciprocal).to(x.dtype)
             grad_weight = (grad * quotient).sum_to_size(weight.shape).to(weight.dtype)
-        if needs_x:
+        if needs_x and x.dtype == weight.dtype == reciprocal.dtype:
+            # Layer norm's own kernel, told that the mean is zero, takes the mean of its gradient off: that is put back.
+            size, zero = [x.shape[-1]], torch.zeros_like(reciprocal)
+            grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+                grad, x, size, zero, reciprocal, weight, None, [True, False, False]
+            )
+            grad_x.add_((grad @ weight).unsqueeze(-1).mul_(reciprocal), alpha=1 / x.shape[-1])
+        elif needs_x:
             wide, weighted = x.to(reciprocal.dtype), (grad * weight).to(reciprocal.dtype)
             along = torch.linalg.vecdot(weighted, wide).unsqueeze(-1).mul_(reciprocal.pow(3)).div_(x.shape[-1])
             grad_x = weighted.mul_(reciprocal).addcmul_(wide, along, value=-1).to(x.dtype)
