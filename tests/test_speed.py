@@ -18,6 +18,8 @@ from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model, first_active_loops
 from loopdropout_trainer.models import attention
+from loopdropout_trainer.models.attention import Lengths
+from loopdropout_trainer.models.packed_loops import Part, Worth, schedule
 from loopdropout_trainer.training.distributed import may_skip_loops, whole_parameters
 
 
@@ -145,6 +147,32 @@ def test_optimisations_are_exact_with_gates_for_each_module_and_with_truncated_b
     assert_same(
         loss_and_gradients(model, MIXED, inputs, skip=True, fused=True), loss_and_gradients(model, MIXED, inputs)
     )
+
+
+def test_examples_run_apart_where_that_is_worth_the_launches():
+    lengths = [9, 5, 7, 4]
+    apart = [
+        [Part((0, 2, 3), 0, frozen=True), Part((1,), 1)],
+        [Part((0, 3), 0, frozen=True), Part((2, 1), 1)],
+        [Part((3,), 0, frozen=True), Part((0, 1, 2), 2)],
+        [Part((3,), 0, frozen=True), Part((1, 2, 0), 2)],
+    ]
+    assert schedule(MIXED.bool().tolist(), lengths, Worth()) == apart
+    four_wait = [[Part((0, 1, 2, 3), 2)], [Part((1, 2, 0, 3), 2)]]  # 4 tokens, from the third loop on
+    assert schedule(MIXED.bool().tolist(), lengths, Worth(waiting=5)) == apart[:2] + four_wait
+    together = [[Part((0, 1, 2, 3), 4)]] * 4
+    assert schedule(MIXED.bool().tolist(), lengths, Worth(waiting=100, resting=100)) == together
+    assert schedule([[False] * 4] * 2, lengths, Worth(100, 100)) == [[Part((0, 1, 2, 3), 0, frozen=True)]] * 2
+
+
+def test_small_tensors_are_computed_together_and_large_ones_apart():
+    small, large = tiny_ouro(), tiny_ouro(hidden_size=256, intermediate_size=1024)
+    worth = [
+        adapted(model).get_base_model().model._worth(torch.empty(0), [torch.empty(100)]) for model in (small, large)
+    ]
+    assert worth[0].waiting > 20 * worth[1].waiting
+    assert [len(chunks) for chunks in Lengths([8] * 4, torch.empty(0), 2, 8).chunks] == [4]
+    assert [len(chunks) for chunks in Lengths([400] * 4, torch.empty(0), 8, 64).chunks] == [1] * 4
 
 
 # The fused update

@@ -39,13 +39,19 @@ class Lengths:
     Args:
         lengths: in tokens, in order.
         like: the states, for their device and dtype.
-        width: of all heads together; 0: not known.
+        num_heads, head_dim: of the queries.
+
+    Attributes:
+        chunks: lengths of the neighbours that attend in one launch, where there is no kernel that takes all at once.
     """
 
-    def __init__(self, lengths: Sequence[int], like: torch.Tensor, width: int = 0) -> None:
+    def __init__(self, lengths: Sequence[int], like: torch.Tensor, num_heads: int, head_dim: int) -> None:
         self.lengths = list(lengths)
         self.device = like.device
-        self.chunks = _chunks(self.lengths, like, width)
+        autocast = torch.is_autocast_enabled(like.device.type)
+        dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
+        alone = _takes_all_at_once(like.device, dtype, head_dim)
+        self.chunks = [[length] for length in lengths] if alone else _chunks(self.lengths, like, num_heads * head_dim)
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     @functools.cached_property
@@ -77,7 +83,7 @@ def _chunks(lengths: Sequence[int], like: torch.Tensor, width: int) -> list[list
     chunks: list[list[int]] = []
     for length in lengths:
         # A pair of tokens takes 4 FLOP a channel forward, and 10 backward.
-        if width and chunks and launches_pay(12, 14 * 2 * sum(chunks[-1]) * length * width, like):
+        if chunks and launches_pay(12, 14 * 2 * sum(chunks[-1]) * length * width, like):
             chunks[-1].append(length)
         else:
             chunks.append([length])
@@ -116,8 +122,7 @@ def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float, dropout: float = 0.0
 ) -> torch.Tensor:
     """Attend within each of the examples that lie in one row [1, heads, T, d]; return [1, T, heads, d]."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and not dropout and _at_once_agrees(query.device, query.dtype, query.shape[-1]):
+    if not dropout and _takes_all_at_once(query.device, query.dtype, query.shape[-1]):
         return _at_once(query, key, value, lengths, scaling)
     return _one_by_one(query, key, value, lengths, scaling, dropout)
 
@@ -150,16 +155,22 @@ def _at_once(
     return varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=causal).unsqueeze(0)
 
 
+def _takes_all_at_once(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether torch has a kernel for variable lengths here, which computes what it should."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and half and _at_once_agrees(device, dtype, head_dim)
+
+
 @functools.cache
 def _at_once_agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether torch's kernel for variable lengths computes here what examples give one by one, gradients included.
 
     Tried once on random numbers, since the kernel is young and runs on some GPUs only; otherwise a line in the log says so.
     """
-    lengths = Lengths([37, 5, 64], torch.empty(0, device=device))
     results = []
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            lengths = Lengths([37, 5, 64], torch.empty(0, device=device), 2, head_dim)  # float32: one by one
             generator = torch.Generator(device).manual_seed(0)
             drawn = torch.randn(4, 1, 2, sum(lengths.lengths), head_dim, generator=generator, device=device)
             for attention in (_at_once, _one_by_one):

@@ -291,13 +291,16 @@ class LoopedBackbone(LoopedPreTrainedModel):
         weights, factors = self._sizes
         _, num_inside = self.layer_counts()
         launch = launch_flops(like.device, like.dtype)
+        apart = (FORWARD_LAUNCHES * num_inside + ORDER_LAUNCHES) * launch
         passes = (
             2 if self.gradient_checkpointing else 1
         )  # saved by waiting: the backward pass, with what it recomputes
         worth = Worth(
-            waiting=(FORWARD_LAUNCHES * num_inside + ORDER_LAUNCHES) * launch / (2 * passes * weights),
+            waiting=apart / (2 * passes * weights),
             resting=(SLICE_LAUNCHES * num_inside + ORDER_LAUNCHES) * launch / (6 * factors),
         )
+        if like.is_cuda and weights * like.shape[1] > apart:
+            worth = Worth()  # the device is busy for longer than both launches take, which it does not wait for
         logger.info_once(
             "`skip_frozen_loops`: examples that need no gradient yet run apart from others in loops where they have "
             f"{worth.waiting:.0f} tokens or more, and others without an update where they have {worth.resting:.0f} or more."
@@ -307,7 +310,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor | None:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
         if self.config._attn_implementation == "sdpa":
-            packed = Lengths(lengths, like, self.config.num_attention_heads * self.config.head_dim)
+            packed = Lengths(lengths, like, self.config.num_attention_heads, self.config.head_dim)
             if len(packed.chunks) > 1:
                 return packed
             mask = packed.mask(0, like.dtype)  # one launch of the usual kernel, which can be compiled with its layer
