@@ -1,6 +1,6 @@
 """What dropping whole loops costs when there are only two: examples without an adapter, and noise of loss and gradient.
 
-    python benchmarks/two_loops.py             # writes benchmarks/results/two_loops.md; some twenty minutes on one free core
+    python benchmarks/two_loops.py             # writes benchmarks/results/two_loops.md and .json; some twenty minutes
     python benchmarks/two_loops.py --seeds 0   # without training
 
 The small pretrained Ouro of the package learns arithmetic problems. First, at depths 2 and 4, at one fixed adapter and one
@@ -11,6 +11,7 @@ adapter with the same data, and the loss on held-out problems is taken at unit g
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -97,14 +98,14 @@ def scatter(trainer: LoopDropoutSFTTrainer, rule_fields: tuple, num_draws: int) 
     return unused / (num_draws * BATCH), statistics.stdev(losses), variance / signal
 
 
-def held_out(fields: list, options: argparse.Namespace, folder: str) -> str:
-    """Train with a rule at depth 2; return the mean held-out loss and its deviation over seeds."""
+def held_out(fields: list, options: argparse.Namespace, folder: str) -> list[float]:
+    """Train with a rule at depth 2; return the held-out loss of each seed."""
     losses = []
     for seed in range(options.seeds):
         trainer = trainer_of(*fields, 2, options.steps, seed, folder)
         trainer.train()
         losses.append(trainer.evaluate()["eval_loss"])
-    return f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}"
+    return losses
 
 
 def main() -> None:
@@ -115,14 +116,25 @@ def main() -> None:
     parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "two_loops.md"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    rows, records = [], []
     with tempfile.TemporaryDirectory() as folder:
         for num_loops in (2, 4):
             fixed = trainer_of("lora", None, {}, num_loops, options.steps // 2, 0, folder)
             fixed.train()
             for label, *fields in RULES:
                 unused, deviation, noise = scatter(fixed, tuple(fields), options.draws)
-                trained = held_out(fields, options, folder) if num_loops == 2 and options.seeds > 1 else ""
+                losses = held_out(fields, options, folder) if num_loops == 2 and options.seeds > 1 else []
+                trained = f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}" if losses else "-"
+                records.append(
+                    {
+                        "num_loops": num_loops,
+                        "rule": label,
+                        "examples_without_active_loop": unused,
+                        "loss_deviation": deviation,
+                        "gradient_noise_over_signal": noise,
+                        "held_out_losses": losses,
+                    }
+                )
                 rows.append(
                     f"| {num_loops} | {label} | {100 * unused:.1f}% | {deviation:.3f} | {noise:.2f} | {trained} |"
                 )
@@ -131,8 +143,9 @@ def main() -> None:
     trained = f"at unit gates after {options.steps} steps; mean and deviation of {options.seeds} seeds"
     text = f"""# Loop Dropout with two loops
 
-`python benchmarks/two_loops.py` on a CPU, float32; {versions}. The package's small Ouro, pretrained
-at four loops, on arithmetic problems in batches of {BATCH}.
+`python benchmarks/two_loops.py --steps {options.steps} --draws {options.draws}` on a CPU, float32;
+{versions}. The package's small Ouro, pretrained at four loops, on
+arithmetic problems in batches of {BATCH}.
 
 Scatter is over {options.draws} draws of the gates, at one fixed adapter (LoRA, {options.steps // 2} steps) and one batch.
 Noise over signal: the gradient's summed variance over its squared mean, itself an estimate from so many draws.
@@ -142,7 +155,11 @@ These are a toy's numbers: they say how noise grows, not which p is best for a m
 | Loops | Rule | Examples without an active loop | Deviation of the loss | Gradient: noise over signal | Held-out loss |
 |---:|---|---:|---:|---:|---:|
 """ + "\n".join(rows)
-    Path(options.output).write_text(f"{text}\n", encoding="utf-8")
+    output = Path(options.output)
+    output.write_text(f"{text}\n", encoding="utf-8")
+    facts = {**vars(options), "device": "cpu", "torch": torch.__version__, "transformers": transformers.__version__}
+    del facts["output"]
+    output.with_suffix(".json").write_text(json.dumps({**facts, "rows": records}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ was interrupted, or prints what a scheduler can start next. `--results` gets the
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from pathlib import Path
@@ -40,14 +39,16 @@ def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     (arguments,), _ = parse_recipe([StudyArguments], argv, description=__doc__)
     study = Study(arguments, Path(__file__).parent, (sys.executable, str(Path(__file__)), *argv))
-    unknown = [name for name in study.measure.benchmarks if name not in BENCHMARKS]
+    asked = {name for measure in study.measure.values() for name in measure.benchmarks}
+    unknown = sorted(asked - set(BENCHMARKS))
     if unknown:
         raise RecipeError(f"`measure` must name `benchmarks` among {', '.join(BENCHMARKS)}; got {unknown[0]!r}.")
     if arguments.measure_adapter:
         show_log()
         adapter = Path(arguments.measure_adapter)
-        recipe = load_recipe(study.recipe_path(adapter.parent.parent.name))
-        measured = measure_adapter(build(ModelArguments, recipe), adapter, study.measure)
+        method = adapter.parent.parent.name
+        recipe = load_recipe(study.recipe_path(method))
+        measured = measure_adapter(build(ModelArguments, recipe), adapter, study.measure[method])
         for name, counts in measured["benchmarks"].items():
             print(f"{name}: {counts['correct']}/{counts['total']} = {counts['score']:.2f}%")
         return
@@ -57,14 +58,12 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.print_commands:
         print("\n".join(study.commands()))
         return
+    if arguments.collect_only:
+        study.write_recipes()
+        study.save_document()
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("study.py: asked to stop; the same command continues."))
-    try:
-        study.run()
-    finally:
-        if arguments.results:  # what is there, also of a study that was stopped
-            path = Path(arguments.results)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(study.collect(), indent=1) + "\n", encoding="utf-8")
+    study.run()
     for name, sweep in study.sweeps():
         console = Console()
         console.rule(name)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from conftest import TINY, golden_adapted, golden_inputs, golden_model, submodule_name
 from peft import get_peft_model
 from safetensors import safe_open
+from test_extending import tiny_hrm
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -313,6 +316,15 @@ def test_num_loops_is_a_keyword_of_from_pretrained(family, tmp_path):
         model.config.num_loops = 0
 
 
+def test_a_model_that_is_cast_equals_one_that_is_loaded_so(make_tiny, tmp_path):
+    make_tiny().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    cast = AutoModelForCausalLM.from_pretrained(tmp_path).bfloat16()
+    ids = torch.arange(2, 258)[None]
+    with torch.no_grad():
+        assert torch.equal(cast(ids).logits, loaded(ids).logits)
+
+
 # Training
 
 
@@ -342,29 +354,53 @@ def tokenized(row, tokenizer):
 
 
 @pytest.mark.slow
-def test_the_command_line_trains_resumes_and_merges(make_tiny, tokenizer, tmp_path):
-    make_tiny().save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    options = {
-        "model_name_or_path": tmp_path / "base",
-        "output_dir": tmp_path / "out",
+@pytest.mark.parametrize("name", [*TINY, "hrm_text"])
+def test_the_command_trains_resumes_evaluates_deeper_and_merges(name, tokenizer, tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    ({**TINY, "hrm_text": tiny_hrm}[name]()).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+
+    def command(*words, **fields):
+        options = [word for field, value in fields.items() for word in (f"--{field}", str(value))]
+        run = [sys.executable, "-m", "loopdropout_trainer", *map(str, words), *options]
+        done = subprocess.run(run, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    recipe = tmp_path / "recipe.yaml"
+    training = {
+        "extends": str(ROOT / "recipes" / "quickstart.yaml"),
+        "model_name_or_path": str(base),
+        "output_dir": str(out),
         "num_loops": 3,
         "num_train_examples": 32,
         "num_eval_examples": 8,
         "per_device_train_batch_size": 4,
-        "gradient_checkpointing": "true",
+        "gradient_checkpointing": True,
         "save_strategy": "steps",
         "save_steps": 2,
-        "benchmarks": "arithmetic_test",
         "benchmark_limit": 2,
+        "compare_with": [],
+        "depths": [],
+        "merge": False,
     }
-    longer = {"resume_with_changed_settings": "true"}
-    for more in ({"max_steps": 2}, {"max_steps": 4, "resume_from_checkpoint": "true", **longer}):
-        words = [word for name, value in {**options, **more}.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, ROOT / "recipes" / "sft.py", ROOT / "recipes" / "quickstart.yaml", *words]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
-    assert (tmp_path / "out" / "checkpoint-4").is_dir() and merged.config.num_loops == 3
+    recipe.write_text(json.dumps(training))  # JSON is YAML
+    command("sft", recipe, max_steps=2)
+    command("sft", recipe, max_steps=4, resume_from_checkpoint="true", resume_with_changed_settings="true")
+    assert (out / "checkpoint-4").is_dir()
+
+    deeper = {"output_dir": tmp_path / "deeper", "benchmark_limit": 2, "num_loops": 5}
+    command("evaluate", out / "recipe.yaml", adapter=out, **deeper)
+    results = json.loads((tmp_path / "deeper" / "evaluation.json").read_text())
+    assert results["rows"] and '"num_loops": 5' in json.dumps(results)
+
+    command("merge", out / "recipe.yaml", adapter=out)
+    merged = json.loads((out / "merged" / "config.json").read_text())
+    assert len({"total_ut_steps", "mean_recurrence", "N", "num_loops", "H_cycles"} & merged.keys()) == 1
+    shutil.copytree(out, tmp_path / "adapter")
+    shutil.move(out / "merged", tmp_path / "merged")
+    subprocess.run([sys.executable, "-c", FRESH, tmp_path], check=True)
+    from_merged, adapted = torch.load(tmp_path / "logits.pt")
+    torch.testing.assert_close(from_merged, adapted, atol=1e-5, rtol=1e-5)
 
 
 FRESH = """
@@ -374,7 +410,8 @@ from transformers import AutoModelForCausalLM
 ids = torch.arange(2, 14).view(2, 6)
 for folder in map(pathlib.Path, sys.argv[1:]):
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", num_loops=merged.config.num_loops)
+    adapted = PeftModel.from_pretrained(base, folder / "adapter")
     torch.save([model(ids).logits.detach() for model in (merged, adapted)], folder / "logits.pt")
 """
 
@@ -399,6 +436,24 @@ def test_saved_and_merged_models_reload_in_a_fresh_process(tmp_path):
         merged, adapted = torch.load(folder / "logits.pt")
         assert torch.equal(adapted, want)
         torch.testing.assert_close(merged, want, atol=1e-5, rtol=1e-5)
+
+
+def test_every_cell_of_the_readmes_table_names_a_test_that_exists():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table, tests = re.split(r"\n\n(?=- a `test_)", text.split("By family, on tiny random models.")[1], maxsplit=1)
+    named = dict(re.findall(r"^- (\w) `(\S+?::\w+)`", tests, re.MULTILINE))
+    head, _, *rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    assert len(rows) >= 6 and all(len(row) == len(head) for row in rows)
+    used = set()
+    for row in rows:
+        for cell in row[1:]:
+            letters = re.findall(r"\b[a-z]\b", cell)
+            assert letters or cell.strip() == "not tested", cell
+            used |= set(letters)
+    assert used == set(named)
+    for test in named.values():
+        file, name = test.split("::")
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.MULTILINE), test
 
 
 def test_the_diagnostics_run(make_tiny):

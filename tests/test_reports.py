@@ -18,6 +18,7 @@ from loopdropout_trainer.reports.measures import CellSpec, evaluate_cell
 from loopdropout_trainer.reports.records import ReportError, read_records
 from loopdropout_trainer.reports.report import write_report
 from loopdropout_trainer.reports.tables import build_table, load_table
+from loopdropout_trainer.runs.result import RunResult, write_results
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
@@ -211,6 +212,44 @@ def test_every_table_of_the_paper_has_a_file():
             script, recipe = command.split()[1:3]
             assert (ROOT / script).name in ("sweep.py", "diagnose.py")
             assert (ROOT / recipe).is_file(), command
+
+
+def test_minutes_and_gigabytes_are_those_that_training_runs_have_written(tmp_path):
+    """tab:matched_expansion and tab:training_cost_seeds, from the results.json that a run writes when it ends."""
+    sweep = load_recipe(ROOT / "recipes" / "sweeps" / "metamath_gsm.yaml")
+    minutes = {"lora": (111, 106, 113), "loop_dropout": (130, 128, 127), "lora_dropout": (442, 438, 453)}
+    outputs = tmp_path / "metamath_gsm"
+    outputs.mkdir()
+    (outputs / "sweep.json").write_text("{}")
+    for method, times in minutes.items():
+        recipe = next(
+            (each for each in sweep["methods"] if Path(each).stem == method and "/" in each), sweep["recipe"]
+        )
+        for seed, time in zip(sweep["seeds"], times, strict=True):
+            settings = {**settings_of(recipe, None if "/" in recipe[8:] else method), "seed": seed}
+            outcome = RunResult(
+                rule=settings["rule"],
+                p=settings.get("p"),
+                num_loops=4,
+                trainable_parameters=15_138_816,
+                steps=3125,
+                examples=100_000,
+                train_loss=0.2,
+                train_seconds=60.0 * time,
+                peak_memory_gb=45.36,
+                benchmarks=[answers("metamath_gsm8k", 10, [True] * 10)],
+            )
+            write_results(outcome, settings, outputs / method / str(seed), run={})
+    records = read_records([outputs])
+    table = build_table(load_table(ROOT / "recipes" / "tables" / "matched_expansion.yaml"), records)
+    found = {
+        names[0]: [cell.text for cell in cells[2:]] for names, cells in zip(table.names, table.cells, strict=True)
+    }
+    assert found["LoRA"] == ["110.0 ± 3.6", "45.36 ± 0.00"]
+    assert found["Loop Dropout"] == ["128.3 ± 1.5", "45.36 ± 0.00"]
+    assert found["LoRA Dropout"] == ["444.3 ± 7.8", "45.36 ± 0.00"]
+    seeds = build_table(load_table(ROOT / "recipes" / "tables" / "training_cost_seeds.yaml"), records)
+    assert "111.00 / 106.00 / 113.00" in render.markdown(seeds)
 
 
 @pytest.mark.parametrize("row", PAPER["mean_sd"])

@@ -1,8 +1,12 @@
 """Studies: what they plan, in which order they do it, and a whole small one."""
 
 import json
+import runpy
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +98,10 @@ def test_a_methods_recipe_is_whole(tmp_path):
     [
         ({"parts": {"x": {"methods": ["lroa"], "seeds": [1]}}}, "names `lroa`, which is not among the methods lora"),
         ({"parts": {"x": {"methods": ["lora"]}}}, "The part `x` must have `methods` and `seeds`"),
-        ({"parts": {"x": {"methods": ["lora"], "seeds": [1], "rate": 2}}}, "may have `full_grid`, `learning_rates`"),
+        (
+            {"parts": {"x": {"methods": ["lora"], "seeds": [1], "rate": 2}}},
+            "may have `full_grid`, `learning_rates`, `measure`",
+        ),
         ({"scale": "huge"}, "`scale` must be among none; got 'huge'"),
         ({"scale": "a", "scales": {"a": {"sedes": 1}}}, "`scales`, a:"),
         ({"only": ["third"]}, "`only` must be among first, second, grid; got 'third'"),
@@ -106,6 +113,17 @@ def test_a_mistake_is_named(changes, message, tmp_path):
     with pytest.raises(RecipeError) as error:
         Study(arguments(tmp_path, **changes), ROOT / "recipes")
     assert message in str(error.value)
+
+
+def test_a_method_is_measured_as_its_first_part_says(tmp_path):
+    parts = {
+        "whole": {"methods": ["lora"], "seeds": [1]},
+        "brief": {"methods": ["lora", "ours"], "seeds": [1], "measure": {"depths": [], "limit": 5}},
+    }
+    measure = {"benchmarks": ["arithmetic_test"], "depths": [1, 2], "limit": 9}
+    study = Study(arguments(tmp_path, parts=parts, measure=measure, rate_factors=None), ROOT / "recipes")
+    found = {method: (m.benchmarks, m.depths, m.limit) for method, m in study.measure.items()}
+    assert found == {"lora": (["arithmetic_test"], [1, 2], 9), "ours": (["arithmetic_test"], [], 5)}
 
 
 def test_verdicts_keep_every_problem():
@@ -128,13 +146,25 @@ def test_labels_stand_on_the_answers():
         assert tokenizer.decode(first["input_ids"][row][first["attention_mask"][row].bool() & ~kept]) == prompt
 
 
-def test_a_small_study_runs_and_is_done_once(tmp_path):
-    """Two methods trained and measured by the study's own command; the second time there is nothing left to do."""
+def test_a_small_study_is_killed_and_continued_and_writes_its_document(tmp_path, monkeypatch):
+    """Two methods trained and measured by the study's own command; what was done before the kill is not done again."""
     command = [sys.executable, "recipes/study.py", "recipes/studies/small.yaml", "--scale", "smoke"]
     command += ["--output_dir", str(tmp_path / "study"), "--results", str(tmp_path / "small.json")]
+    with (tmp_path / "log").open("w") as log:
+        killed = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+        deadline = time.time() + 300
+        while "loop_dropout.yaml" not in (tmp_path / "log").read_text():  # its training has begun
+            assert killed.poll() is None and time.time() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.1)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    before = commands_in((tmp_path / "log").read_text())
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("\n$ ") == 4
+    after = commands_in(done.stdout)
+    assert len(before) == 3 and len(after) == 2 and after[0] == before[2]
+    document = (tmp_path / "study_smoke/replication.md").read_text()
+    assert "| Loop Dropout answers more at the training depth | +1.90 |" in document
     collected = json.loads((tmp_path / "small.json").read_text())
     assert [run["method"] for run in collected["runs"]] == ["lora", "loop_dropout"]
     assert collected["chosen_rates"] == {"lora": 0.004, "loop_dropout": 0.004}
@@ -143,10 +173,36 @@ def test_a_small_study_runs_and_is_done_once(tmp_path):
         assert measured["benchmarks"]["arithmetic_test"]["total"] == 8
         assert {depth: counts["total"] for depth, counts in measured["by_depth"].items()} == {"2": 4, "4": 4}
         assert [counts["total"] for counts in measured["single_loop_answers"]] == [4] * 4
+        assert {dose: counts["total"] for dose, counts in measured["by_dose"].items()} == {"2": 4}
         assert len(measured["readouts"]) == len(measured["single_loop"]["only"]) == 4
         assert measured["readouts"][-1] == pytest.approx(measured["single_loop"]["all_on"], rel=1e-4)
-    again = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert again.returncode == 0 and "\n$ " not in again.stdout
+    (tmp_path / "small.json").unlink()
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("recipes/study.py")["main"]([*command[2:], "--collect_only", "true"])
+    assert json.loads((tmp_path / "small.json").read_text()) == collected
+
+
+def commands_in(printed):
+    return [line for line in printed.splitlines() if line.startswith("$ ")]
+
+
+def test_the_full_size_study_says_what_it_takes_and_what_can_start(tmp_path, monkeypatch, capsys):
+    main = runpy.run_path(str(ROOT / "recipes/study.py"))["main"]
+    words = [str(ROOT / "recipes/studies/ouro_1.4b.yaml"), "--output_dir", str(tmp_path)]
+    main([*words, "--dry_run", "true"])
+    table = capsys.readouterr().out
+    assert "hours of one H100" in table
+    rows = {line.split()[1]: line.split()[-2] for line in table.splitlines() if line.startswith("│")}
+    # LoRA, LoRA+, rsLoRA, CoTo, LoRA Dropout, input dropout, Loop Dropout: 5 rates and 2 seeds each, the paper's minutes
+    minutes = 110.6 + 112.8 + 128.9 + 94.1 + 444.9 + 128.9 + 128.9
+    assert float(rows["main"]) == pytest.approx(7 * minutes / 60, abs=0.1)
+    assert float(rows["all"]) > float(rows["main"])
+    assert not list(tmp_path.iterdir())
+    main([*words, "--print_commands", "true", "--only", "main"])
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(commands) == 7 * 5  # one seed at five rates; the others wait for the choice
+    assert all(Path(command[1]).name == "sft.py" and Path(command[2]).exists() for command in commands)
+    assert len({command[command.index("--output_dir") + 1] for command in commands}) == 35
 
 
 # The document
@@ -218,12 +274,18 @@ def test_the_document_keeps_what_is_around_the_results(tmp_path):
     document, file = tmp_path / "doc.md", tmp_path / "small.json"
     document.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
     runs = [run_of("lora", 1, 0xF0), run_of("loop_dropout", 1, 0xFF)]
+    runs[0]["measured"]["benchmarks"]["more"] = {"score": 30.0}  # the other method was not asked
+    runs[0]["measured"]["by_dose"] = {"2": {"score": 40.0}}
     file.write_text(json.dumps({"runs": runs, "chosen_rates": {}, "measure": {"benchmarks": ["arithmetic_test"]}}))
     for _ in range(2):
         write_document(file, document)
         text = document.read_text()
         assert text.startswith("# Title\n\n") and text.endswith("\n\nThe end.\n") and "old" not in text
-        assert "| loop_dropout | 0.1 | 1 | 100.0 |" in text
+        assert "| loop_dropout | 0.1 | 1 | 100.0 | - |" in text and "| lora | 0.1 | 1 | 50.0 | 30.0 |" in text
+        assert "| method | seeds | 2 in all loops |\n|---|---|---|\n| lora | 1 | 40.0 |\n" in text
+        assert "2 of at most 2 trainings have run, and 2 of their adapters are measured." in text
+    write_document(file, tmp_path / "new.md")
+    assert "| loop_dropout | 0.1 | 1 | 100.0 | - |" in (tmp_path / "new.md").read_text()
     document.write_text("nothing")
     with pytest.raises(ValueError, match="must have the marks"):
         write_document(file, document)

@@ -133,7 +133,7 @@ def _prepare_into(
             held_out = _write_examples(source.eval, preparation, report, work / "eval.arrow").remove_columns("rank")
         train, lengths = _drop_long(train, tokenizer, max_length, report)
         held_out, _ = _drop_long(held_out, tokenizer, max_length, report)
-        report.train_tokens = int(lengths.sum())
+        report.train_tokens, report.longest = int(lengths.sum()), int(lengths.max(initial=0))
         report.train, report.held_out = len(train), len(held_out)
         if not len(train):
             raise DataError(f"No example is left to train on.\n{report}")
@@ -195,7 +195,7 @@ def _mapped(row: Mapping[str, Any], mapping: Mapping[str, str] | None) -> Mappin
 def _kind(example: Mapping[str, Any]) -> str:
     return " and ".join(
         f"{name} as messages" if isinstance(example[name], list) else name
-        for name in ("prompt", "completion", "messages", "text")
+        for name in ("prompt", "completion", "messages", "text", "chosen", "rejected")
         if name in example
     )
 

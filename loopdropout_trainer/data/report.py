@@ -15,7 +15,7 @@ class DataReport:
         source: where the rows came from.
         read: rows read.
         train, held_out: rows kept to train and to evaluate on.
-        train_tokens: tokens of the training examples, each counted once.
+        train_tokens: tokens of the training examples, each counted once; longest: most tokens of one of them.
         dropped: number of dropped rows by reason.
         unused: usable rows that were not asked for.
         bad_rows: the first few bad rows that were skipped, with their places.
@@ -26,6 +26,7 @@ class DataReport:
     train: int = 0
     held_out: int = 0
     train_tokens: int = 0
+    longest: int = 0
     unused: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     bad_rows: list[str] = field(default_factory=list)

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +312,7 @@ class Report:
     def note(self, row: str, benchmark: str, seconds: float, run_info: Mapping[str, Any]) -> None:
         """Add a line about this call: what it worked on, when and for how long."""
         line = {
-            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "row": row,
             "benchmark": benchmark,
             "seconds": round(seconds, 1),

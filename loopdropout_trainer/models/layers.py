@@ -51,3 +51,25 @@ class GatedMLP(nn.Module):
     def activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Return act(gate) * up."""
         return swiglu(gate, up) if self.act_fn is None else self.act_fn(gate) * up
+
+
+class StaysFloat32(nn.Module):
+    """A module whose float32 weights and buffers a cast of the whole model, such as `model.bfloat16()`, does not round."""
+
+    def _apply(self, fn, recurse: bool = True):
+        before = [(tensor, tensor.detach()) for tensor in self.parameters()]
+        buffers = [(module, dict(module.named_buffers(recurse=False))) for module in self.modules()]
+        super()._apply(fn, recurse)
+        for parameter, exact in before:
+            parameter.data = _restored(parameter.data, exact)
+        for module, exact in buffers:
+            for name, buffer in exact.items():
+                module._buffers[name] = _restored(module._buffers[name], buffer)
+        return self
+
+
+def _restored(moved: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return a float32 tensor where it was moved to, without the rounding of a cast."""
+    if exact.dtype != torch.float32 or moved.dtype.itemsize >= exact.dtype.itemsize:
+        return moved
+    return moved.float() if exact.is_meta else exact.to(moved.device)

@@ -15,6 +15,10 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+_PLAIN = (torch.Tensor, FakeTensor)  # the latter where memory is estimated without a device
 
 
 class DeferredResult:
@@ -62,7 +66,7 @@ class DeferredResults:
 
     def add(self, result: torch.Tensor, deferred: DeferredResult) -> None:
         """Remember how `result` was made, until it dies."""
-        address = result.untyped_storage().data_ptr()
+        address = result.untyped_storage()._cdata
         self._alive[address] = (
             weakref.ref(result, lambda _: self._alive.pop(address, None)),
             result._version,
@@ -71,7 +75,7 @@ class DeferredResults:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple:
         """Return what is kept of a tensor: it, or how to make what it is a view of, and the view."""
-        known = self._alive.get(tensor.untyped_storage().data_ptr()) if type(tensor) is torch.Tensor else None
+        known = self._alive.get(tensor.untyped_storage()._cdata) if type(tensor) in _PLAIN else None
         if known is None:
             return tensor
         reference, version, deferred = known

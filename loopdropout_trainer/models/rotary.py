@@ -12,6 +12,9 @@ import math
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from loopdropout_trainer.models.layers import StaysFloat32
 
 
 ROPE_TYPES = ("default", "llama3")
@@ -37,3 +40,7 @@ def rotations(
     angles = positions[..., None].float() * frequencies(config, positions.device)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class ExactRotaryEmbedding(StaysFloat32, LlamaRotaryEmbedding):
+    """transformers' rotary embedding, all its kinds, with frequencies that a cast of the whole model does not round."""

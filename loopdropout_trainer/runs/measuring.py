@@ -33,7 +33,7 @@ def measure_adapter(model_arguments: ModelArguments, adapter: Path, wanted: Meas
     Returns:
         `benchmarks`: counts by name, and which problems were right, in order, as hexadecimal digits; `by_depth`: the same
         for the first benchmark, by recurrence depth; `single_loop_answers`: the same with the adapter in one loop only, by
-        loop; `single_loop` and `readouts`: losses in nats per token.
+        loop; `by_dose`: the same by the gate of all loops; `single_loop` and `readouts`: losses in nats per token.
     """
     model, tokenizer = load_model(model_arguments, str(adapter))
     config = find_looped_model(model).config
@@ -52,6 +52,11 @@ def measure_adapter(model_arguments: ModelArguments, adapter: Path, wanted: Meas
         for gates in torch.eye(own):
             with use_gates(model, gates):
                 measured["single_loop_answers"].append(verdicts(_answer(model, tokenizer, first, wanted)))
+    if wanted.doses:
+        measured["by_dose"] = {}
+        for dose in wanted.doses:
+            with use_gates(model, torch.full((own,), float(dose))):
+                measured["by_dose"][f"{dose:g}"] = verdicts(_answer(model, tokenizer, first, wanted))
     if wanted.diagnostic_problems:
         batches = answer_batches(tokenizer, load_benchmark(first.name, limit=wanted.diagnostic_problems))
         single = single_loop_activation(model, batches)

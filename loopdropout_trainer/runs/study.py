@@ -17,12 +17,17 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from loopdropout_trainer.runs.sweep import Job, Sweep, SweepArguments, is_recipe
+from loopdropout_trainer.runs.replication import write_document
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, is_recipe
+from loopdropout_trainer.runs.workers import RAY_HELP, WORKERS_HELP, Job, do_jobs, make_workers
+from loopdropout_trainer.saving.files import write_atomically
+from loopdropout_trainer.saving.lock import only_process_in
+from loopdropout_trainer.settings.ranges import check_whole
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
 
 
 MEASURED = "measured.json"
-_PART_FIELDS = {"methods", "seeds", "learning_rates", "full_grid"}
+_PART_FIELDS = {"methods", "seeds", "learning_rates", "full_grid", "measure"}
 
 
 @dataclass
@@ -34,7 +39,8 @@ class MeasureArguments:
         limit: problems of each benchmark; None: all.
         depths: recurrence depths for the first benchmark.
         single_loop_answers: whether the first benchmark is also answered with the adapter in one loop at a time.
-        depth_limit: problems at each of the other depths, and with the adapter in one loop.
+        doses: gates, the same in all loops, with which the first benchmark is also answered; inference has 1.
+        depth_limit: problems at each of the other depths, with the adapter in one loop, and for each dose.
         diagnostic_problems: problems of the first benchmark whose reference answers the diagnostics score; 0: none.
         batch_size: problems answered at a time.
     """
@@ -43,6 +49,7 @@ class MeasureArguments:
     limit: int | None = None
     depths: list[int] = field(default_factory=list)
     single_loop_answers: bool = False
+    doses: list[float] = field(default_factory=list)
     depth_limit: int | None = None
     diagnostic_problems: int = 0
     batch_size: int = 100
@@ -61,7 +68,10 @@ class StudyArguments:
         metadata={"help": "Name -> fields on top of the recipe, or the path of a recipe of its own."}
     )
     parts: dict[str, Any] = field(
-        metadata={"help": "Name -> {methods, seeds, learning_rates, full_grid}: one sweep each, in order of priority."}
+        metadata={
+            "help": "Name -> {methods, seeds, learning_rates, full_grid, measure}: one sweep each, in order of priority. "
+            "A method is measured as its first part says."
+        }
     )
     learning_rates: list[float] = field(metadata={"help": "Candidates of every method.", "nargs": "+"})
     measure: dict[str, Any] = field(metadata={"help": "What is measured of every final adapter."})
@@ -81,11 +91,20 @@ class StudyArguments:
     output_dir: str = field(default="outputs/study", metadata={"help": "Folder of all runs."})
     only: list[str] | None = field(default=None, metadata={"help": "Parts to do. Default: all.", "nargs": "+"})
     launcher: str | None = field(default=None, metadata={"help": "What starts sft.py, e.g. `accelerate launch`."})
+    workers: int = field(default=1, metadata={"help": WORKERS_HELP})
+    ray_address: str | None = field(default=None, metadata={"help": RAY_HELP})
     print_commands: bool = field(
         default=False, metadata={"help": "Print the commands that can start now, for a scheduler, and stop."}
     )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan with its cost, and stop."})
-    results: str | None = field(default=None, metadata={"help": "JSON that gets what was measured, when it is there."})
+    results: str | None = field(
+        default=None, metadata={"help": "JSON of what was measured so far. Default: results.json in output_dir."}
+    )
+    document: str | None = field(
+        default=None,
+        metadata={"help": "Markdown that gets the claims and tables. Default: replication.md in output_dir."},
+    )
+    collect_only: bool = field(default=False, metadata={"help": "Write results and document, and run nothing."})
     measure_adapter: str | None = field(
         default=None, metadata={"help": "Measure this one adapter of the study, and nothing else."}
     )
@@ -97,6 +116,11 @@ class StudySweep(Sweep):
     def __init__(self, arguments: SweepArguments, scripts: Path, measuring: tuple[str, ...]) -> None:
         super().__init__(arguments, scripts)
         self.measuring = measuring
+
+    def runs_of(self, method: str) -> list[tuple[float, int]]:
+        """Return (rate, seed) of a method's trainings that are known so far: those that choose its rate, and the others."""
+        grid = [(rate, self.arguments.seeds[0]) for rate in self.rates(method)]
+        return list(dict.fromkeys([*grid, *self.final_runs(method)]))
 
     def test(self, method: str, rate: float, seed: int) -> Job | None:
         """Return the job that measures a trained adapter."""
@@ -110,12 +134,10 @@ class StudySweep(Sweep):
         """
         for seed in self.arguments.seeds:
             for method in self.arguments.methods:
-                final = [run for run in self.final_runs(method) if run[1] == seed]
-                grid = [(rate, seed) for rate in self.rates(method)] if seed == self.arguments.seeds[0] else []
-                for run in dict.fromkeys([*grid, *final]):
-                    if not (job := self.training(method, *run)).done:
+                for run in self.runs_of(method):
+                    if run[1] == seed and not (job := self.training(method, *run)).done:
                         yield job
-                for run in final:
+                for run in (run for run in self.final_runs(method) if run[1] == seed):
                     done = self.training(method, *run).benchmarks() is not None
                     if done and (job := self.test(method, *run)).benchmarks() is None:
                         yield job
@@ -132,6 +154,9 @@ class Study:
         scripts: folder of `sft.py` and `study.py`.
         command: words that start this study again, as `study.py` got them.
 
+    Attributes:
+        measure: what is measured of each method's adapters.
+
     Raises:
         RecipeError: for a part with an unknown method or field, an unknown scale, or a wrong `measure`.
     """
@@ -141,12 +166,16 @@ class Study:
         self.scripts = scripts
         self.command = command
         self.output_dir = Path(self.arguments.output_dir)
-        try:
-            self.measure = MeasureArguments(**self.arguments.measure)
-        except (TypeError, ValueError) as error:
-            raise RecipeError(f"`measure`: {error}") from error
+        check_whole("workers", self.arguments.workers, 1)
+        self.measure: dict[str, MeasureArguments] = {}
         for name, part in self.arguments.parts.items():
             _check_part(name, part, self.arguments.methods)
+            try:
+                measure = MeasureArguments(**{**self.arguments.measure, **part.get("measure", {})})
+            except (TypeError, ValueError) as error:
+                raise RecipeError(f"`measure`: {error}") from error
+            for method in part["methods"]:
+                self.measure.setdefault(method, measure)
         unknown = [name for name in self.arguments.only or () if name not in self.arguments.parts]
         if unknown:
             raise RecipeError(f"`only` must be among {', '.join(self.arguments.parts)}; got {unknown[0]!r}.")
@@ -189,23 +218,40 @@ class Study:
             yield name, StudySweep(arguments, self.scripts, self.command)
 
     def run(self) -> None:
-        """Do all that is not done yet, part after part.
+        """Do all that is not done yet, the first parts first.
 
         Raises:
             SweepError: if a run fails, or the folder belongs to another study.
+            LockedError: if another process runs a study in the folder.
         """
         self.write_recipes()
-        for _, sweep in self.sweeps():
-            sweep.run()
+        with only_process_in(self.output_dir):
+            self.claim()
+            workers = make_workers(self.arguments.workers, self.arguments.ray_address)
+            try:
+                do_jobs(self.ready_jobs, workers, after_each=self.save_results)
+            finally:  # what is there, also of a study that was stopped
+                self.save_document()
 
-    def commands(self) -> list[str]:
-        """Return the commands that need nothing but what is finished, each once."""
-        self.write_recipes()
-        commands: dict[str, None] = {}
+    def claim(self) -> None:
+        """Write down what the runs in this folder have in common, or check it. The recipes must have been written."""
         for _, sweep in self.sweeps():
             sweep.claim()
-            commands.update({shlex.join(job.command): None for job in sweep.ready_jobs()})
-        return list(commands)
+
+    def ready_jobs(self) -> Iterator[Job]:
+        """Yield the unfinished jobs of all parts that need nothing but what is finished, each once."""
+        seen = set()
+        for _, sweep in self.sweeps():
+            for job in sweep.ready_jobs():
+                if job.results not in seen:
+                    seen.add(job.results)
+                    yield job
+
+    def commands(self) -> list[str]:
+        """Return the commands of the jobs that can start now."""
+        self.write_recipes()
+        self.claim()
+        return [shlex.join(job.command) for job in self.ready_jobs()]
 
     # What it takes
 
@@ -244,6 +290,23 @@ class Study:
 
     # Results
 
+    @property
+    def results(self) -> Path:
+        """The JSON that gets what was measured."""
+        return Path(self.arguments.results or self.output_dir / "results.json")
+
+    def save_results(self) -> None:
+        """Write what was measured so far."""
+        self.results.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.results, json.dumps(self.collect(), indent=1) + "\n")
+
+    def save_document(self) -> None:
+        """Write what was measured so far, and the document with the claims."""
+        self.save_results()
+        document = Path(self.arguments.document or self.output_dir / "replication.md")
+        document.parent.mkdir(parents=True, exist_ok=True)
+        write_document(self.results, document)
+
     def collect(self) -> dict[str, Any]:
         """Return what was measured of every finished run, and the rates that were chosen."""
         self.write_recipes()
@@ -251,19 +314,26 @@ class Study:
         chosen: dict[str, float] = {}
         parts: dict[str, Any] = {}
         for name, sweep in self.sweeps():
-            parts[name] = {key: self.parts[name][key] for key in ("methods", "seeds")}
+            part = parts[name] = {key: self.parts[name][key] for key in ("methods", "seeds")}
+            part["trainings"] = {"planned": len(self.planned_runs(self.parts[name])), "done": 0}
             for path in sweep.arguments.methods:
                 method = Path(path).stem
                 rate = None if sweep.arguments.full_grid else sweep.chosen_rate(path)
                 if rate is not None:
                     chosen[method] = rate
-                for rate in sweep.rates(path):
-                    for seed in sweep.arguments.seeds:
-                        run = _read_run(sweep.training(path, rate, seed), sweep.test(path, rate, seed))
-                        if run is not None:
-                            runs[method, f"{rate:.6g}", seed] = {"method": method, "rate": rate, "seed": seed, **run}
-        measure = {key: value for key, value in vars(self.measure).items() if value}
-        return {"measure": measure, "parts": parts, "chosen_rates": chosen, "runs": list(runs.values())}
+                for rate, seed in sweep.runs_of(path):
+                    run = _read_run(sweep.training(path, rate, seed), sweep.test(path, rate, seed))
+                    if run is not None:
+                        part["trainings"]["done"] += 1
+                        runs[method, f"{rate:.6g}", seed] = {"method": method, "rate": rate, "seed": seed, **run}
+        planned = set().union(*(self.planned_runs(part) for part in self.parts.values()))
+        return {
+            "measure": self.arguments.measure,
+            "planned_trainings": len(planned),
+            "parts": parts,
+            "chosen_rates": chosen,
+            "runs": list(runs.values()),
+        }
 
 
 def _read_run(training: Job, measuring: Job) -> dict[str, Any] | None:

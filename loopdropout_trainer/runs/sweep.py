@@ -8,12 +8,9 @@ too: its rate is out.
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from rich.table import Table
 
 from loopdropout_trainer.evaluation.statistics import summarize
 from loopdropout_trainer.looped import check_num_loops
-from loopdropout_trainer.runs.result import DIVERGED_FILE
+from loopdropout_trainer.runs.workers import RAY_HELP, WORKERS_HELP, Job, SweepError, do_jobs, make_workers
 from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.saving.lock import only_process_in
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
@@ -31,10 +28,6 @@ from loopdropout_trainer.settings.ranges import check_folder, check_list, check_
 from loopdropout_trainer.settings.recipe import load_recipe
 from loopdropout_trainer.settings.secrets import public_settings, public_words
 from loopdropout_trainer.settings.versions import library_versions
-
-
-class SweepError(RuntimeError):
-    """A run of the sweep failed, or the folder belongs to another sweep."""
 
 
 @dataclass
@@ -72,6 +65,8 @@ class SweepArguments:
     launcher: str = field(
         default=shlex.quote(sys.executable), metadata={"help": "What starts a script, e.g. `accelerate launch`."}
     )
+    workers: int = field(default=1, metadata={"help": WORKERS_HELP})
+    ray_address: str | None = field(default=None, metadata={"help": RAY_HELP})
     print_commands: bool = field(
         default=False,
         metadata={"help": "Print the commands of the runs that can start now, for a scheduler, and stop."},
@@ -81,6 +76,7 @@ class SweepArguments:
         if isinstance(self.rate_factors, str):
             self.rate_factors = json_of("rate_factors", self.rate_factors)
         check_folder("output_dir", self.output_dir)
+        check_whole("workers", self.workers, 1)
         check_list("methods", self.methods)
         check_list("test_benchmarks", self.test_benchmarks)
         if self.test_depths is not None and not isinstance(self.test_depths, (list, tuple)):
@@ -106,46 +102,6 @@ class SweepArguments:
             raise ValueError(
                 f"`rate_factors` names `{unknown[0]}`, which is not among the methods {', '.join(names)}."
             )
-
-
-@dataclass(frozen=True)
-class Job:
-    """One command, finished when its results file is there, or the word that its training diverged.
-
-    Attributes:
-        command: words of the command line.
-        results: file that the command writes at its end.
-    """
-
-    command: tuple[str, ...]
-    results: Path
-
-    def report(self) -> dict[str, Any] | None:
-        """Return what the results file says about the adapter, or None if the job is not finished."""
-        try:
-            report = json.loads(self.results.read_text(encoding="utf-8"))
-            if "rows" in report:  # an evaluation's file may hold several adapters
-                report = report["rows"][self.results.parent.parent.name]
-            return report if isinstance(report["benchmarks"], dict) else None
-        except (OSError, ValueError, KeyError, TypeError):  # not there, or cut off while it was written
-            return None
-
-    def benchmarks(self) -> dict[str, dict[str, Any]] | None:
-        """Return the results by benchmark, or None if the job is not finished."""
-        report = self.report()
-        return None if report is None else report["benchmarks"]
-
-    def diverged(self) -> str | None:
-        """Return why the training stopped for good, or None if it did not."""
-        try:
-            return json.loads((self.results.parent / DIVERGED_FILE).read_text(encoding="utf-8"))["error"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    @property
-    def done(self) -> bool:
-        """Whether there is nothing left to do."""
-        return self.benchmarks() is not None or self.diverged() is not None
 
 
 def method_name(method: str) -> str:
@@ -275,7 +231,7 @@ class Sweep:
     # Doing them
 
     def run(self) -> None:
-        """Do all that is not done yet, one job after another.
+        """Do all that is not done yet.
 
         Raises:
             SweepError: if a job fails, or the folder belongs to another sweep.
@@ -283,16 +239,8 @@ class Sweep:
         """
         with only_process_in(self.output_dir):
             self.claim()
-            while (job := next(self.ready_jobs(), None)) is not None:
-                try:
-                    execute(job.command)
-                except SweepError:
-                    if not job.diverged():
-                        raise
-                    print(f"{job.diverged()} The sweep goes on without {job.results.parent}.", flush=True)
-                if not job.done:
-                    raise SweepError(f"{shlex.join(public_words(job.command))} ended without writing {job.results}.")
-                self.save_summary()
+            workers = make_workers(self.arguments.workers, self.arguments.ray_address)
+            do_jobs(self.ready_jobs, workers, after_each=self.save_summary)
             self.save_summary()
 
     def claim(self) -> None:
@@ -472,40 +420,6 @@ def _other_sweep(folder: Path, name: str, before: Any, now: Any) -> str:
         f"The runs in {folder} were made with `{name}` {before!r}, and now it is {now!r}: put it back, or choose another "
         "`output_dir`."
     )
-
-
-def execute(command: Sequence[str]) -> None:
-    """Run a command in a child process, which is asked to stop when this one stops, also when this one is killed.
-
-    Raises:
-        SweepError: if it fails.
-    """
-    print(f"\n$ {shlex.join(public_words(command))}", flush=True)
-    process = subprocess.Popen(command, preexec_fn=_stop_with(os.getpid()) if sys.platform == "linux" else None)
-    try:
-        status = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    if status:
-        raise SweepError(
-            f"{shlex.join(public_words(command))} failed with exit status {status}; the same sweep command goes on from there."
-        )
-
-
-def _stop_with(parent: int) -> Callable[[], None]:
-    """Return what a child does before its program begins: ask the kernel for SIGTERM when its parent dies."""
-    import ctypes
-
-    prctl = ctypes.CDLL(None).prctl
-
-    def ask() -> None:
-        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it has died already
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return ask
 
 
 _FIELDS_OF_TESTS = {f.name for cls in (ModelArguments, BenchmarkArguments) for f in fields(cls)} - {"benchmarks"}

@@ -36,7 +36,7 @@ def check_arguments(args: TrainingArguments) -> None:
         )
     if args.recompute_pointwise:
         excluded = {
-            "`gradient_checkpointing` (on by default), which recomputes whole layers": args.gradient_checkpointing,
+            "`gradient_checkpointing`, which recomputes whole layers": args.gradient_checkpointing,
             "`torch_compile`, which chooses by itself what to recompute": args.torch_compile,
             "`compile_layers`, which chooses by itself what to recompute": args.compile_layers,
             "ZeRO-3 and FSDP, which take weights away that are needed again": divides_weights(args),

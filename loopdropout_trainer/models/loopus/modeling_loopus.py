@@ -18,11 +18,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.attention import SelfAttention
-from loopdropout_trainer.models.layers import PROJECTIONS, GatedMLP, RMSNorm
+from loopdropout_trainer.models.layers import PROJECTIONS, GatedMLP, RMSNorm, StaysFloat32
 from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
@@ -32,6 +31,7 @@ from loopdropout_trainer.models.looped_modeling import (
     every_run,
 )
 from loopdropout_trainer.models.loopus.configuration_loopus import LoopusConfig
+from loopdropout_trainer.models.rotary import ExactRotaryEmbedding
 
 
 class LoopusLayer(RecurrentLayer):
@@ -51,7 +51,11 @@ class LoopusLayer(RecurrentLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class SelectiveGate(GradientCheckpointingLayer):
+class HaltingHead(StaysFloat32, nn.Sequential):
+    """A norm and a projection to one logit."""
+
+
+class SelectiveGate(StaysFloat32, GradientCheckpointingLayer):
     """The learned mixer of the reasoning stack's answer and the state before it. Always computed in its own float32."""
 
     def __init__(self, config: LoopusConfig) -> None:
@@ -133,11 +137,11 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         self.reasoning.gate = SelectiveGate(config)
         self.decoder.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.decoder.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.q_head = nn.Sequential(  # kept for the checkpoint; see halting_probabilities
+        self.q_head = HaltingHead(  # kept for the checkpoint; see halting_probabilities
             nn.LayerNorm(config.hidden_size, eps=1e-5, dtype=torch.float32),
             nn.Linear(config.hidden_size, 1, dtype=torch.float32),
         )
-        self.rotary_emb = Qwen3RotaryEmbedding(config=config)
+        self.rotary_emb = ExactRotaryEmbedding(config)
         self.post_init()
 
     def recurrent_names(self) -> list[str]:

@@ -49,6 +49,10 @@ class NanbeigeConfig(LoopedConfigMixin, PreTrainedConfig):
         "layers.*.mlp.down_proj": "rowwise",
     }
     default_theta = 10_000.0
+    served_by = {  # each was run: tests/test_hub_elsewhere.py
+        "MLX-LM": "mlx_lm.generate --model {name} --prompt 'What is 7 times 8?'",
+        "llama.cpp": "python convert_hf_to_gguf.py {name} --outfile model.gguf\nllama-cli -m model.gguf",
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 4096

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.attention import SelfAttention
@@ -26,6 +25,7 @@ from loopdropout_trainer.models.looped_modeling import (
 )
 from loopdropout_trainer.models.ouro.configuration_ouro import OuroConfig
 from loopdropout_trainer.models.recomputation import recomputable
+from loopdropout_trainer.models.rotary import ExactRotaryEmbedding
 
 
 class OuroDecoderLayer(RecurrentLayer):
@@ -66,7 +66,7 @@ class OuroModel(OuroPreTrainedModel, LoopedBackbone):
             OuroDecoderLayer(config, layer_idx, self.loop_state) for layer_idx in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = ExactRotaryEmbedding(config)
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)  # kept for the checkpoint; see exit_distribution
         self.post_init()
 

@@ -1,0 +1,393 @@
+"""What a training step keeps in memory, without weights or a device; and whether layers need be computed twice.
+
+The forward pass runs with shapes only, on the path that training takes, for one row and for one and two loops; each further
+row and loop keeps as much again. What it keeps for the backward pass is counted, each storage once:
+
+    step = weights + 16 bytes x trained + kept + work
+
+A trained float32 parameter comes with its gradient and Adam's two moments. The work is what the backward pass holds for a
+moment: a few tensors as wide as the widest layer, and one layer's kept activations where layers are computed again.
+
+It is the worst step: of the longest examples, all of which have an active gate in the first loop already.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.compute
+import torch
+from datasets import Dataset
+from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, TrainingArguments
+from transformers.utils import logging
+
+from loopdropout_trainer.adapters import add_gates, physical_layers
+from loopdropout_trainer.gates import Draw
+from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, TrainingPolicy, find_looped_model
+from loopdropout_trainer.training.config import LoopDropoutArguments
+from loopdropout_trainer.training.distributed import divides_weights
+from loopdropout_trainer.training.resources import device_name
+
+
+logger = logging.get_logger(__name__)
+
+USABLE = 0.8
+"""Share of a device's memory that an estimate may fill; the rest is for what it does not know."""
+
+TRAINED_BYTES = 16
+"""Of a trained parameter: itself, its gradient and Adam's two moments, in float32."""
+
+WIDEST_TENSORS = 4
+"""Tensors [tokens, widest layer] that a backward pass holds for a moment."""
+
+
+GENEROUS = 3
+"""Float32 tensors, as wide as a projection's input and output, of which no layer keeps as many for each projection."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that the worst training step holds."""
+
+    weights: int
+    trained: int
+    kept: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.trained + self.kept + self.work
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What the memory of a step depends on, beside the model.
+
+    Attributes:
+        rows, length: of the largest micro-batch, in examples and tokens.
+        num_loops: of the deepest step.
+        remove_padding, recompute_pointwise, checkpointing: as in the training arguments.
+    """
+
+    rows: int
+    length: int
+    num_loops: int
+    remove_padding: bool = True
+    recompute_pointwise: bool = False
+    checkpointing: bool = False
+
+
+class ShapeModel:
+    """A looped model with its adapter as it is trained, without weights: with shapes only.
+
+    Args:
+        config: of the base model.
+        dtype: of the frozen weights.
+        peft_config: of the adapter.
+        args: training arguments: the rule, and whether layers are fused.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, dtype: torch.dtype, peft_config: PeftConfig, args: LoopDropoutArguments
+    ) -> None:
+        rule = args.make_rule()
+        with torch.device("meta"):
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(copy.deepcopy(config), dtype=dtype)
+            self.model: PeftModel = get_peft_model(model, peft_config)
+            add_gates(self.model, in_activation_dtype=True, rule=rule, seed=0, fused=args.fused_lora)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        _fake_weights(self.model.train(), self.mode)
+        self.looped: LoopedModelMixin = find_looped_model(self.model)
+        self._num_loops = self.looped.config.num_loops  # which runs at fewer loops change
+        self.rule = rule
+        self.num_layers = len(set(physical_layers(self.model)))
+        recurrent = [self.looped.get_submodule(name) for name in self.looped.recurrent_linears()]
+        self.widest = max(max(linear.in_features, linear.out_features) for linear in recurrent)
+        self.widths = sum(linear.in_features + linear.out_features for linear in recurrent)
+        self.itemsize = dtype.itemsize
+
+    @classmethod
+    def like(cls, model: PeftModel, args: LoopDropoutArguments) -> ShapeModel:
+        """Return the shapes of a model with its adapter."""
+        base = model.get_base_model()
+        adapter = copy.copy(model.peft_config[model.active_adapter])
+        return cls(base.config, base.dtype, adapter, args)
+
+    @property
+    def num_loops(self) -> int:
+        """Recurrence depth K of the model."""
+        return self._num_loops
+
+    def needed(self, settings: StepSettings, usable: float) -> int:
+        """Return the bytes of a step; more than it takes, but not more than `usable`, where that is seen at once."""
+        bound = self.bound(settings)
+        keeps_scores = self.looped.config._attn_implementation == "eager"
+        return bound if bound <= usable and not keeps_scores else self.step(settings).total
+
+    def step(self, settings: StepSettings) -> StepMemory:
+        """Return the memory of a step."""
+        plain = self.kept_bytes(replace(settings, checkpointing=False))
+        parameters = {True: 0, False: 0}
+        for parameter in self.model.parameters():
+            parameters[parameter.requires_grad] += parameter.numel() * (
+                TRAINED_BYTES if parameter.requires_grad else parameter.element_size()
+            )
+        work = WIDEST_TENSORS * settings.rows * settings.length * self.widest * self.itemsize
+        kept = plain
+        if settings.checkpointing:
+            kept = self.kept_bytes(settings)
+            work += plain // (settings.num_loops * self.num_layers)
+        return StepMemory(parameters[False], parameters[True], kept, work)
+
+    def bound(self, settings: StepSettings) -> int:
+        """Return more bytes than a step can hold, without running anything: of attention that keeps no scores."""
+        everything = sum(p.numel() for p in self.model.parameters()) * TRAINED_BYTES
+        return everything + GENEROUS * 4 * self.widths * settings.rows * settings.length * settings.num_loops
+
+    def kept_bytes(self, settings: StepSettings) -> int:
+        """Return what the forward pass keeps for the backward pass, weights left out."""
+        looped, rows = self.looped, settings.rows
+        loops = min(settings.num_loops, getattr(looped.config, "backprop_depth", None) or settings.num_loops)
+        if looped.config._attn_implementation != "eager":  # which keeps a score for each pair of all rows' tokens
+            settings = replace(settings, rows=1)
+        if looped.trains_at_one_depth:
+            return rows // settings.rows * self._kept_at(loops, settings)
+        one, two = (self._kept_at(depth, settings) for depth in (1, 2))
+        return rows // settings.rows * (one + (loops - 1) * (two - one))
+
+    def _kept_at(self, num_loops: int, settings: StepSettings) -> int:
+        looped, rows, length = self.looped, settings.rows, settings.length
+        if not looped.trains_at_one_depth:
+            looped.config.num_loops = num_loops
+        packs = settings.remove_padding and looped.can_pack
+        looped.training_policy = TrainingPolicy(packs)
+        if packs:
+            looped.recompute_pointwise(settings.recompute_pointwise)
+        if settings.checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        with self.mode:
+            inputs = {
+                "input_ids": torch.zeros(rows, length, dtype=torch.long),
+                "position_ids": torch.arange(length).expand(rows, length),
+                "attention_mask": torch.ones(rows, 1, length, length, dtype=torch.bool),  # in the form that none reads
+                "use_cache": False,
+            }
+        if packs:  # lengths are read from the mask, which needs values
+            inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
+        held = HeldBytes(self.model)
+        state = looped.loop_state
+        state.apply(self._worst_gates(rows, num_loops))
+        try:
+            with held:
+                output = looped.base_model(**inputs)  # what hangs on it is kept
+            kept = held.total
+            del output
+        finally:
+            if settings.checkpointing:
+                self.model.gradient_checkpointing_disable()
+                self.looped.disable_input_require_grads()  # which enabling it has switched on
+            state.unit_gates()
+            looped.training_policy = TrainingPolicy()
+        return kept
+
+    def _worst_gates(self, rows: int, num_loops: int) -> GatePlan:
+        """Return gates as the rule shapes them, all of them active."""
+        layers = physical_layers(self.model)
+        ids = [(row, 0) for row in range(rows)]
+        draw = Draw(0, 0, ids, num_loops, num_steps=1, num_modules=len(layers), layers=layers)
+        gates = torch.full_like(self.rule.sample(draw), 2.0).requires_grad_(self.rule.wants_sensitivity)
+        return GatePlan(gates, seeds=self.rule.seeds(draw), draw=draw)
+
+
+class HeldBytes(TorchDispatchMode):
+    """Knows the bytes of all storages that operations in the block have made and that are still held, weights left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        weights = [*model.parameters(), *model.buffers()]
+        self._storages = {StorageWeakRef(weight.untyped_storage()): 0 for weight in weights}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._storages.setdefault(StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    @property
+    def total(self) -> int:
+        return sum(size for storage, size in self._storages.items() if not storage.expired())
+
+
+def _fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Put a tensor of a CPU without memory in the place of each of the meta device's, which autocast does not know."""
+    fakes: dict[int, torch.Tensor] = {}  # tied weights are one
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return fakes[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fake(tensor)
+
+
+# What fits, and what to do about it.
+
+
+def leaves_checkpointing_open(args: TrainingArguments) -> bool:
+    """Return whether nobody has said if layers are computed twice, and put TRL's answer, yes, where it is not ours to give.
+
+    That is where weights or steps are not whole (DeepSpeed, FSDP), and where a compiler decides what is computed again.
+    """
+    given = [args.gradient_checkpointing, args.activation_checkpointing]  # the old name and the new one
+    if given == [None, None] and (args.deepspeed or divides_weights(args) or args.torch_compile):
+        given = [True]
+    said = [value for value in given if value is not None]
+    _set_checkpointing(args, any(said) if said else None)
+    return not said
+
+
+def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArguments) -> None:
+    """Compute layers twice only if what a training step keeps does not fit the device, and say so in one line of the log.
+
+    Args:
+        model: as it will be trained; dataset: as the trainer has prepared it.
+        args: training arguments, which are changed.
+    """
+    fits, reason = False, "how much memory it takes is not known"
+    shape, usable = row_shape(dataset, args), usable_memory(args)
+    if args.recompute_pointwise:
+        fits, reason = True, "`recompute_pointwise` takes its place"
+    elif shape is not None and usable is not None:
+        try:
+            shapes = ShapeModel.like(model, args)
+            settings = StepSettings(*shape, args.depth_limits(shapes.num_loops)[1], args.remove_padding)
+            needed = shapes.needed(settings, usable)
+            fits = needed <= usable
+            reason = f"a step of {shape[0]} rows of {shape[1]:,} tokens takes {_gb(needed)} of {_gb(usable / USABLE)}"
+        except Exception as error:  # of a model that cannot be run by its shapes; an estimate must not end a training
+            reason = f"what a step takes cannot be estimated ({type(error).__name__}: {error})".splitlines()[0]
+    _set_checkpointing(args, not fits)
+    logger.info(f"`gradient_checkpointing` is {'off' if fits else 'on'}: {reason}.")
+
+
+def _set_checkpointing(args: TrainingArguments, enabled: bool | None) -> None:
+    args.gradient_checkpointing = args.activation_checkpointing = enabled
+
+
+def row_shape(dataset: Any, args: TrainingArguments) -> tuple[int, int] | None:
+    """Return the rows of a micro-batch and the tokens of its longest row; None if nothing says how long rows get.
+
+    Args:
+        dataset: tokenised examples, or preference pairs, which are two rows each.
+    """
+    rows, longest = args.per_device_train_batch_size, None
+    columns = dataset.column_names if isinstance(dataset, Dataset) else ()
+    if "input_ids" in columns:
+        longest = _longest(dataset, "input_ids")
+    elif "chosen_ids" in columns:
+        rows = 2 * rows
+        longest = _longest(dataset, "prompt_ids") + max(
+            _longest(dataset, f"{name}_ids") for name in ("chosen", "rejected")
+        )
+    else:
+        return None
+    return rows, min(longest, getattr(args, "max_length", None) or longest)
+
+
+def _longest(dataset: Dataset, column: str) -> int:
+    return pyarrow.compute.max(pyarrow.compute.list_value_length(dataset.data.column(column))).as_py()
+
+
+def usable_memory(args: TrainingArguments) -> float | None:
+    """Return the bytes of this process's device that a step may fill; None for a kind of device whose memory is not known."""
+    if args.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(args.device)
+        return USABLE * (free + torch.cuda.memory_reserved(args.device))
+    if args.device.type != "cpu":
+        return None
+    limits = [psutil.virtual_memory().available]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of a container
+        if Path(file).exists() and (text := Path(file).read_text().strip()).isdigit():
+            limits.append(int(text))
+    return USABLE * min(limits) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def memory_advice(
+    config: PreTrainedConfig, dtype: str, peft_config: PeftConfig, args: LoopDropoutArguments, longest: int
+) -> str:
+    """Return in some lines what the worst step of a run takes, whether that fits, and what to change first if it does not.
+
+    Args:
+        config: of the base model; dtype: of its weights, such as `bfloat16`; peft_config: of the adapter.
+        args: training arguments.
+        longest: tokens of the longest example.
+    """
+    shapes = ShapeModel(config, getattr(torch, dtype), peft_config, args)
+    rows, usable = args.per_device_train_batch_size, usable_memory(args)
+    given = bool(args.gradient_checkpointing)
+    now = StepSettings(
+        rows, longest, args.depth_limits(shapes.num_loops)[1], args.remove_padding, args.recompute_pointwise, given
+    )
+    step = shapes.step(now)
+    per_token = step.kept / (rows * longest * now.num_loops)
+    lines = [
+        f"at most {_gb(step.total)} in a step of {rows} rows of {longest:,} tokens (estimate): weights {_gb(step.weights)}, "
+        f"adapter with gradients and Adam's states {_gb(step.trained)}, kept for the backward pass {_gb(step.kept)} "
+        f"({per_token / 1000:,.0f} kB a token and loop)"
+    ]
+    if usable is None:
+        return lines[0]
+    device = f"{device_name()} with {_gb(usable / USABLE)}"
+    if step.total <= usable:
+        lines.append(f"fits {device}")
+        if given and (without := shapes.step(replace(now, checkpointing=False)).total) <= usable:
+            lines.append(f"so it does without `gradient_checkpointing`, which costs time: {_gb(without)}")
+        elif args.gradient_checkpointing is None:
+            lines[-1] += ", so that `gradient_checkpointing` stays off"
+        return "\n".join(lines)
+    lines.append(f"too much for {device}; in this order:")
+    for change, settings in _levers(now, shapes.looped.can_pack):
+        total = shapes.step(settings).total
+        lines.append(f"  {change}: {_gb(total)}{', which fits' if total <= usable else ''}")
+        if total <= usable:
+            break
+    return "\n".join(lines)
+
+
+def _levers(now: StepSettings, can_pack: bool) -> Iterator[tuple[str, StepSettings]]:
+    """Yield what lowers the memory of a step, what costs least time first."""
+    if can_pack and not now.remove_padding:
+        now = replace(now, remove_padding=True)
+        yield "`remove_padding: true`", now
+    if can_pack and not (now.recompute_pointwise or now.checkpointing):
+        yield "`recompute_pointwise: true`", replace(now, recompute_pointwise=True)
+    if not now.checkpointing:
+        now = replace(now, checkpointing=True, recompute_pointwise=False)
+        yield "`gradient_checkpointing: true` instead" if can_pack else "`gradient_checkpointing: true`", now
+    while now.rows > 1:
+        now = replace(now, rows=now.rows // 2)
+        yield f"and `per_device_train_batch_size: {now.rows}`, with more `gradient_accumulation_steps`", now
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -1,0 +1,111 @@
+"""The memory of a training step is known before it is taken, and decides whether layers are computed twice."""
+
+import logging
+
+import pytest
+import torch
+from conftest import TINY, tiny_ouro
+from peft import get_peft_model
+from test_recomputation import Ledger
+from trl import SFTConfig
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.looped import TrainingPolicy
+from loopdropout_trainer.training import memory
+from loopdropout_trainer.training.memory import ShapeModel, StepSettings, memory_advice
+
+
+def held_bytes(make, settings):
+    """What a real forward pass of a tiny model holds when it is over, weights left out."""
+    model = make(num_loops=settings.num_loops).train()
+    peft_model = get_peft_model(model, default_peft_config(model))
+    add_gates(peft_model, in_activation_dtype=True, fused=True)
+    model.training_policy = TrainingPolicy(settings.remove_padding)
+    model.recompute_pointwise(settings.recompute_pointwise)
+    if settings.checkpointing:
+        peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(2, 258, (settings.rows, settings.length))
+    with Ledger(peft_model) as ledger:
+        output = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    held = ledger.held()
+    del output
+    return held
+
+
+CASES = [(family, {}) for family in TINY]
+CASES += [("ouro", {"recompute_pointwise": True}), ("loopus", {"checkpointing": True})]
+
+
+@pytest.mark.parametrize(("family", "fields"), CASES, ids=str)
+def test_the_estimate_is_what_a_real_step_keeps(family, fields, config):
+    settings = StepSettings(rows=3, length=160, num_loops=5, **fields)
+    model = TINY[family]()
+    shapes = ShapeModel(model.config, torch.float32, default_peft_config(model), config(rule="lora"))
+    estimate, measured = shapes.step(settings).kept, held_bytes(TINY[family], settings)
+    assert measured <= estimate <= (1.12 if settings.checkpointing else 1.03) * measured
+    assert estimate < shapes.bound(settings)
+
+
+@pytest.fixture
+def make_trainer(config, dataset, tokenizer):
+    def make(args=None, **fields):
+        args = args or config(eval_strategy="no", **fields)
+        return LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
+
+    return make
+
+
+def test_layers_are_computed_twice_only_where_memory_does_not_suffice(make_trainer, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    off = make_trainer()
+    assert "`gradient_checkpointing` is off: a step of 4 rows of 11 tokens takes" in caplog.text
+    monkeypatch.setattr(memory, "usable_memory", lambda args: 2e5)
+    on = make_trainer()
+    assert "`gradient_checkpointing` is on: a step of 4 rows" in caplog.text
+    for trainer, expected in ((off, False), (on, True)):
+        assert trainer.args.gradient_checkpointing == trainer.args.activation_checkpointing == expected
+        trainer.train()
+        assert trainer.model.base_model.model.is_gradient_checkpointing == expected
+    for got, want in zip(on.model.parameters(), off.model.parameters(), strict=True):
+        assert torch.equal(got, want)
+    monkeypatch.setattr(memory, "usable_memory", lambda args: None)
+    assert make_trainer().args.activation_checkpointing
+    assert "is on: how much memory it takes is not known" in caplog.text
+
+
+def test_what_the_user_says_stays(make_trainer, monkeypatch, tmp_path):
+    assert LoopDropoutConfig("out").gradient_checkpointing is None
+    plain = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True, "report_to": "none"}
+    given = {
+        "said": make_trainer(gradient_checkpointing=True),
+        "said by its new name": make_trainer(activation_checkpointing=True),
+        "TRL's own arguments": make_trainer(SFTConfig(**plain)),
+        "compiled": make_trainer(torch_compile=True),
+    }
+    for name, trainer in given.items():
+        assert trainer.args.gradient_checkpointing and trainer.args.activation_checkpointing, name
+    monkeypatch.setattr(memory, "usable_memory", lambda args: 1.0)
+    assert not make_trainer(gradient_checkpointing=False).args.activation_checkpointing
+    assert not make_trainer(recompute_pointwise=True).args.activation_checkpointing
+
+
+def test_advice_names_the_first_change_that_fits(config, monkeypatch):
+    model = tiny_ouro(num_hidden_layers=4)
+    peft_config = default_peft_config(model)
+
+    def advice(usable, **fields):
+        monkeypatch.setattr(memory, "usable_memory", lambda args: usable)
+        args = config(per_device_train_batch_size=8, **fields)
+        return memory_advice(model.config, "float32", peft_config, args, longest=256)
+
+    shapes = ShapeModel(model.config, torch.float32, peft_config, config())
+    take = lambda **fields: shapes.step(StepSettings(8, 256, 4, **fields)).total
+    plain, pointwise, layers = take(), take(recompute_pointwise=True), take(checkpointing=True)
+    assert layers < pointwise < plain
+    assert "8 rows of 256 tokens" in advice(plain)
+    assert "so that `gradient_checkpointing` stays off" in advice(plain)
+    assert advice(pointwise).endswith(f"`recompute_pointwise: true`: {pointwise / 1e9:.3g} GB, which fits")
+    assert advice(layers).endswith(f"`gradient_checkpointing: true` instead: {layers / 1e9:.3g} GB, which fits")
+    assert "`per_device_train_batch_size: 4`" in advice(0.9 * layers)
+    assert "does without `gradient_checkpointing`" in advice(plain, gradient_checkpointing=True)
