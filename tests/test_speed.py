@@ -18,7 +18,7 @@ from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model, first_active_loops
 from loopdropout_trainer.models import attention
-from loopdropout_trainer.models.attention import Lengths
+from loopdropout_trainer.models.attention import lengths_in_chunks
 from loopdropout_trainer.models.packed_loops import Part, Worth, schedule
 from loopdropout_trainer.training.distributed import may_skip_loops, whole_parameters
 
@@ -171,8 +171,8 @@ def test_small_tensors_are_computed_together_and_large_ones_apart():
         adapted(model).get_base_model().model._worth(torch.empty(0), [torch.empty(100)]) for model in (small, large)
     ]
     assert worth[0].waiting > 20 * worth[1].waiting
-    assert [len(chunks) for chunks in Lengths([8] * 4, torch.empty(0), 2, 8).chunks] == [4]
-    assert [len(chunks) for chunks in Lengths([400] * 4, torch.empty(0), 8, 64).chunks] == [1] * 4
+    assert [len(chunks) for chunks in lengths_in_chunks([8] * 4, torch.empty(0), 2, 8).chunks] == [4]
+    assert [len(chunks) for chunks in lengths_in_chunks([400] * 4, torch.empty(0), 8, 64).chunks] == [1] * 4
 
 
 # The fused update

@@ -38,20 +38,16 @@ class Lengths:
 
     Args:
         lengths: in tokens, in order.
-        like: the states, for their device and dtype.
-        num_heads, head_dim: of the queries.
-
-    Attributes:
-        chunks: lengths of the neighbours that attend in one launch, where there is no kernel that takes all at once.
+        device: of the row.
+        chunks: lengths of the neighbours that attend in one launch, where no kernel takes all at once; default: each alone.
     """
 
-    def __init__(self, lengths: Sequence[int], like: torch.Tensor, num_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, chunks: Sequence[Sequence[int]] | None = None
+    ) -> None:
         self.lengths = list(lengths)
-        self.device = like.device
-        autocast = torch.is_autocast_enabled(like.device.type)
-        dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
-        alone = _takes_all_at_once(like.device, dtype, head_dim)
-        self.chunks = [[length] for length in lengths] if alone else _chunks(self.lengths, like, num_heads * head_dim)
+        self.device = device
+        self.chunks = [[length] for length in lengths] if chunks is None else chunks
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     @functools.cached_property
@@ -78,16 +74,27 @@ class Lengths:
         return self._masks[chunk, dtype]
 
 
-def _chunks(lengths: Sequence[int], like: torch.Tensor, width: int) -> list[list[int]]:
-    """Return the lengths of neighbours that attend in one launch, behind a mask, where that takes less time."""
+def lengths_in_chunks(lengths: Sequence[int], like: torch.Tensor, num_heads: int, head_dim: int) -> Lengths:
+    """Return the lengths of examples for attention by few launches.
+
+    Args:
+        lengths: in tokens, in order.
+        like: the states, for their device and dtype.
+        num_heads, head_dim: of the queries.
+    """
+    autocast = torch.is_autocast_enabled(like.device.type)
+    dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
+    if _takes_all_at_once(like.device, dtype, head_dim):
+        return Lengths(lengths, like.device)
     chunks: list[list[int]] = []
     for length in lengths:
         # A pair of tokens takes 4 FLOP a channel forward, and 10 backward.
-        if chunks and launches_pay(12, 14 * 2 * sum(chunks[-1]) * length * width, like):
+        pairs = 2 * sum(chunks[-1]) * length if chunks else 0  # of tokens that must not see each other
+        if chunks and launches_pay(12, 14 * pairs * num_heads * head_dim, like):
             chunks[-1].append(length)
         else:
             chunks.append([length])
-    return chunks
+    return Lengths(lengths, like.device, chunks)
 
 
 def attend(
@@ -170,7 +177,7 @@ def _at_once_agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     results = []
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            lengths = Lengths([37, 5, 64], torch.empty(0, device=device), 2, head_dim)  # float32: one by one
+            lengths = Lengths([37, 5, 64], device)
             generator = torch.Generator(device).manual_seed(0)
             drawn = torch.randn(4, 1, 2, sum(lengths.lengths), head_dim, generator=generator, device=device)
             for attention in (_at_once, _one_by_one):

@@ -31,7 +31,7 @@ from loopdropout_trainer.looped import (
     check_num_loops,
     launch_flops,
 )
-from loopdropout_trainer.models.attention import Lengths
+from loopdropout_trainer.models.attention import Lengths, lengths_in_chunks
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.packed_loops import PackedLoops, Worth
@@ -310,7 +310,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor | None:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
         if self.config._attn_implementation == "sdpa":
-            packed = Lengths(lengths, like, self.config.num_attention_heads, self.config.head_dim)
+            packed = lengths_in_chunks(lengths, like, self.config.num_attention_heads, self.config.head_dim)
             if len(packed.chunks) > 1:
                 return packed
             mask = packed.mask(0, like.dtype)  # one launch of the usual kernel, which can be compiled with its layer
