@@ -127,7 +127,7 @@ def make_trainer(row: str, options: argparse.Namespace, folder: str, device: tor
         peft_config=default_peft_config(model, **adapter),
     )
     trainer.model.to(device).train()
-    trainer.create_optimizer()
+    trainer.callback_handler.optimizer = trainer.create_optimizer()
     trainer.state.max_steps = options.rounds
     return trainer
 

@@ -152,7 +152,7 @@ class Row:
         for key, parameter in self.model.named_parameters():
             if "lora_B" in key:  # else A has no gradient
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
-        self.trainer.create_optimizer()
+        self.trainer.callback_handler.optimizer = self.trainer.create_optimizer()
         self.trainer.state.max_steps = 1000
 
     def share_frozen_weights(self, other: Row) -> None:

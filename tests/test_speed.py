@@ -16,8 +16,10 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.looped import TrainingPolicy, applied_gates, find_looped_model, first_active_loops
+from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model, first_active_loops
 from loopdropout_trainer.models import attention
+from loopdropout_trainer.models.attention import lengths_in_chunks
+from loopdropout_trainer.models.packed_loops import Part, Worth, schedule
 from loopdropout_trainer.training.distributed import may_skip_loops, whole_parameters
 
 
@@ -92,9 +94,18 @@ def assert_same(got, want, tolerance=1e-9):
         assert (got[1][name] - grad).abs().max() <= tolerance * max(scale, 1), name
 
 
+@pytest.fixture
+def free_launches(monkeypatch):
+    """As for large tensors, where nothing is computed twice or together to launch fewer operations."""
+    monkeypatch.setattr(costs, "LAUNCH_SECONDS", 0)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", ["left", "right", "packed"])
-def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, layout, checkpointing):
+@pytest.mark.parametrize("launches", ["costly", "free"])
+def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, launches, layout, checkpointing, request):
+    if launches == "free":
+        request.getfixturevalue("free_launches")
     peft_model = adapted(make_tiny(), checkpointing)
     inputs, segments = batch(layout)
     for name in GATES if layout == "left" else ["mixed"]:
@@ -136,6 +147,32 @@ def test_optimisations_are_exact_with_gates_for_each_module_and_with_truncated_b
     assert_same(
         loss_and_gradients(model, MIXED, inputs, skip=True, fused=True), loss_and_gradients(model, MIXED, inputs)
     )
+
+
+def test_examples_run_apart_where_that_is_worth_the_launches():
+    lengths = [9, 5, 7, 4]
+    apart = [
+        [Part((0, 2, 3), 0, frozen=True), Part((1,), 1)],
+        [Part((0, 3), 0, frozen=True), Part((2, 1), 1)],
+        [Part((3,), 0, frozen=True), Part((0, 1, 2), 2)],
+        [Part((3,), 0, frozen=True), Part((1, 2, 0), 2)],
+    ]
+    assert schedule(MIXED.bool().tolist(), lengths, Worth()) == apart
+    four_wait = [[Part((0, 1, 2, 3), 2)], [Part((1, 2, 0, 3), 2)]]  # 4 tokens, from the third loop on
+    assert schedule(MIXED.bool().tolist(), lengths, Worth(waiting=5)) == apart[:2] + four_wait
+    together = [[Part((0, 1, 2, 3), 4)]] * 4
+    assert schedule(MIXED.bool().tolist(), lengths, Worth(waiting=100, resting=100)) == together
+    assert schedule([[False] * 4] * 2, lengths, Worth(100, 100)) == [[Part((0, 1, 2, 3), 0, frozen=True)]] * 2
+
+
+def test_small_tensors_are_computed_together_and_large_ones_apart():
+    small, large = tiny_ouro(), tiny_ouro(hidden_size=256, intermediate_size=1024)
+    worth = [
+        adapted(model).get_base_model().model._worth(torch.empty(0), [torch.empty(100)]) for model in (small, large)
+    ]
+    assert worth[0].waiting > 20 * worth[1].waiting
+    assert [len(chunks) for chunks in lengths_in_chunks([8] * 4, torch.empty(0), 2, 8).chunks] == [4]
+    assert [len(chunks) for chunks in lengths_in_chunks([400] * 4, torch.empty(0), 8, 64).chunks] == [1] * 4
 
 
 # The fused update
@@ -204,7 +241,7 @@ def saved_bytes(peft_model, gates, inputs, **optimisations):
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def test_saved_activations_shrink_by_the_share_of_waiting_loops():
+def test_saved_activations_shrink_by_the_share_of_waiting_loops(free_launches):
     model = adapted(tiny_ouro())
     inputs = {"input_ids": torch.randint(2, 258, (4, 32)), "labels": torch.randint(2, 258, (4, 32))}
     saved = {name: saved_bytes(model, gates, inputs, skip=True) for name, gates in GATES.items()}

@@ -18,10 +18,9 @@ from typing import NamedTuple
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from loopdropout_trainer.looped import LoopState, LoopStep, launches_pay
+from loopdropout_trainer.looped import LoopState, LoopStep, first_order, launches_pay
 
 
 class Projections(NamedTuple):
@@ -77,16 +76,6 @@ class Projections(NamedTuple):
         factors = [torch.cat(down) if len(down) > 1 else down[0], *up]
         down, *up = (factor.detach().to(dtype) for factor in factors)
         return cls(weights, biases, factors, down, up, scaling, widths)
-
-
-def first_order(backward):
-    """Let a backward pass be differentiated no further, at no cost where nobody asks for it."""
-    refusing = once_differentiable(backward)
-
-    def choose(ctx, *grads):
-        return refusing(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
-
-    return choose
 
 
 class FusedUpdate(torch.autograd.Function):

@@ -7,6 +7,8 @@ has a kernel for variable lengths.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import logging
 
-from loopdropout_trainer.looped import project
+from loopdropout_trainer.looped import launches_pay, project
 from loopdropout_trainer.models.operations import rotate_halves
 from loopdropout_trainer.models.recomputation import recomputable
 
@@ -32,17 +34,67 @@ logger = logging.get_logger(__name__)
 
 
 class Lengths:
-    """Lengths of the examples that are packed in a row: what packed attention is given in the place of a mask."""
+    """Lengths of the examples that are packed in a row: what packed attention is given in the place of a mask.
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.lengths = lengths
+    Args:
+        lengths: in tokens, in order.
+        device: of the row.
+        chunks: lengths of the neighbours that attend in one launch, where no kernel takes all at once; default: each alone.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, chunks: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        self.lengths = list(lengths)
         self.device = device
+        self.chunks = [[length] for length in lengths] if chunks is None else chunks
+        self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     @functools.cached_property
     def offsets(self) -> torch.Tensor:
         """Where each example begins and where the last one ends, int32 [N + 1] on the device."""
         ends = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
         return ends.to(self.device, non_blocking=True)
+
+    @functools.cached_property
+    def tokens(self) -> list[int]:
+        """Tokens of each chunk."""
+        return [sum(chunk) for chunk in self.chunks]
+
+    def mask(self, chunk: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what the tokens of a chunk add to their scores, [n, n]: -inf but for their own example's past."""
+        lengths = self.chunks[chunk]
+        if len(lengths) == 1:
+            return None  # the kernel's own causal mask
+        if (chunk, dtype) not in self._masks:
+            owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+            seen = (owners.unsqueeze(1) == owners).tril()
+            added = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)
+            self._masks[chunk, dtype] = added.to(self.device)
+        return self._masks[chunk, dtype]
+
+
+def lengths_in_chunks(lengths: Sequence[int], like: torch.Tensor, num_heads: int, head_dim: int) -> Lengths:
+    """Return the lengths of examples for attention by few launches.
+
+    Args:
+        lengths: in tokens, in order.
+        like: the states, for their device and dtype.
+        num_heads, head_dim: of the queries.
+    """
+    autocast = torch.is_autocast_enabled(like.device.type)
+    dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
+    if _takes_all_at_once(like.device, dtype, head_dim):
+        return Lengths(lengths, like.device)
+    chunks: list[list[int]] = []
+    for length in lengths:
+        # A pair of tokens takes 4 FLOP a channel forward, and 10 backward.
+        pairs = 2 * sum(chunks[-1]) * length if chunks else 0  # of tokens that must not see each other
+        if chunks and launches_pay(12, 14 * pairs * num_heads * head_dim, like):
+            chunks[-1].append(length)
+        else:
+            chunks.append([length])
+    return Lengths(lengths, like.device, chunks)
 
 
 def attend(
@@ -66,6 +118,8 @@ def attend(
     """
     if isinstance(mask, Lengths):
         return packed_attention(query, key, value, mask, module.scaling, dropout), None
+    if torch.is_tensor(mask) and mask.is_floating_point():
+        mask = mask.to(query.dtype)
     kernel = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
     return kernel(module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs)
 
@@ -75,8 +129,7 @@ def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float, dropout: float = 0.0
 ) -> torch.Tensor:
     """Attend within each of the examples that lie in one row [1, heads, T, d]; return [1, T, heads, d]."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and not dropout and _at_once_agrees(query.device, query.dtype, query.shape[-1]):
+    if not dropout and _takes_all_at_once(query.device, query.dtype, query.shape[-1]):
         return _at_once(query, key, value, lengths, scaling)
     return _one_by_one(query, key, value, lengths, scaling, dropout)
 
@@ -84,12 +137,17 @@ def packed_attention(
 def _one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float, dropout: float = 0.0
 ) -> torch.Tensor:
-    options = {"is_causal": True, "scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
-    outputs = [
-        F.scaled_dot_product_attention(*example, **options).transpose(1, 2)
-        for example in zip(*(x.split(lengths.lengths, dim=2) for x in (query, key, value)), strict=True)
-    ]
-    return torch.cat(outputs, dim=1)
+    options = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    several = len(lengths.chunks) > 1
+    pieces = [(query, key, value)]
+    if several:
+        pieces = zip(*(x.split(lengths.tokens, dim=2) for x in (query, key, value)), strict=True)
+    outputs = []
+    for chunk, inputs in enumerate(pieces):
+        mask = lengths.mask(chunk, query.dtype)
+        output = F.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=mask is None, **options)
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1) if several else outputs[0]
 
 
 def _at_once(
@@ -104,16 +162,22 @@ def _at_once(
     return varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=causal).unsqueeze(0)
 
 
+def _takes_all_at_once(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether torch has a kernel for variable lengths here, which computes what it should."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and half and _at_once_agrees(device, dtype, head_dim)
+
+
 @functools.cache
 def _at_once_agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether torch's kernel for variable lengths computes here what examples give one by one, gradients included.
 
     Tried once on random numbers, since the kernel is young and runs on some GPUs only; otherwise a line in the log says so.
     """
-    lengths = Lengths([37, 5, 64], device)
     results = []
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            lengths = Lengths([37, 5, 64], device)
             generator = torch.Generator(device).manual_seed(0)
             drawn = torch.randn(4, 1, 2, sum(lengths.lengths), head_dim, generator=generator, device=device)
             for attention in (_at_once, _one_by_one):

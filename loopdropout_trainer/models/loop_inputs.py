@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,32 +35,15 @@ class LoopInputs:
     packing: Packing | None = None
     step: LoopStep | None = None
 
-    def split(self, lengths: Sequence[int]) -> list[LoopInputs]:
-        """Return the inputs of each packed example."""
-        pieces = zip(*(x.split(lengths, dim=1) for x in self._tensors()), strict=True)
-        return [self._with(*piece) for piece in pieces]
-
-    @staticmethod
-    def join(examples: Sequence[LoopInputs]) -> LoopInputs:
-        """Return the inputs of examples in one row; the attention mask is still to be set."""
-        tensors = zip(*(example._tensors() for example in examples), strict=True)
-        # Autocast to bfloat16 knows no float16 here: states may be float32 beside a float16 base's embeddings.
-        with torch.autocast(examples[0].state.device.type, enabled=False):
-            return examples[0]._with(*(torch.cat(pieces, dim=1) for pieces in tensors))
-
-    def _tensors(self) -> list[torch.Tensor]:
-        tensors = [self.state, self.position_ids, *self.position_embeddings]
-        return tensors if self.injected is None else [*tensors, self.injected]
-
-    def _with(
-        self,
-        state: torch.Tensor,
-        position_ids: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        injected: torch.Tensor | None = None,
-    ) -> LoopInputs:
-        return replace(self, state=state, position_ids=position_ids, position_embeddings=(cos, sin), injected=injected)
+    def take(self, rows: torch.Tensor) -> LoopInputs:
+        """Return the inputs of some packed tokens, in another order; state and attention mask are still to be set."""
+        with torch.no_grad():  # examples are put in another order only where none of this needs a gradient
+            return replace(
+                self,
+                position_ids=self.position_ids[:, rows],
+                position_embeddings=tuple(x[:, rows] for x in self.position_embeddings),
+                injected=None if self.injected is None else self.injected[:, rows],
+            )
 
     def layer_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments that every layer takes; in a loop they name it."""

@@ -23,17 +23,27 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
-from loopdropout_trainer.models.attention import Lengths
+from loopdropout_trainer.looped import (
+    LoopedModelMixin,
+    LoopState,
+    LoopStep,
+    TrainingPolicy,
+    check_num_loops,
+    launch_flops,
+)
+from loopdropout_trainer.models.attention import Lengths, lengths_in_chunks
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 from loopdropout_trainer.models.loop_inputs import LoopInputs
-from loopdropout_trainer.models.packed_loops import PackedLoops
+from loopdropout_trainer.models.packed_loops import PackedLoops, Worth
 from loopdropout_trainer.models.packing import find_packing
 from loopdropout_trainer.models.recomputation import recomputation
 from loopdropout_trainer.models.strict_loading import load_strictly
 
 
 logger = logging.get_logger(__name__)
+
+FORWARD_LAUNCHES, SLICE_LAUNCHES, ORDER_LAUNCHES = 40, 20, 30
+"""Operations of a layer's forward pass, of a layer that leaves some tokens alone, and of putting a row in another order."""
 
 
 @dataclass
@@ -183,6 +193,9 @@ class LoopedBackbone(LoopedPreTrainedModel):
         self.loop_state = LoopState()
         self.gradient_checkpointing = False
         self.recomputes_pointwise = False
+        self._sizes: tuple[int, int] | None = (
+            None  # of its recurrent projections and their adapter, once they are counted
+        )
 
     # What a family supplies.
 
@@ -253,14 +266,45 @@ class LoopedBackbone(LoopedPreTrainedModel):
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
         may_wait = torch.is_grad_enabled() and not needs_gradient
         lora_parameters = self.training_policy.lora_parameters if may_wait else None
-        return PackedLoops(
-            inputs, self.loop_state, functools.partial(self._packed_mask, inputs.state), lora_parameters
-        )
+        mask_of = functools.partial(self._packed_mask, inputs.state)
+        worth = Worth() if lora_parameters is None else self._worth(inputs.state, lora_parameters)
+        return PackedLoops(inputs, self.loop_state, mask_of, lora_parameters, worth)
 
-    def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor:
+    def _worth(self, like: torch.Tensor, lora_parameters: Sequence[nn.Parameter]) -> Worth:
+        """Return from how many tokens on less arithmetic is worth more launches, by the sizes of the recurrent block."""
+        if self._sizes is None:
+            linears = [self.get_submodule(name) for name in self.recurrent_names()]
+            self._sizes = (
+                sum(linear.in_features * linear.out_features for linear in linears),
+                sum(parameter.numel() for parameter in lora_parameters),
+            )
+        weights, factors = self._sizes
+        _, num_inside = self.layer_counts()
+        launch = launch_flops(like.device, like.dtype)
+        apart = (FORWARD_LAUNCHES * num_inside + ORDER_LAUNCHES) * launch
+        passes = (
+            2 if self.gradient_checkpointing else 1
+        )  # saved by waiting: the backward pass, with what it recomputes
+        worth = Worth(
+            waiting=apart / (2 * passes * weights),
+            resting=(SLICE_LAUNCHES * num_inside + ORDER_LAUNCHES) * launch / (6 * factors),
+        )
+        if like.is_cuda and weights * like.shape[1] > apart:
+            worth = Worth()  # the device is busy for longer than both launches take, which it does not wait for
+        logger.info_once(
+            "`skip_frozen_loops`: examples that need no gradient yet run apart from others in loops where they have "
+            f"{worth.waiting:.0f} tokens or more, and others without an update where they have {worth.resting:.0f} or more."
+        )
+        return worth
+
+    def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor | None:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
         if self.config._attn_implementation == "sdpa":
-            return Lengths(lengths, like.device)
+            packed = lengths_in_chunks(lengths, like, self.config.num_attention_heads, self.config.head_dim)
+            if len(packed.chunks) > 1:
+                return packed
+            mask = packed.mask(0, like.dtype)  # one launch of the usual kernel, which can be compiled with its layer
+            return None if mask is None else mask[None, None]
         positions = torch.cat([torch.arange(length, device=like.device) for length in lengths])
         row = like.new_empty(1, len(positions), 1)
         return create_causal_mask(self.config, row, None, past_key_values=None, position_ids=positions.unsqueeze(0))

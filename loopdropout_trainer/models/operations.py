@@ -11,8 +11,9 @@ They round where transformers' modules round. Under `torch.compile` they are pla
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from loopdropout_trainer.looped import first_order
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -57,7 +58,7 @@ class _RMSNorm(torch.autograd.Function):
         return quotient.mul_(weight) if weight.dtype == x.dtype else quotient * weight
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, weight, reciprocal = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
@@ -65,7 +66,14 @@ class _RMSNorm(torch.autograd.Function):
         if needs_weight:
             quotient = (x * reciprocal).to(x.dtype)
             grad_weight = (grad * quotient).sum_to_size(weight.shape).to(weight.dtype)
-        if needs_x:
+        if needs_x and x.dtype == weight.dtype == reciprocal.dtype:
+            # Layer norm's own kernel, told that the mean is zero, takes the mean of its gradient off: that is put back.
+            size, zero = [x.shape[-1]], torch.zeros_like(reciprocal)
+            grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+                grad, x, size, zero, reciprocal, weight, None, [True, False, False]
+            )
+            grad_x.add_((grad @ weight).unsqueeze(-1).mul_(reciprocal), alpha=1 / x.shape[-1])
+        elif needs_x:
             wide, weighted = x.to(reciprocal.dtype), (grad * weight).to(reciprocal.dtype)
             along = torch.linalg.vecdot(weighted, wide).unsqueeze(-1).mul_(reciprocal.pow(3)).div_(x.shape[-1])
             grad_x = weighted.mul_(reciprocal).addcmul_(wide, along, value=-1).to(x.dtype)
@@ -79,7 +87,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(a).mul_(b)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad
@@ -103,7 +111,7 @@ class _Rotation(torch.autograd.Function):
         return rotated
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
         half = grad.shape[-1] // 2
@@ -121,7 +129,7 @@ class _Rows(torch.autograd.Function):
         return x.index_select(0, rows)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         (rows,) = ctx.saved_tensors
         return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None

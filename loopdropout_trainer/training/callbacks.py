@@ -61,12 +61,13 @@ class RuleCallback(TrainerCallback):
         """Take d loss / d g of one micro-batch, [K, N]."""
         self._sensitivity = self._sensitivity + gate_gradients.abs().sum(dim=1)
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.rule.wants_sensitivity:

@@ -160,11 +160,11 @@ class ShapeModel:
         looped, rows = self.looped, settings.rows
         loops = min(settings.num_loops, getattr(looped.config, "backprop_depth", None) or settings.num_loops)
         if looped.config._attn_implementation != "eager":  # which keeps a score for each pair of all rows' tokens
-            settings = replace(settings, rows=1)
+            settings = replace(settings, rows=min(rows, 2))  # a row alone keeps its attention's result once, not twice
         if looped.trains_at_one_depth:
-            return rows // settings.rows * self._kept_at(loops, settings)
+            return self._kept_at(loops, settings) * rows // settings.rows
         one, two = (self._kept_at(depth, settings) for depth in (1, 2))
-        return rows // settings.rows * (one + (loops - 1) * (two - one))
+        return (one + (loops - 1) * (two - one)) * rows // settings.rows
 
     def _kept_at(self, num_loops: int, settings: StepSettings) -> int:
         looped, rows, length = self.looped, settings.rows, settings.length
