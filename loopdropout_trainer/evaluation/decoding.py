@@ -179,13 +179,16 @@ class GreedyDecoder:
         """Decode until one or more answers are complete, and return them with their prompts' indices; [] at the end."""
         ended: list[_Row] = []
         while not ended and (self.waiting or any(self.slots)):
-            self._admit()
-            self._step()
-            ended = self._evict()
+            if self._admit():  # an answer may be complete with its first token
+                ended = self._evict()
+            if not ended:
+                self._step()
+                ended = self._evict()
         return [(row.index, row.answer) for row in ended]
 
-    def _admit(self) -> None:
-        """Admit waiting prompts to free slots."""
+    def _admit(self) -> bool:
+        """Admit waiting prompts to free slots, with the first token of their answers; return whether there were any."""
+        waiting = len(self.waiting)
         self.slots += [None] * (self.num_slots - len(self.slots))
         free = [slot for slot, row in enumerate(self.slots) if row is None]
         if 4 * len(free) >= self.num_slots:  # not to each one alone, since reading a prompt takes a call of its own
@@ -195,6 +198,7 @@ class GreedyDecoder:
                 self._prefill(taken[: len(self.waiting)])
         if not self.compiled:
             self._compact()
+        return len(self.waiting) < waiting
 
     def _compact(self) -> None:
         """Move the last rows to the free slots before them, and leave out the slots behind."""
@@ -217,7 +221,7 @@ class GreedyDecoder:
         self.cache.resize(len(self.slots), num_columns)
 
     def _prefill(self, slots: list[int]) -> None:
-        """Read the next waiting prompts into these slots of the cache."""
+        """Read the next waiting prompts into these slots of the cache, and begin their answers."""
         rows = [self.waiting.popleft() for _ in slots]
         for slot, row in zip(slots, rows, strict=True):
             self.slots[slot] = row
@@ -226,7 +230,12 @@ class GreedyDecoder:
         ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.model.device)
         # Padding comes after the prompt, which does not see it; its columns are those of the answer.
         self._set(slots, torch.arange(length).expand(len(rows), -1), is_prefill=True)
-        self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache))
+        hidden = self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache)).last_hidden_state
+        ends = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
+        last = hidden[torch.arange(len(rows), device=hidden.device), ends]  # [B, H], ready for the head
+        tokens = self.model.get_output_embeddings()(last).float().argmax(dim=-1)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.answer.append(token)
 
     def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
         """Tell the cache which tokens the next call computes: `positions` [B, S] of the rows in these slots."""
@@ -236,10 +245,10 @@ class GreedyDecoder:
         self.cache.is_prefill = is_prefill
 
     def _step(self) -> None:
-        """Add a token to every row. The first step computes a prompt's last token once more."""
+        """Add a token to every row."""
         self._fit()
         rows = self.slots
-        tokens = [0 if row is None else (row.prompt + row.answer[-1:])[-1] for row in rows]
+        tokens = [0 if row is None else row.answer[-1] for row in rows]
         positions = [[0 if row is None else len(row) - 1] for row in rows]
         self._set(list(range(len(rows))), torch.tensor(positions), is_prefill=False)
         ids = torch.tensor(tokens, device=self.model.device).unsqueeze(1)  # [B, 1]
