@@ -23,7 +23,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from speed import clock, synchronize
+from speed import take_step
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.profiler import ProfilerActivity, profile
@@ -136,22 +136,6 @@ def make_batch(options: argparse.Namespace, device: torch.device) -> tuple[dict[
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, 512, (options.batch, options.length), generator=generator).to(device)
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}, torch.tensor(ids[:, 1:].numel())
-
-
-def take_step(trainer: LoopDropoutSFTTrainer, batch: dict, num_items: torch.Tensor, step: int) -> float:
-    """Take one optimizer step of a training run, and return its seconds."""
-    synchronize()
-    began = clock()
-    handler, events = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
-    trainer.state.global_step = step
-    handler.on_step_begin(*events)
-    trainer.training_step(trainer.model, dict(batch), num_items)
-    handler.on_pre_optimizer_step(*events)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
-    handler.on_step_end(*events)
-    synchronize()
-    return clock() - began
 
 
 def peak_memory(trainer: LoopDropoutSFTTrainer, batch: dict, num_items: torch.Tensor, step: int) -> float:

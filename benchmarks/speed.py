@@ -39,7 +39,7 @@ from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
@@ -168,33 +168,32 @@ class Row:
         targets = sum(sum(label != -100 for label in example["labels"][1:]) for example in examples)
         return batch, torch.tensor(targets, device=device)
 
-    def backward(self, batch: dict, num_items: torch.Tensor, step: int) -> float:
-        """Run forward and backward pass of optimizer step `step`, and return the loss."""
-        trainer = self.trainer
-        trainer.state.global_step = step
-        trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
-        return trainer.training_step(trainer.model, dict(batch), num_items)
-
-    def take_step(self, batch: dict, num_items: torch.Tensor, step: int) -> float:
-        """Take one optimizer step, and return its seconds."""
-        trainer = self.trainer
-        handler, events = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
-        synchronize()
-        began = clock()
-        self.backward(batch, num_items, step)
-        handler.on_pre_optimizer_step(*events)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-        handler.on_step_end(*events)
-        synchronize()
-        return clock() - began
-
     def gradients(self) -> torch.Tensor:
         """Return the gradients of all adapters in one float32 vector on the CPU, and clear them."""
         grads = [p.grad for p in self.model.parameters() if p.requires_grad]
         flat = torch.cat([grad.detach().float().flatten().cpu() for grad in grads])
         self.trainer.optimizer.zero_grad()
         return flat
+
+
+def backward(trainer: Trainer, batch: dict, num_items: torch.Tensor, step: int) -> torch.Tensor:
+    """Run forward and backward pass of optimizer step `step` as a training run does, and return the loss."""
+    trainer.state.global_step = step
+    trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
+    return trainer.training_step(trainer.model, dict(batch), num_items)
+
+
+def take_step(trainer: Trainer, batch: dict, num_items: torch.Tensor, step: int) -> float:
+    """Take one optimizer step of a training run, and return its seconds."""
+    synchronize()
+    began = clock()
+    backward(trainer, batch, num_items, step)
+    trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    trainer.callback_handler.on_step_end(trainer.args, trainer.state, trainer.control)
+    synchronize()
+    return clock() - began
 
 
 def random_ouro(preset: Preset) -> OuroForCausalLM:
@@ -258,7 +257,7 @@ def check_agreement(rows: dict[str, Row], preset: Preset, device: torch.device) 
     )  # in bfloat16, rounding alone moves gradients by some percent
     for name, row in rows.items():
         batch, num_items = row.prepare(draw_examples(preset, 0), device)
-        loss, grads = row.backward(batch, num_items, 0).item(), row.gradients()
+        loss, grads = backward(row.trainer, batch, num_items, 0).item(), row.gradients()
         kind = "LoRA" if name.startswith((STOCK, LORA)) else "Loop Dropout"
         want_loss, want = references.setdefault(kind, (loss, grads))
         distance = (abs(loss - want_loss) / abs(want_loss), ((grads - want).norm() / want.norm()).item())
@@ -274,11 +273,11 @@ def step_memory(row: Row, batch: dict, num_items: torch.Tensor, step: int) -> in
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        row.take_step(batch, num_items, step)
+        take_step(row.trainer, batch, num_items, step)
         added = torch.cuda.max_memory_allocated() - before
     else:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            row.take_step(batch, num_items, step)
+            take_step(row.trainer, batch, num_items, step)
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         added = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     states = [t for s in row.trainer.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
@@ -299,7 +298,7 @@ def measure(preset: Preset, rounds: int, rows: dict[str, Row], device: torch.dev
         shift = step * 3 % len(names)
         for name in names[shift:] + names[:shift]:
             batch, num_items = rows[name].prepare(examples, device)
-            seconds = rows[name].take_step(batch, num_items, number)
+            seconds = take_step(rows[name].trainer, batch, num_items, number)
             if step >= 0:  # the first one warms up
                 times[name].append(seconds)
         if step >= 0:
@@ -422,7 +421,7 @@ def profile_rows(rows: dict[str, Row], preset: Preset, device: torch.device) -> 
     for name, row in rows.items():
         batch, num_items = row.prepare(draw_examples(preset, 1), device)
         with profile(activities=activities) as profiler:
-            row.take_step(batch, num_items, 1)
+            take_step(row.trainer, batch, num_items, 1)
         tables.append(f"## {name}\n\n```\n{profiler.key_averages().table(sort_by=by, row_limit=20)}\n```\n")
     return "\n".join(tables)
 

@@ -14,6 +14,8 @@ _HOMES = {
     "LoopDropoutConfig": "training.config",
     "LoopDropoutDPOConfig": "training.config",
     "LoopDropoutDPOTrainer": "training.dpo_trainer",
+    "LoopDropoutGRPOConfig": "training.config",
+    "LoopDropoutGRPOTrainer": "training.grpo_trainer",
     "LoopDropoutSFTTrainer": "training.sft_trainer",
     "check_loops": "looped.described",
     "default_peft_config": "training.preflight",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -435,6 +436,24 @@ def test_saved_and_merged_models_reload_in_a_fresh_process(tmp_path):
         merged, adapted = torch.load(folder / "logits.pt")
         assert torch.equal(adapted, want)
         torch.testing.assert_close(merged, want, atol=1e-5, rtol=1e-5)
+
+
+def test_every_cell_of_the_readmes_table_names_a_test_that_exists():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table, tests = re.split(r"\n\n(?=- a `test_)", text.split("By family, on tiny random models.")[1], maxsplit=1)
+    named = dict(re.findall(r"^- (\w) `(\S+?::\w+)`", tests, re.MULTILINE))
+    head, _, *rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    assert len(rows) >= 6 and all(len(row) == len(head) for row in rows)
+    used = set()
+    for row in rows:
+        for cell in row[1:]:
+            letters = re.findall(r"\b[a-z]\b", cell)
+            assert letters or cell.strip() == "not tested", cell
+            used |= set(letters)
+    assert used == set(named)
+    for test in named.values():
+        file, name = test.split("::")
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.MULTILINE), test
 
 
 def test_the_diagnostics_run(make_tiny):

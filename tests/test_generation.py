@@ -305,7 +305,7 @@ def test_a_step_that_cannot_be_compiled_runs_without(tokenizer, monkeypatch, log
 
     model = varied(tiny_ouro())
     want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
-    monkeypatch.setattr(decoding, "_compiled_step", lambda device: fails)
+    monkeypatch.setattr(decoding, "_compiled", lambda step, device: fails)
     assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False, decoding="compiled") == want
     warnings = [record.message for record in log.records if record.levelname == "WARNING"]
     assert warnings == ["The decoding step cannot be compiled and runs without: no compiler"]

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from test_extending import adapted, tiny_hrm
 from transformers import HrmTextForCausalLM
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops
+from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, LoopDropoutSFTTrainer, check_loops
 from loopdropout_trainer.evaluation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model
 
@@ -47,6 +48,32 @@ def test_training_batches_mark_the_prompt_and_score_as_transformers_does(config,
     assert abs(causal - want) > 1e-4
     trainer.train()
     assert trainer.state.global_step == 4
+
+
+def test_preferences_are_scored_behind_the_prefix_mask(tokenizer, tmp_path):
+    pairs = [{"prompt": f"{i}+{i % 7}=", "chosen": "a" * (i % 4 + 1), "rejected": "b" * (i % 3 + 2)} for i in range(8)]
+    args = LoopDropoutDPOConfig(
+        str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_steps=1, logging_steps=1, disable_tqdm=True
+    )
+    trainer = LoopDropoutDPOTrainer(
+        sharp_hrm(), args=args, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer
+    )
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in (0, 3, 5)])
+    answer, mask = batch["completion_mask"].bool(), batch["attention_mask"].bool()
+    assert torch.equal(batch["token_type_ids"].bool(), mask & ~answer)  # answers end each row
+    scored = {}
+    for name, kinds in (("prefix", batch["token_type_ids"]), ("causal", None)):
+        with torch.no_grad():
+            logits = sharp_hrm().eval()(batch["input_ids"], attention_mask=mask.long(), token_type_ids=kinds).logits
+        tokens = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+        scored[name] = (tokens * answer[:, 1:]).sum(dim=1)[:3].mean().item()
+    trainer.model.eval()
+    with torch.no_grad():
+        trainer.compute_loss(trainer.model, dict(batch))
+    assert trainer._metrics["eval"]["logps/chosen"][-1] == pytest.approx(scored["prefix"], abs=1e-3)
+    assert abs(scored["prefix"] - scored["causal"]) > 0.01
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_several_examples_in_a_row_are_refused(config, dataset, tokenizer):

@@ -69,13 +69,35 @@ def test_other_fields_that_change_the_arithmetic_are_refused():
         tiny_nanbeige(kv_channels=16)
 
 
-def test_readers_other_than_transformers_5_find_what_they_know(tmp_path):
+# What other programs read of config.json. MLX-LM: `mlx_lm/models/nanbeige.py` of 0.32.2. llama.cpp: `conversion/nanbeige.py`
+# and `llama.py`, as llama-cpp-python 0.3.36 ships them. SGLang: `srt/models/nanbeige.py` of 0.5.23, where most fields have
+# another default than the published model. All read in November 2026. tests/test_hub_elsewhere.py runs the first two.
+READ = {
+    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling", "attention_bias",
+    "tie_word_embeddings", "num_loops", "loop_loss_weights", "skip_loop_final_norm", "hidden_act", "attention_dropout",
+    "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype",
+}  # fmt: skip
+TENSORS = {
+    "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
+    *(f"model.layers.{{}}.self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"model.layers.{{}}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"model.layers.{{}}.{name}_layernorm.weight" for name in ("input", "post_attention")),
+}  # fmt: skip
+
+
+def test_other_programs_find_the_fields_and_tensors_that_they_read(tmp_path):
     tiny_nanbeige(rope_theta=70_000_000.0).to(torch.bfloat16).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved.keys() >= READ
     want = {"rope_theta": 7e7, "rope_scaling": None, "torch_dtype": "bfloat16", "head_dim": 12, "num_loops": 4}
     assert {name: saved[name] for name in want} == want
-    assert saved["architectures"] == ["NanbeigeForCausalLM"]
-    assert not [name for name in load_file(tmp_path / "model.safetensors") if "inv_freq" in name]
+    assert saved["architectures"] == ["NanbeigeForCausalLM"] and saved["model_type"] == "nanbeige"
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert set(tensors) == {name.format(layer) for name in TENSORS for layer in range(2)}
+    sizes = {"q": [48, 32], "k": [24, 32], "v": [24, 32], "o": [32, 48]}
+    for name, size in sizes.items():
+        assert list(tensors[f"model.layers.0.self_attn.{name}_proj.weight"].shape) == size
 
 
 def test_the_published_size_comes_out():

@@ -145,7 +145,7 @@ def test_the_tiny_model_is_small_and_reads_any_text():
 
 
 def test_the_tiny_model_is_what_its_card_says():
-    """Before any fine-tuning it solves some of the task, needs its loops, stands two more, and never writes the task's ending."""
+    """Before fine-tuning it solves some of the task, needs its loops, stands two more, and never writes the task's ending."""
     card = (TINY_OURO_PATH / "README.md").read_text(encoding="utf-8")
     assert hashlib.sha256((TINY_OURO_PATH / "model.safetensors").read_bytes()).hexdigest() in card
     model = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH)

@@ -274,14 +274,18 @@ def test_the_document_keeps_what_is_around_the_results(tmp_path):
     document, file = tmp_path / "doc.md", tmp_path / "small.json"
     document.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
     runs = [run_of("lora", 1, 0xF0), run_of("loop_dropout", 1, 0xFF)]
+    runs[0]["measured"]["benchmarks"]["more"] = {"score": 30.0}  # the other method was not asked
+    runs[0]["measured"]["by_dose"] = {"2": {"score": 40.0}}
     file.write_text(json.dumps({"runs": runs, "chosen_rates": {}, "measure": {"benchmarks": ["arithmetic_test"]}}))
     for _ in range(2):
         write_document(file, document)
         text = document.read_text()
         assert text.startswith("# Title\n\n") and text.endswith("\n\nThe end.\n") and "old" not in text
-        assert "| loop_dropout | 0.1 | 1 | 100.0 |" in text
+        assert "| loop_dropout | 0.1 | 1 | 100.0 | - |" in text and "| lora | 0.1 | 1 | 50.0 | 30.0 |" in text
+        assert "| method | seeds | 2 in all loops |\n|---|---|---|\n| lora | 1 | 40.0 |\n" in text
+        assert "2 of at most 2 trainings have run, and 2 of their adapters are measured." in text
     write_document(file, tmp_path / "new.md")
-    assert "| loop_dropout | 0.1 | 1 | 100.0 |" in (tmp_path / "new.md").read_text()
+    assert "| loop_dropout | 0.1 | 1 | 100.0 | - |" in (tmp_path / "new.md").read_text()
     document.write_text("nothing")
     with pytest.raises(ValueError, match="must have the marks"):
         write_document(file, document)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_sweep import children_of
 
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
 from loopdropout_trainer.runs.workers import Job, LocalWorkers, SweepError, do_jobs, visible_gpus
@@ -105,18 +106,17 @@ def test_a_cluster_that_loses_a_machine_does_every_run(tmp_path):
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     machines = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    raylets = {str(node.all_processes["raylet"][0].process.pid): node for node in machines}
+    raylets = {str(node.all_processes["raylet"][0].process.pid) for node in machines}
     lost = []
 
     def lose_a_machine():
-        while len({line[2] for line in runs()}) < 2 or (tmp_path / "trap").exists():
+        """Kill all of Ray on the machine that hangs; what Ray had started there must end with it."""
+        while len(runs()) < 4:  # the other machine goes on
             time.sleep(0.05)
-        hanging = runs()[0] if not os.path.exists(f"/proc/{runs()[1][3]}") else None
-        while hanging is None:  # the one that is still there when the other machine has done three runs
-            alive = [line for line in runs() if os.path.exists(f"/proc/{line[3]}")]
-            hanging = alive[0] if len(runs()) >= 4 else None
-        lost.append(hanging)
-        os.kill(int(hanging[2]), signal.SIGKILL)
+        lost.extend(run for run in runs() if os.path.exists(f"/proc/{run[3]}") and run[2] != runs()[-1][2])
+        raylet = int(lost[0][2])
+        for pid in [raylet, *children_of(raylet)]:
+            os.kill(pid, signal.SIGKILL)
 
     threading.Thread(target=lose_a_machine, daemon=True).start()
     arguments = SweepArguments(

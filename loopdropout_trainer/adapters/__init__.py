@@ -10,6 +10,7 @@ from loopdropout_trainer.adapters.gated import (
     merged_update,
     physical_layers,
     remove_gates,
+    share_gates,
     trained_lora_parameters,
     use_gates,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "merged_update",
     "physical_layers",
     "remove_gates",
+    "share_gates",
     "trained_lora_parameters",
     "use_gates",
 ]

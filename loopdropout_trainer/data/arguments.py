@@ -10,6 +10,8 @@ from loopdropout_trainer.settings.ranges import check_list, check_whole
 
 PREPARATIONS = {
     "arithmetic": "gsm8k.Arithmetic",
+    "arithmetic_pairs": "gsm8k.ArithmeticPairs",
+    "arithmetic_short": "gsm8k.ArithmeticShort",
     "gsm8k": "gsm8k.GSM8K",
     "metamath_gsm": "metamath_gsm.MetaMathGSM",
     "tulu2": "tulu2.Tulu2",
@@ -101,7 +103,7 @@ class DataArguments:
             )
         if self.bad_rows not in ("error", "skip"):
             raise ValueError(f"`bad_rows` must be error or skip; got {self.bad_rows!r}.")
-        if not self.train_files and self.dataset_name is None and self.preparation != "arithmetic":
+        if not self.train_files and self.dataset_name is None and not str(self.preparation).startswith("arithmetic"):
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")

@@ -72,12 +72,14 @@ class Split:
 
 SPLITS = {
     "train": Split(),
+    "short": Split(steps=(2, 3)),
     "test": Split(),
     "hard": Split(steps=(6, 7)),
     "larger": Split(start=(21, 40)),
     "wording": Split(words=OTHER_WORDING),
 }
-"""`hard`: more steps than any problem that is trained on; `larger`: larger numbers; `wording`: other sentences."""
+"""`short`: problems that the tiny Ouro solves sometimes, as learning by reward needs; `hard`: more steps than any problem that
+is trained on; `larger`: larger numbers; `wording`: other sentences."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0) -> Dataset
     """Generate word problems.
 
     Args:
-        split: a name from `SPLITS`; no question is both in `train` and in `test`.
+        split: a name from `SPLITS`; no question of `train` or `short` is in `test`.
         num_examples: number of problems; more of them start with the same ones.
         seed: of the draw.
 
@@ -114,7 +116,7 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0) -> Dataset
     while len(problems) < num_examples:
         kind = SPLITS[split]
         question, steps = _problem(rng, rng.randint(*kind.steps), kind)
-        if split not in ("train", "test") or _is_test(question) == (split == "test"):
+        if split not in ("train", "short", "test") or _is_test(question) == (split == "test"):
             answer = "\n".join(map(str, steps)) + f"\n#### {steps[-1].result}"
             problems[question] = {"question": question, "answer": answer, "num_steps": len(steps)}
     return Dataset.from_list(list(problems.values()))
@@ -191,6 +193,19 @@ def _walk(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]
         steps.append(Step(value, operator, number, result))
         value = result
     return steps
+
+
+def with_a_mistake(answer: str, seed: int) -> str:
+    """Return a worked answer of `arithmetic_problems` with one wrong result, and every later step worked out from it."""
+    rng = Random(f"arithmetic/mistake/{seed}")
+    steps = [line.split() for line in answer.splitlines()[:-1]]  # left operator right = result
+    place, off = rng.randrange(len(steps)), rng.choice((-2, -1, 1, 2))
+    lines, value = [], int(steps[0][0])
+    for number, (_, operator, right, _, _) in enumerate(steps):
+        left, value = value, {"+": value + int(right), "-": value - int(right), "*": value * int(right)}[operator]
+        value += off if number == place else 0
+        lines.append(str(Step(left, operator, int(right), value)))
+    return "\n".join(lines) + f"\n#### {value}"
 
 
 def _largest(value: int, operator: str) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from loopdropout_trainer.data.arithmetic import arithmetic_problems
-from loopdropout_trainer.data.preparation import Preparation, target, text
+from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
+from loopdropout_trainer.data.preparation import Preparation, random_order, target, text
 from loopdropout_trainer.data.rows import Row
 
 
@@ -39,16 +39,35 @@ class Arithmetic(GSM8K):
     title = "arithmetic"
     num_eval_examples = 200
     num_train_examples = 2000
+    problems = "train"
 
     def rows(self) -> list[Row]:
         num_train = self.args.num_train_examples
         num_train = self.num_train_examples if num_train is None else num_train
-        problems = arithmetic_problems("train", self.num_held_out + num_train, self.args.split_seed)
+        problems = arithmetic_problems(self.problems, self.num_held_out + num_train, self.args.split_seed)
         return [Row(f"problem {number}", row) for number, row in enumerate(problems, start=1)]
 
     def split(self, examples, ranks, tokenizer, report):
         indices = np.arange(len(examples))
         return indices[self.num_held_out :], indices[: self.num_held_out]
+
+
+class ArithmeticShort(Arithmetic):
+    """Problems of two or three steps, of which the tiny Ouro solves some before any fine-tuning."""
+
+    title = "short arithmetic"
+    problems = "short"
+
+
+class ArithmeticPairs(Arithmetic):
+    """The same problems, each with its answer (chosen) and one in which a step is wrong, with all that follows (rejected)."""
+
+    title = "arithmetic pairs"
+
+    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        example = super().example(row)
+        wrong = with_a_mistake(row["answer"], random_order(row["question"], self.args.split_seed))
+        return {"prompt": example["prompt"], "chosen": example["completion"], "rejected": f" {wrong}"}
 
 
 def without_calculator(answer: str) -> str:

@@ -25,8 +25,8 @@ def token_lengths(examples: Dataset, tokenizer: PreTrainedTokenizerBase, batch_s
         DataError: if the examples are conversations and the tokenizer has no chat template.
     """
     lengths = np.empty(len(examples), dtype=np.int64)
-    columns = [name for name in ("prompt", "completion", "messages", "text") if name in examples.column_names]
-    examples = examples.select_columns(columns)
+    names = ("prompt", "completion", "messages", "text", "chosen", "rejected")
+    examples = examples.select_columns([name for name in names if name in examples.column_names])
     for start in tqdm(range(0, len(examples), batch_size), "Counting tokens", unit="batch", disable=None):
         batch = examples[start : start + batch_size]
         lengths[start : start + batch_size] = [len(ids) for ids in _token_ids(batch, tokenizer)]
@@ -34,6 +34,9 @@ def token_lengths(examples: Dataset, tokenizer: PreTrainedTokenizerBase, batch_s
 
 
 def _token_ids(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if "chosen" in batch:  # a pair is as long as the longer of its two
+        both = [_token_ids(_answered(batch, name), tokenizer) for name in ("chosen", "rejected")]
+        return [max(pair, key=len) for pair in zip(*both, strict=True)]
     if "messages" in batch:
         conversations = batch["messages"]
     elif "text" in batch:
@@ -51,6 +54,13 @@ def _token_ids(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase) 
         )
     quiet = {"verbose": False}  # no warning that a length is beyond the model's: lengths are what is being looked for
     return tokenizer.apply_chat_template(conversations, tokenizer_kwargs=quiet)["input_ids"]
+
+
+def _answered(batch: dict[str, list[Any]], name: str) -> dict[str, list[Any]]:
+    """Return the prompts with one of their two answers."""
+    if "prompt" in batch:
+        return {"prompt": batch["prompt"], "completion": batch[name]}
+    return {"text" if isinstance(batch[name][0], str) else "messages": batch[name]}
 
 
 def _ended(text: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -195,7 +195,7 @@ def _mapped(row: Mapping[str, Any], mapping: Mapping[str, str] | None) -> Mappin
 def _kind(example: Mapping[str, Any]) -> str:
     return " and ".join(
         f"{name} as messages" if isinstance(example[name], list) else name
-        for name in ("prompt", "completion", "messages", "text")
+        for name in ("prompt", "completion", "messages", "text", "chosen", "rejected")
         if name in example
     )
 

@@ -186,6 +186,8 @@ def standard_example(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadRow: if the row is in none of them, or what is to be trained on is empty.
     """
+    if "chosen" in row or "rejected" in row:
+        return preference(row)
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
         return {"prompt": messages(row, "prompt"), "completion": conversation(row, "completion")}
     if "prompt" in row or "completion" in row:
@@ -196,6 +198,19 @@ def standard_example(row: Mapping[str, Any]) -> dict[str, Any]:
     if "text" in row:
         return {"text": target(row, "text")}
     raise BadRow(
-        "no `prompt` and `completion`, `messages`, or `text`",
+        "no `prompt` and `completion`, `messages`, `text`, or `chosen` and `rejected`",
         f" (it has {', '.join(f'`{key}`' for key in row) or 'none'}; `column_mapping` or `prompt_template` may help)",
     )
+
+
+def preference(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row with a `chosen` and a `rejected` answer, and their `prompt` if it has one, checked.
+
+    Raises:
+        BadRow: if one of the answers is missing or empty, or all are not texts, or all messages.
+    """
+    if any(isinstance(row.get(name), list) for name in ("prompt", "chosen", "rejected")):
+        answers = {name: conversation(row, name) for name in ("chosen", "rejected")}
+        return answers if row.get("prompt") is None else {"prompt": messages(row, "prompt"), **answers}
+    answers = {name: target(row, name) for name in ("chosen", "rejected")}
+    return answers if row.get("prompt") is None else {"prompt": text(row, "prompt"), **answers}

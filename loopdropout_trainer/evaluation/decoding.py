@@ -1,5 +1,5 @@
-"""Greedy decoding with continuous batching: a fixed number of slots, from which rows that end are evicted, and to which
-waiting prompts are admitted.
+"""Decoding with continuous batching: a fixed number of slots, from which rows that end are evicted, and to which waiting
+prompts are admitted. Tokens are the most probable ones, or drawn by a `Sampler`.
 
 Every row counts its own columns: the keys and values of its token at position p lie in column p of its slot, whatever the
 other rows hold. So a row attends to the columns up to its own position, and no row depends on when others are admitted or
@@ -17,6 +17,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 from transformers.utils import logging
+
+from loopdropout_trainer.evaluation.sampling import Sampler
 
 
 logger = logging.get_logger(__name__)
@@ -257,14 +259,18 @@ class GreedyDecoder:
                 row.answer.append(token)
 
     def _next_tokens(self, ids: torch.Tensor) -> list[int]:
+        """Return the token [B] that follows the tokens [B, 1] of each slot."""
+        return self._run(_most_probable, ids).tolist()
+
+    def _run(self, step: Callable, ids: torch.Tensor) -> torch.Tensor:
         if self.compiled:
             try:
-                return _compiled_step(ids.device.type)(self.model, self.cache, ids).tolist()
+                return _compiled(step, ids.device.type)(self.model, self.cache, ids)
             except Exception as error:  # of many kinds; if it was none of the compiler, the eager step raises it again
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 logger.warning(f"The decoding step cannot be compiled and runs without: {reason}")
                 self.compiled = False
-        return _step(self.model, self.cache, ids).tolist()
+        return step(self.model, self.cache, ids)
 
     def _evict(self) -> list[_Row]:
         """Evict the rows whose answers are complete, and return them."""
@@ -276,16 +282,43 @@ class GreedyDecoder:
         return ended
 
 
-def _step(model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor) -> torch.Tensor:
+class SamplingDecoder(GreedyDecoder):
+    """Continues every prompt with tokens drawn by a sampler.
+
+    Args:
+        sampler: draws the token of each row from logits; rows are counted as `prompts` are.
+        others: those of `GreedyDecoder`.
+    """
+
+    def __init__(self, *args, sampler: Sampler, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.sampler = sampler
+
+    def _next_tokens(self, ids: torch.Tensor) -> list[int]:
+        logits = self._run(_logits, ids)  # [B, V]
+        used = [slot for slot, row in enumerate(self.slots) if row is not None]
+        rows = [self.slots[slot] for slot in used]
+        drawn = self.sampler(logits[used], [row.index for row in rows], [len(row.answer) for row in rows])
+        tokens = [0] * len(self.slots)
+        for slot, token in zip(used, drawn.tolist(), strict=True):
+            tokens[slot] = token
+        return tokens
+
+
+def _logits(model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [B, V], in float32, after the tokens [B, 1] of the cache's rows."""
+    return model(input_ids=ids, **_call_arguments(model, cache)).logits[:, -1].float()
+
+
+def _most_probable(model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor) -> torch.Tensor:
     """Return the most probable tokens [B] after the tokens [B, 1] of the cache's rows."""
-    logits = model(input_ids=ids, **_call_arguments(model, cache)).logits
-    return logits[:, -1].float().argmax(dim=-1)
+    return _logits(model, cache, ids).argmax(dim=-1)
 
 
 @cache
-def _compiled_step(device_type: str) -> Callable:
+def _compiled(step: Callable, device_type: str) -> Callable:
     # Triton's kernels then round where the separate operations do, so that bfloat16 gives the same tokens.
-    return torch.compile(_step, options={"triton.cudagraphs": device_type == "cuda", "emulate_precision_casts": True})
+    return torch.compile(step, options={"triton.cudagraphs": device_type == "cuda", "emulate_precision_casts": True})
 
 
 def _call_arguments(model: PreTrainedModel, cache: SlotCache) -> dict:

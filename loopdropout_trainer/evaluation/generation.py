@@ -1,4 +1,4 @@
-"""Greedy generation with a cache over all loops: the texts that transformers' `generate` gives, sooner.
+"""Generation with a cache over all loops: greedily, the texts that transformers' `generate` gives, sooner; or sampled.
 
 The gates are those in force: unit gates, or what `use_gates` applies around the call. A completion does not depend on the
 rows beside it. (In bfloat16 two nearly equal logits may change places with the batch's shape and with the form of decoding.)
@@ -22,7 +22,8 @@ from transformers import (
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import PreparedProjections
-from loopdropout_trainer.evaluation.decoding import GreedyDecoder, why_not
+from loopdropout_trainer.evaluation.decoding import GreedyDecoder, SamplingDecoder, why_not
+from loopdropout_trainer.evaluation.sampling import Sampler
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -102,6 +103,50 @@ def generate_batches(
                 return
             yield [(order[place], ends.text(answer)) for place, answer in answers]
             bar.update(len(answers))
+
+
+def sample_completions(
+    model: torch.nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    max_new_tokens: int,
+    end_ids: Sequence[int],
+    num_slots: int,
+    compiled: bool = False,
+) -> list[list[int]]:
+    """Sample a completion of each prompt by continuous batching, under the gates in force.
+
+    Args:
+        model: looped causal language model, with or without an adapter, that `decoding.why_not` has nothing against. It is
+            put back into training if it was in it.
+        prompts: token ids, none of them empty.
+        sampler: draws the tokens; its row i is prompt i.
+        max_new_tokens: most tokens of a completion.
+        end_ids: tokens that end a completion, and are its last one.
+        num_slots: rows that are decoded together; no completion depends on it, up to rounding.
+        compiled: run the steps compiled.
+
+    Returns:
+        The completions' token ids, in the order of `prompts`.
+    """
+    looped = find_looped_model(model)
+    ends = frozenset(end_ids)
+    decoder = SamplingDecoder(
+        looped,
+        [list(prompt) for prompt in prompts],
+        max_new_tokens,
+        num_slots,
+        lambda answers: [answer[-1] in ends for answer in answers],
+        compiled,
+        sampler=sampler,
+    )
+    prepared = nullcontext if compiled else PreparedProjections(looped).in_use
+    completions: list[list[int]] = [[] for _ in prompts]
+    with _inference(model, looped), prepared():
+        while answers := decoder.advance():
+            for index, answer in answers:
+                completions[index] = answer
+    return completions
 
 
 def cut_before(text: str, stop_strings: Iterable[str]) -> str:

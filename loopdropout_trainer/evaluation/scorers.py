@@ -1,7 +1,8 @@
-"""Find the answer metrics of this package."""
+"""Find the answer metrics of this package, and the number that an answer ends with."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from loopdropout_trainer.evaluation.metrics import METRICS, evaluate
@@ -9,6 +10,15 @@ from loopdropout_trainer.evaluation.metrics import METRICS, evaluate
 
 if TYPE_CHECKING:
     from evaluate import EvaluationModule
+
+
+_NUMBER = re.compile(r"-?\d[\d,]*")
+
+
+def last_number(text: str) -> str | None:
+    """Return the last whole number of a text without its commas; None if there is none."""
+    found = _NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
 
 
 def load_metric(name: str) -> EvaluationModule:

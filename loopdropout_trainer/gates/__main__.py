@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
-from loopdropout_trainer.settings.command import run_command
 
 
 FACTS = ("Gate", "Mean", "Covariance", "Paper")
@@ -55,4 +54,8 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(lambda: main(sys.argv[1:]), "gates")
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        print(f"gates: {error}", file=sys.stderr)
+        sys.exit(2)

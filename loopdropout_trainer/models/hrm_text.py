@@ -48,19 +48,20 @@ class HrmTextLoops(LoopDescription):
     # The prefix mask.
 
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Mark as prompt what comes before the first token that a row is trained on.
+        """Mark as prompt what comes before the first token that a row is trained on, by labels or by a completion mask.
 
         Raises:
             ValueError: for rows that hold several examples, whose prompts would see each other.
         """
-        if not self.config.prefix_lm or "labels" not in batch or "token_type_ids" in batch:
+        trained = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
+        if not self.config.prefix_lm or trained is None or "token_type_ids" in batch:
             return batch
         if "position_ids" in batch:
             raise ValueError(
                 "HRM-Text's prompts attend in both directions, which is not possible for several examples in a row: set "
                 "`packing` and `padding_free` to false."
             )
-        answered = (batch["labels"] != -100).cumsum(dim=1) > 0  # [B, S], from the first trained token on
+        answered = trained.cumsum(dim=1) > 0  # [B, S], from the first trained token on
         prompt = ~answered & answered.any(dim=1, keepdim=True)
         if "attention_mask" in batch:
             prompt = prompt & (batch["attention_mask"] != 0)

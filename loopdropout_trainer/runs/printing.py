@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -13,12 +12,12 @@ from rich.table import Table
 from loopdropout_trainer.diagnostics.plots import draw_bars, draw_curves
 from loopdropout_trainer.diagnostics.style import legend_above, new_figure
 from loopdropout_trainer.evaluation import BenchmarkResult
+from loopdropout_trainer.evaluation.scorers import last_number
 from loopdropout_trainer.evaluation.statistics import sign_test
 from loopdropout_trainer.runs.result import RunResult
 
 
 MATTERS = 0.05  # below this p-value of the sign test, a difference is said to be more than chance
-_NUMBER = re.compile(r"-?\d[\d,]*")
 
 
 def print_results(outcomes: Sequence[RunResult], console: Console | None = None) -> None:
@@ -55,9 +54,11 @@ def _table(title: str, columns: Iterable[str]) -> Table:
 
 
 def training_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return how each adapter was trained."""
+    """Return how each adapter was trained; by reward: its mean over the first and the last tenth of the log."""
+    by_reward = outcomes[0].rewards is not None
+    figures = ("reward, first", "last") if by_reward else ("loss",)
     table = _table(
-        f"Training at K = {outcomes[0].num_loops}", ("p", "trainable", "examples", "steps", "loss", "seconds")
+        f"Training at K = {outcomes[0].num_loops}", ("p", "trainable", "examples", "steps", *figures, "seconds")
     )
     for outcome in outcomes:
         table.add_row(
@@ -66,7 +67,7 @@ def training_table(outcomes: Sequence[RunResult]) -> Table:
             f"{outcome.trainable_parameters:,}",
             f"{outcome.examples:,}",
             f"{outcome.steps:,}",
-            f"{outcome.train_loss:.4f}",
+            *(f"{number:.4f}" for number in outcome.rewards or [outcome.train_loss]),
             f"{outcome.train_seconds:.0f}",
         )
     return table
@@ -88,7 +89,7 @@ def answers_table(outcomes: Sequence[RunResult]) -> Table:
             count = "" if result.correct is None else f"{result.correct}/{result.total} "  # None: parts of points
             cells.append(f"{count}{result.score:.1f}%")
             if _has_marks(result):
-                cells.append(f"{100 * right_by_last_number(result) / result.total:.1f}%")
+                cells.append(f"{100 * right_bylast_number(result) / result.total:.1f}%")
         if cells:
             table.add_row(name, *cells)
     return table
@@ -183,18 +184,13 @@ def paired_sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
     return sign_test(wins, losses)
 
 
-def right_by_last_number(result: BenchmarkResult) -> int:
+def right_bylast_number(result: BenchmarkResult) -> int:
     """Count the answers whose last number is the reference's last, whatever stands before it."""
-    return sum(_last_number(p.completion) == _last_number(p.reference) is not None for p in result.predictions)
+    return sum(last_number(p.completion) == last_number(p.reference) is not None for p in result.predictions)
 
 
 def _has_marks(result: BenchmarkResult) -> bool:
     return all("####" in prediction.reference for prediction in result.predictions)
-
-
-def _last_number(text: str) -> str | None:
-    found = _NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else None
 
 
 # The figure.

@@ -45,8 +45,28 @@ class TrainingProgress(ProgressCallback):
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:
     """Return the line of one logging interval or evaluation; None for the summary of the whole run, which has a table."""
     for loss, words in (("loss", "loss"), ("eval_loss", "held-out loss")):
-        if loss in logs:
-            line = f"step {step} of {max_steps}: {words} {float(logs[loss]):.4f}"
-            rate = logs.get("learning_rate")
-            return line if rate is None else f"{line}, learning rate {float(rate):.3g}"
+        if loss not in logs:
+            continue
+        figures = [f"{words} {float(logs[loss]):.4f}"]
+        before = "eval_" if loss == "eval_loss" else ""
+        if any(name.startswith(f"{before}reward") for name in logs):
+            found = {name: logs.get(before + name) for name in _OF_REWARDS}
+            figures += [_OF_REWARDS[name].format(float(value)) for name, value in found.items() if value is not None]
+        if logs.get("learning_rate") is not None:
+            figures.append(f"learning rate {float(logs['learning_rate']):.3g}")
+        return f"step {step} of {max_steps}: {', '.join(figures)}"
     return None
+
+
+_OF_REWARDS = {
+    "reward": "reward {:.3f}",
+    "rewards/margins": "margin {:.3f}",
+    "rewards/accuracies": "chosen preferred {:.0%}",
+    "completions/mean_length": "{:.0f} tokens",
+    "completions/clipped_ratio": "cut off {:.0%}",
+    "kl": "KL {:.4f}",
+    "entropy": "entropy {:.3f}",
+    "gate_mean": "mean gate {:.2f}",
+    "completions/tokens_per_second": "{:.0f} sampled tokens/s",
+}
+"""What the log of DPO and GRPO says beside the loss, and how a line says it."""

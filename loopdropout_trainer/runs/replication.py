@@ -216,6 +216,12 @@ def _readout_gain(loop: int) -> Callable[[Results], Values]:
     return values
 
 
+def _catches_up(results: Results) -> Values:
+    names = ("longer", "longer_lora", "loop_dropout", "lora")
+    longer, longer_lora, ours, lora = (accuracy(runs, results.benchmark) for runs in results.paired(*names))
+    return (longer - longer_lora) - (ours - lora)
+
+
 def _masking_helps_sharing_more(rank: int) -> Callable[[Results], Values]:
     def values(results: Results) -> Values:
         names = ("loop_dropout", "lora", f"independent_rank_{rank}_masked", f"independent_rank_{rank}")
@@ -252,7 +258,7 @@ CLAIMS = (
     Claim("Loop Dropout levels it: LoRA's max - min of rho_t, less its own", "+15.4", _of_rho(_levelling)),
     Claim("Loop Dropout's update does more alone in loop 1", "+18.9", _of_rho(lambda lora, ours: ours[:, 0] - lora[:, 0])),
     Claim("Loop Dropout answers more at the training depth", "+1.90", _gain("loop_dropout", "lora")),
-    Claim("Its advantage is larger at twice the training depth (8 against 4)", "+2.85", _gain_grows(8, 4)),
+    Claim("It loses less than LoRA from the training depth to twice it (4 to 8 loops)", "+2.85", _gain_grows(8, 4)),
     Claim("It answers more at twice the training depth", "+4.75", _gain_at(8)),
     Claim("It answers more with half the loops (K = 2)", "none", _gain_at(2)),
     Claim("It answers more with three quarters of the loops (K = 3)", "none", _gain_at(3)),
@@ -261,6 +267,8 @@ CLAIMS = (
     Claim("Whole applications matter: against module-wise masks", "+2.05", _gain("loop_dropout", "module_wise")),
     Claim("Against low-rank weight noise", "+1.87", _gain("loop_dropout", "weight_noise")),
     Claim("Against parallel noise of the same two moments", "+1.95", _gain("loop_dropout", "parallel_noise")),
+    Claim("It answers more after three times as many steps", "none", _gain("longer", "longer_lora")),
+    Claim("Three times as many steps bring it closer to LoRA", "none", _catches_up),
     Claim("Against LoRA+", "+0.99", _gain("loop_dropout", "lora_plus")),
     Claim("Against rsLoRA", "+2.0", _gain("loop_dropout", "rslora")),
     Claim("Against CoTo", "+0.94", _gain("loop_dropout", "coto")),
@@ -307,7 +315,8 @@ def methods_table(results: Results) -> str:
     for method, runs in results.runs.items():
         measured = [run["measured"] for run in runs.values()]
         cells = [method, f"{next(iter(runs.values()))['rate']:.3g}", str(len(runs))]
-        cells += [_mean_sd([run["benchmarks"][name]["score"] for run in measured]) for name in names]
+        for name in names:  # parts may measure less than others
+            cells.append(_mean_sd([r["benchmarks"][name]["score"] for r in measured if name in r["benchmarks"]]))
         for depth in depths:
             scores = [run["by_depth"][depth]["score"] for run in measured if depth in run["by_depth"]]
             cells.append(_mean_sd(scores))
@@ -315,20 +324,48 @@ def methods_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def gates_table(results: Results) -> str:
+    """Return the accuracy on the first benchmark with other gates at inference, mean and SD over seeds, as Markdown."""
+    every = [run["measured"] for runs in results.runs.values() for run in runs.values()]
+    loops = range(max((len(run.get("single_loop_answers", ())) for run in every), default=0))
+    doses = list(dict.fromkeys(dose for run in every for dose in run.get("by_dose", ())))
+    columns = [f"loop {loop + 1} only" for loop in loops] + [f"{dose} in all loops" for dose in doses]
+    lines = [f"| {' | '.join(['method', 'seeds', *columns])} |", "|" + "---|" * (len(columns) + 2)]
+    for method, runs in results.runs.items():
+        measured = [run["measured"] for run in runs.values()]
+        if not any("by_dose" in run or "single_loop_answers" in run for run in measured):
+            continue
+        only = [run.get("single_loop_answers", ()) for run in measured]
+        cells = [_mean_sd([scores[loop]["score"] for scores in only if loop < len(scores)]) for loop in loops]
+        cells += [_mean_sd([r["by_dose"][dose]["score"] for r in measured if "by_dose" in r]) for dose in doses]
+        lines.append(f"| {' | '.join([method, str(len(runs)), *cells])} |")
+    return "\n".join(lines)
+
+
 def loops_table(results: Results) -> str:
     """Return rho_t and the readouts' losses, means over seeds, as Markdown."""
     lines = []
     for method, runs in results.runs.items():
-        measured = [run["measured"] for run in runs.values()]
-        if all("single_loop" in run for run in measured):
+        measured = [run["measured"] for run in runs.values() if "single_loop" in run["measured"]]
+        if measured:
             reductions = " / ".join(f"{value:.1f}" for value in rho(measured).mean(axis=0))
             losses = " / ".join(f"{value:.3f}" for value in readouts(measured).mean(axis=0))
-            lines.append(f"| {method} | {len(runs)} | {reductions} | {losses} |")
+            lines.append(f"| {method} | {len(measured)} | {reductions} | {losses} |")
     return "| method | seeds | rho_t, % | readout losses, nats |\n|---|---|---|---|\n" + "\n".join(lines)
 
 
 def _mean_sd(scores: Sequence[float]) -> str:
     return summarize(scores).text(1) if scores else "-"
+
+
+def progress(collected: dict[str, Any]) -> str:
+    """Return how much of the study has run, in one sentence for all of it and a few words for each part."""
+    runs, planned = collected["runs"], collected.get("planned_trainings", len(collected["runs"]))
+    measured = sum("measured" in run for run in runs)
+    words = f"{len(runs)} of at most {planned} trainings have run, and {measured} of their adapters are measured"
+    parts = {name: part["trainings"] for name, part in collected.get("parts", {}).items() if "trainings" in part}
+    by_part = ", ".join(f"`{name}` {count['done']} of {count['planned']}" for name, count in parts.items())
+    return f"{words}{f'; by part: {by_part}' if by_part else ''}."
 
 
 def write_document(results: Path, document: Path) -> None:
@@ -340,7 +377,9 @@ def write_document(results: Path, document: Path) -> None:
     text = document.read_text(encoding="utf-8") if document.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
     if BEGIN not in text or END not in text:
         raise ValueError(f"{document} must have the marks {BEGIN} and {END}.")
-    of_study = Results.of(json.loads(results.read_text(encoding="utf-8")))
-    parts = [claims_table(of_study), methods_table(of_study), loops_table(of_study)]
+    collected = json.loads(results.read_text(encoding="utf-8"))
+    of_study = Results.of(collected)
+    tables = [make(of_study) for make in (claims_table, methods_table, gates_table, loops_table)]
+    parts = [progress(collected), *tables]
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     document.write_text("\n\n".join([before + BEGIN, *parts, END + after]), encoding="utf-8")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from loopdropout_trainer.diagnostics import SingleLoopActivation
@@ -56,6 +57,7 @@ class RunResult:
         step_seconds: of `train_seconds`, in training steps; num_tokens: trained on in them.
         peak_memory_gb: most memory that the first process held, of the GPU if there is one, in 10^9 bytes.
         base_benchmarks, benchmarks: results by greedy generation before and after training.
+        rewards: of a training by reward: its mean over the first and over the last tenth of the log.
         single_loop: losses with the adapter in one loop at a time, if measured.
         by_depth: results on the first benchmark by the number of loops at inference, if measured.
         adapter: its other fields (`r`, `lora_alpha`, ...); model: the base's (`model`, `dtype`, ...).
@@ -80,6 +82,7 @@ class RunResult:
     adapter: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     saved: dict[str, str] = field(default_factory=dict)
+    rewards: list[float] | None = None
 
     @property
     def title(self) -> str:
@@ -90,6 +93,12 @@ class RunResult:
     def results(self) -> dict[str, float]:
         """Scores by benchmark, in percent."""
         return {result.name: result.score for result in self.benchmarks}
+
+
+def first_and_last(rewards: Sequence[float]) -> list[float] | None:
+    """Return the means of the first and of the last tenth of a log's rewards; None if it has none."""
+    tenth = max(1, len(rewards) // 10)
+    return [mean(rewards[:tenth]), mean(rewards[-tenth:])] if rewards else None
 
 
 RESULTS_FILE = "results.json"
@@ -137,6 +146,8 @@ def write_results(
     if outcome.single_loop is not None:
         reductions = {"reductions_percent": outcome.single_loop.reductions}
         report["single_loop"] = {**asdict(outcome.single_loop), **reductions}
+    if outcome.rewards is not None:
+        report["train_info"]["rewards"] = outcome.rewards
     report["saved"] = outcome.saved
     with written_whole(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
         (folder / "recipe.yaml").write_text(settings_yaml(settings), encoding="utf-8")
@@ -167,6 +178,7 @@ def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Mappi
             single_loop=SingleLoopActivation(**single_loop) if single_loop else None,
             by_depth={int(depth): BenchmarkResult.from_json(first, each) for depth, each in depths.items()},
             saved=report["saved"],
+            rewards=training.get("rewards"),
         )
     except (OSError, ValueError, KeyError, TypeError):  # not there, or of another version
         return None

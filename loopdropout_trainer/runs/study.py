@@ -117,6 +117,11 @@ class StudySweep(Sweep):
         super().__init__(arguments, scripts)
         self.measuring = measuring
 
+    def runs_of(self, method: str) -> list[tuple[float, int]]:
+        """Return (rate, seed) of a method's trainings that are known so far: those that choose its rate, and the others."""
+        grid = [(rate, self.arguments.seeds[0]) for rate in self.rates(method)]
+        return list(dict.fromkeys([*grid, *self.final_runs(method)]))
+
     def test(self, method: str, rate: float, seed: int) -> Job | None:
         """Return the job that measures a trained adapter."""
         folder = self.training(method, rate, seed).results.parent
@@ -129,12 +134,10 @@ class StudySweep(Sweep):
         """
         for seed in self.arguments.seeds:
             for method in self.arguments.methods:
-                final = [run for run in self.final_runs(method) if run[1] == seed]
-                grid = [(rate, seed) for rate in self.rates(method)] if seed == self.arguments.seeds[0] else []
-                for run in dict.fromkeys([*grid, *final]):
-                    if not (job := self.training(method, *run)).done:
+                for run in self.runs_of(method):
+                    if run[1] == seed and not (job := self.training(method, *run)).done:
                         yield job
-                for run in final:
+                for run in (run for run in self.final_runs(method) if run[1] == seed):
                     done = self.training(method, *run).benchmarks() is not None
                     if done and (job := self.test(method, *run)).benchmarks() is None:
                         yield job
@@ -311,18 +314,26 @@ class Study:
         chosen: dict[str, float] = {}
         parts: dict[str, Any] = {}
         for name, sweep in self.sweeps():
-            parts[name] = {key: self.parts[name][key] for key in ("methods", "seeds")}
+            part = parts[name] = {key: self.parts[name][key] for key in ("methods", "seeds")}
+            part["trainings"] = {"planned": len(self.planned_runs(self.parts[name])), "done": 0}
             for path in sweep.arguments.methods:
                 method = Path(path).stem
                 rate = None if sweep.arguments.full_grid else sweep.chosen_rate(path)
                 if rate is not None:
                     chosen[method] = rate
-                for rate in sweep.rates(path):
-                    for seed in sweep.arguments.seeds:
-                        run = _read_run(sweep.training(path, rate, seed), sweep.test(path, rate, seed))
-                        if run is not None:
-                            runs[method, f"{rate:.6g}", seed] = {"method": method, "rate": rate, "seed": seed, **run}
-        return {"measure": self.arguments.measure, "parts": parts, "chosen_rates": chosen, "runs": list(runs.values())}
+                for rate, seed in sweep.runs_of(path):
+                    run = _read_run(sweep.training(path, rate, seed), sweep.test(path, rate, seed))
+                    if run is not None:
+                        part["trainings"]["done"] += 1
+                        runs[method, f"{rate:.6g}", seed] = {"method": method, "rate": rate, "seed": seed, **run}
+        planned = set().union(*(self.planned_runs(part) for part in self.parts.values()))
+        return {
+            "measure": self.arguments.measure,
+            "planned_trainings": len(planned),
+            "parts": parts,
+            "chosen_rates": chosen,
+            "runs": list(runs.values()),
+        }
 
 
 def _read_run(training: Job, measuring: Job) -> dict[str, Any] | None:

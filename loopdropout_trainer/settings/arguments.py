@@ -196,3 +196,22 @@ class RunArguments(BenchmarkArguments):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
         check_whole("single_loop_batches", self.single_loop_batches, 0)
+
+
+@dataclass
+class RewardArguments:
+    """What completions are rewarded for, in reinforcement learning."""
+
+    rewards: list[str] = field(
+        default_factory=lambda: ["gsm8k_strict"],
+        metadata={
+            "help": "Rewards, which are added by `reward_weights`: `gsm8k_strict`, `gsm8k_format`, `last_number` or "
+            "`math_verify`, each 1 or 0 (docs/reinforcement.md).",
+            "nargs": "+",
+        },
+    )
+
+    def __post_init__(self):
+        check_list("rewards", self.rewards)
+        if not self.rewards:
+            raise ValueError("`rewards` must name one or more rewards; got [].")

@@ -42,6 +42,32 @@ TRAINER_FIELDS = {
 }
 """The fields of TRL's `SFTConfig` and transformers' `TrainingArguments` that recipes use most."""
 
+_OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss", "packing")
+OTHER_TRAINER_FIELDS = {
+    "sft": {},
+    "dpo": {
+        "beta": "Strength with which the policy is held to the reference.",
+        "loss_type": "Loss on the pairs, such as `sigmoid` (DPO), `ipo` or `hinge`.",
+        "max_length": "Longer answers, with their prompts, are cut.",
+        "precompute_ref_log_probs": "Whether to score the reference once, before the training.",
+    },
+    "grpo": {
+        "num_generations": "Completions of each prompt, which are compared with one another.",
+        "max_completion_length": "Most tokens of a completion.",
+        "temperature": "Of the sampling; `top_p`, `top_k` and `min_p` cut it.",
+        "beta": "Weight of the KL divergence from the reference; 0: no reference.",
+        "loss_type": "How token losses are summed, such as `dapo` or `grpo`.",
+        "num_iterations": "Passes over each set of completions.",
+        "steps_per_generation": "Micro-batches for which completions are sampled at once.",
+        "epsilon": "The importance ratio is clipped to 1 +- this.",
+        "scale_rewards": "Whether rewards are divided by their deviation in a `group`, a `batch`, or not (`none`).",
+        "reward_weights": "Weight of each reward.",
+        "log_completions": "Whether to print some completions.",
+        "use_vllm": "Whether vLLM samples; see TRL's `vllm_...` fields.",
+    },
+}
+"""What trainers of TRL other than `SFTTrainer` have instead of the fields of supervised fine-tuning alone."""
+
 
 @dataclass(frozen=True)
 class Field:
@@ -56,7 +82,7 @@ class Field:
 def answer_help(
     description: str,
     groups: Sequence[tuple[str, str, str]],
-    trains: bool = False,
+    trains: str | bool = False,
     recipe: str = "[RECIPE.yaml]",
     argv: list[str] | None = None,
 ) -> None:
@@ -65,7 +91,7 @@ def answer_help(
     Args:
         description: the script's docstring.
         groups: (title, source file, name of the dataclass in it); files are relative to the package.
-        trains: whether the script takes the trainer's fields, too.
+        trains: whose of TRL's trainers' fields the script takes, too: `sft` (or True), `dpo` or `grpo`.
         recipe: what the first word of the command line may be.
         argv: the process's `sys.argv`.
     """
@@ -79,15 +105,18 @@ def answer_help(
 
 
 def help_text(
-    description: str, groups: Sequence[tuple[str, str, str]], trains: bool, recipe: str, script: str = "SCRIPT"
+    description: str, groups: Sequence[tuple[str, str, str]], trains: str | bool, recipe: str, script: str = "SCRIPT"
 ) -> str:
     """Return the text that `--help` prints; see `answer_help`."""
     parts = [f"usage: {script} {recipe} [--field value ...]", description.strip()]
     for title, file, name in groups:
         parts.append("\n".join([f"{title}:", *map(_entry, fields_of(PACKAGE / file, name))]))
     if trains:
-        fields = [Field(name, "", None, text) for name, text in TRAINER_FIELDS.items()]
-        parts.append("\n".join(["Training (TRL's `SFTConfig`; those used most):", *map(_entry, fields)]))
+        method = "sft" if trains is True else trains
+        shared = {name: text for name, text in TRAINER_FIELDS.items() if method == "sft" or name not in _OF_SFT}
+        texts = {**shared, **OTHER_TRAINER_FIELDS[method]}
+        fields = [Field(name, "", None, text) for name, text in texts.items()]
+        parts.append("\n".join([f"Training (TRL's `{method.upper()}Config`; those used most):", *map(_entry, fields)]))
         parts.append("`--help_all` lists all fields, with TRL's and transformers' own; it takes some seconds.")
     return "\n\n".join(parts)
 

@@ -1,7 +1,8 @@
-"""`LoopDropoutConfig` and `LoopDropoutDPOConfig`: TRL's `SFTConfig` and `DPOConfig` with the gate rule and its fields."""
+"""TRL's `SFTConfig`, `DPOConfig` and `GRPOConfig` with the gate rule and its fields."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.settings.field_types import json_of
+from loopdropout_trainer.settings.ranges import check_whole
 from loopdropout_trainer.training.choices import make_choice
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler
 from loopdropout_trainer.training.loop_loss import LOOP_LOSSES, LoopLoss
@@ -186,7 +188,29 @@ class LoopDropoutArguments:
 
 
 @dataclass
-class LoopDropoutConfig(LoopDropoutArguments, SFTConfig):
+class LoopLossArguments:
+    """Which loops are trained on: fields of every trainer that may score more than the final loop."""
+
+    loop_loss: str = field(
+        default="final",
+        metadata={
+            "help": "Which loops' readouts the training loss scores: `final` (as in the paper), `uniform`, `progressive`, "
+            "`weighted`, `exit` (by the model's exit gate) or `random` (docs/depth.md). Evaluation scores the final loop."
+        },
+    )
+    loop_loss_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Fields of the loop loss, as a mapping (JSON on the command line)."}
+    )
+
+    def make_loop_loss(self) -> LoopLoss:
+        """Build the loop loss that these arguments describe."""
+        if isinstance(self.loop_loss_args, str):
+            self.loop_loss_args = json_of("loop_loss_args", self.loop_loss_args)
+        return make_choice("loop_loss", LOOP_LOSSES, self.loop_loss, self.loop_loss_args)
+
+
+@dataclass
+class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
     """Training arguments of `LoopDropoutSFTTrainer`: what `SFTConfig` has, how gates are drawn, how deep training runs."""
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args", "depth_sampling_args", "loop_loss_args"]
@@ -201,17 +225,6 @@ class LoopDropoutConfig(LoopDropoutArguments, SFTConfig):
     depth_sampling_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
     )
-    loop_loss: str = field(
-        default="final",
-        metadata={
-            "help": "Which loops' readouts the training loss scores: `final` (as in the paper), `uniform`, `progressive`, "
-            "`weighted`, `exit` (by the model's exit gate) or `random` (docs/depth.md). Evaluation scores the final loop."
-        },
-    )
-    loop_loss_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Fields of the loop loss, as a mapping (JSON on the command line)."}
-    )
-
     live_diagnostics_steps: int = field(
         default=0,
         metadata={
@@ -227,9 +240,6 @@ class LoopDropoutConfig(LoopDropoutArguments, SFTConfig):
         for name, least in (("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}; got {getattr(self, name)}.")
-        for name in ("depth_sampling_args", "loop_loss_args"):
-            if isinstance(getattr(self, name), str):
-                setattr(self, name, json_of(name, getattr(self, name)))
         self.make_depth_sampler()
         if self.make_loop_loss().scores_all:
             for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
@@ -242,11 +252,9 @@ class LoopDropoutConfig(LoopDropoutArguments, SFTConfig):
 
     def make_depth_sampler(self) -> DepthSampler:
         """Build the depth sampler that these arguments describe."""
+        if isinstance(self.depth_sampling_args, str):
+            self.depth_sampling_args = json_of("depth_sampling_args", self.depth_sampling_args)
         return make_choice("depth_sampling", DEPTH_SAMPLERS, self.depth_sampling, self.depth_sampling_args)
-
-    def make_loop_loss(self) -> LoopLoss:
-        """Build the loop loss that these arguments describe."""
-        return make_choice("loop_loss", LOOP_LOSSES, self.loop_loss, self.loop_loss_args)
 
     def depth_limits(self, num_loops: int) -> tuple[int, int]:
         limits = self.make_depth_sampler().limits(num_loops)
@@ -259,3 +267,94 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
     """Training arguments of `LoopDropoutDPOTrainer`: everything that `DPOConfig` has, and how gates are drawn."""
 
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
+
+
+@dataclass
+class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig):
+    """Training arguments of `LoopDropoutGRPOTrainer`: what `GRPOConfig` has, how gates are drawn, which loops get credit.
+
+    docs/reinforcement.md says what each choice does to the importance ratio.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "rule_args", "loop_loss_args"]
+
+    gates_per: str = field(
+        default="prompt",
+        metadata={
+            "help": "Who shares gates: all completions of a `prompt`, so that they are compared under one thinned model, or "
+            "none, each `completion` having its own.",
+            "choices": ["prompt", "completion"],
+        },
+    )
+    old_gates: str = field(
+        default="same",
+        metadata={
+            "help": "Gates of the old log-probabilities: the `same` as the current policy's (the importance ratio begins at "
+            "1), or `unit`, with which the completions were sampled (the ratio corrects for the gates).",
+            "choices": ["same", "unit"],
+        },
+    )
+    reference_gates: str = field(
+        default="unit",
+        metadata={
+            "help": "Gates of the reference's log-probabilities (with `beta`) if it is the copy of a pretrained adapter: "
+            "`unit`, or the `same` as the current policy's. A new adapter's reference is the base model, which has none.",
+            "choices": ["unit", "same"],
+        },
+    )
+    completion_decoding: str = field(
+        default="eager",
+        metadata={
+            "help": "How completions are decoded without vLLM: `eager` (continuous batching), `compiled` (the same with "
+            "compiled steps), or `generate` (transformers' own, as TRL does).",
+            "choices": ["eager", "compiled", "generate"],
+        },
+    )
+    completion_slots: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions that a process decodes at a time. Default: all that it generates at once. No completion "
+            "depends on it."
+        },
+    )
+
+    def __post_init__(self):
+        for name in ("gates_per", "old_gates", "reference_gates", "completion_decoding"):
+            valid = type(self).__dataclass_fields__[name].metadata["choices"]
+            if getattr(self, name) not in valid:
+                raise ValueError(f"`{name}` must be {' or '.join(valid)}; got {getattr(self, name)!r}.")
+        if self.completion_slots is not None:
+            check_whole("completion_slots", self.completion_slots)
+        if self.make_loop_loss().name == "random":
+            raise ValueError(
+                "`loop_loss: random` runs fewer loops than the completions were sampled with: choose 'final', 'uniform', "
+                "'progressive', 'weighted' or 'exit'."
+            )
+        super().__post_init__()
+        if self.loop_loss != "final" and self.use_vllm and self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to "
+                "false, or `loop_loss` to 'final'."
+            )
+
+    @property
+    def generates_every(self) -> int:
+        """Micro-batches between two generations: those for which one set of completions is used."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def scores_old(self) -> bool:
+        """Whether TRL asks for the old log-probabilities; else they are the current ones at the same weights."""
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        return self.gradient_accumulation_steps % self.generates_every != 0 or corrects
+
+    def depth_limits(self, num_loops: int) -> tuple[int, int]:
+        self.make_loop_loss().check((num_loops, num_loops))
+        return num_loops, num_loops
+
+    @classmethod
+    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> LoopDropoutGRPOConfig:
+        if isinstance(args, GRPOConfig) and not isinstance(args, cls):
+            args = copy.copy(args)
+            args.generation_batch_size = None  # TRL worked out one of the two, and refuses both
+        return super().from_arguments(args, output_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from trl import DPOTrainer
 
 from loopdropout_trainer.adapters import add_unit_gates
 from loopdropout_trainer.gates.streams import ExampleId
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.sft_trainer import collate_completely
 
 
 class LoopDropoutDPOTrainer(FaultToleranceMixin, GateSamplingMixin, DPOTrainer):
@@ -37,6 +40,7 @@ class LoopDropoutDPOTrainer(FaultToleranceMixin, GateSamplingMixin, DPOTrainer):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
+        self.data_collator = functools.partial(collate_completely, self.data_collator, find_looped_model(self.model))
         if "ref" in self.model.peft_config:
             add_unit_gates(self.model, "ref")
 

@@ -148,7 +148,7 @@ class GateSamplingMixin:
         for self._pass_index in range(passes):
             is_last = self._pass_index == passes - 1
             with nullcontext() if is_last else self.accelerator.no_sync(model):
-                loss = loss + self._run_pass(model, dict(inputs), num_items_in_batch)
+                loss = loss + self._run_pass(model, copy.copy(inputs), num_items_in_batch)
         if passes > 1:  # TRL counted the tokens in every pass
             self._total_train_tokens = tokens + (self._total_train_tokens - tokens) // passes
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
@@ -232,23 +232,35 @@ class GateSamplingMixin:
             segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
             segments = segments.clamp(max=len(ids) - 1)  # padding after the last example counts as its part
         first_row = self._next_row()
-        seed = self.args.seed if self.args.gate_seed is None else self.args.gate_seed
-        num_loops, loops_to_run = self.draw_depth(seed)
-        draw = Draw(
-            seed=seed,
-            step=self.state.global_step,
-            num_steps=self.state.max_steps,
-            example_ids=[(first_row + row, segment) for row, segment in ids],
-            num_loops=num_loops,
-            num_modules=len(self.physical_layers),
-            layers=self.physical_layers,
-            pass_index=self._pass_index,
-        )
+        num_loops, loops_to_run = self.draw_depth(self.gate_seed)
+        draw = self._draw([(first_row + row, segment) for row, segment in ids], num_loops)
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
         self.loop_state.apply(GatePlan(self._drawn, segments, self.rule.seeds(draw), draw))
         find_looped_model(self.model).training_policy = self.training_policy
         self._run_at(loops_to_run)
         self._log_gates(self._drawn.detach())
+
+    @property
+    def gate_seed(self) -> int:
+        """Seed of all draws of gates and depths."""
+        return self.args.seed if self.args.gate_seed is None else self.args.gate_seed
+
+    @property
+    def gate_step(self) -> int:
+        """Optimizer step that gates are drawn for."""
+        return self.state.global_step
+
+    def _draw(self, example_ids: list[ExampleId], num_loops: int) -> Draw:
+        return Draw(
+            seed=self.gate_seed,
+            step=self.gate_step,
+            num_steps=self.state.max_steps,
+            example_ids=example_ids,
+            num_loops=num_loops,
+            num_modules=len(self.physical_layers),
+            layers=self.physical_layers,
+            pass_index=self._pass_index,
+        )
 
     def _find_training_policy(self) -> TrainingPolicy:
         """Return how micro-batches may run in training, and say so if they cannot run as they were asked to."""

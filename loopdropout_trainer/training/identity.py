@@ -41,6 +41,8 @@ dataloader_multiprocessing_context dataloader_in_order dataset_num_proc remove_u
 torch_empty_cache_steps activation_offloading activation_checkpointing activation_checkpointing_kwargs use_cache
 gradient_checkpointing gradient_checkpointing_kwargs use_liger_kernel liger_kernel_config
 torch_compile torch_compile_backend torch_compile_mode
+log_completions num_completions_to_print log_unique_prompts log_multimodal log_completions_hub_repo
+steps_per_generation completion_slots ds3_gather_for_generation
 remove_padding skip_frozen_loops fused_lora recompute_pointwise compile_layers stop_on_nan
 """
 # These count in another way: by what they make of the model, and by the examples in a step.

@@ -195,7 +195,7 @@ def _score(fused, model: LoopedModelMixin, readouts: Readouts, weights: torch.Te
     return type(scores)(
         log_probs=unpacked(log_probs),
         entropy=unpacked(scores.entropy[0, last]),
-        is_top1=unpacked(scores.is_top1[0, last]),
+        is_top1=None if scores.is_top1 is None else unpacked(scores.is_top1[0, last]),
         label_mask=mask,
     )
 

@@ -47,7 +47,7 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
         super().__init__(*positional, **keywords)
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_example_ids, self.data_collator)
-        self.data_collator = functools.partial(_collate_completely, self.data_collator, find_looped_model(self.model))
+        self.data_collator = functools.partial(collate_completely, self.data_collator, find_looped_model(self.model))
         if self.args.live_diagnostics_steps:
             self.add_callback(LiveDiagnosticsCallback(self))
         self.depth_sampler = self.args.make_depth_sampler()
@@ -100,7 +100,8 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
         return [{args.dataset_text_field}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"}]
 
 
-def _collate_completely(collate, model: LoopedModelMixin, examples: list[dict[str, Any]]) -> dict[str, Any]:
+def collate_completely(collate, model: LoopedModelMixin, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a batch with what else the model reads of it."""
     return model.complete_batch(collate(examples))
 
 

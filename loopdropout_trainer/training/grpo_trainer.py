@@ -1,0 +1,260 @@
+"""`LoopDropoutGRPOTrainer`: TRL's `GRPOTrainer` with a gate on every application of the adapter."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+from trl import GRPOTrainer
+from trl.trainer.utils import use_adapter
+
+from loopdropout_trainer.adapters import add_unit_gates, share_gates
+from loopdropout_trainer.evaluation.decoding import why_not
+from loopdropout_trainer.evaluation.generation import sample_completions
+from loopdropout_trainer.evaluation.sampling import Sampler
+from loopdropout_trainer.gates.streams import ExampleId
+from loopdropout_trainer.looped import GatePlan, find_looped_model
+from loopdropout_trainer.training.completions import load_completions, restart_at_epochs, save_completions
+from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
+from loopdropout_trainer.training.distributed import divides_weights
+from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
+from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.loop_loss import LoopScores
+
+
+logger = logging.get_logger(__name__)
+
+
+class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer):
+    """Reinforcement learning of a looped language model with a gate on every application of its LoRA adapter.
+
+    Takes what `GRPOTrainer` takes. Completions are sampled at unit gates, by continuous batching: the model that samples is
+    the one that will be used. They are scored under gates, which are drawn when they are sampled and hold for as long as
+    they are trained on. docs/reinforcement.md says what that does to the importance ratio.
+
+    Args:
+        model: looped model, PEFT model over one, or the name or path of one.
+        reward_funcs: as for `GRPOTrainer`; `loopdropout_trainer.training.rewards` has some.
+        args: `LoopDropoutGRPOConfig`; a plain `GRPOConfig` gets the paper's default rule.
+        peft_config: LoRA adapter; default: the paper's (`default_peft_config`).
+        others: all other arguments of `GRPOTrainer`, under its names or in its order.
+
+    Raises:
+        NotLoopedError: for a model without loops.
+        ValueError: for an adapter or a rule that cannot be trained so; before weights are loaded if `model` is a name.
+    """
+
+    _tag_names = ["trl", "grpo", "loop-dropout"]
+    args_class = LoopDropoutGRPOConfig
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+        looped, args = find_looped_model(self.model), self.args
+        self._check_gates()
+        if "ref" in self.model.peft_config:
+            (share_gates if args.reference_gates == "same" else add_unit_gates)(self.model, "ref")
+        loop_loss = args.make_loop_loss()
+        if looped.trains_at_one_depth and loop_loss.scores_all:
+            raise ValueError(f"{type(looped).__name__} trains on its final loop: leave `loop_loss` at 'final'.")
+        loop_loss.check_model(looped)
+        self._loop_scores = LoopScores(looped, loop_loss) if loop_loss.scores_all else None
+        self._decoding = self._choose_decoding()
+        self._eval_batch = 0
+
+    def _check_gates(self) -> None:
+        """Refuse old log-probabilities under gates that would not be those of the current ones."""
+        several = self.rule.passes > 1 or self.rule.wants_sensitivity
+        if self.args.scores_old and self.args.old_gates == "same" and several:
+            raise ValueError(
+                f"The rule {self.rule.name!r} changes a completion's gates while it is trained on, so that none are those of "
+                "its old log-probabilities: set `old_gates: unit`, or generate anew for each optimizer step "
+                "(`num_iterations: 1`, and `steps_per_generation` as `gradient_accumulation_steps`)."
+            )
+        if "ref" in self.model.peft_config and self.args.reference_gates == "same" and self.rule.adapter != "gated":
+            raise ValueError(
+                f"The rule {self.rule.name!r} has an adapter of its own kind, whose frozen copy takes no gates: set "
+                "`reference_gates: unit`."
+            )
+
+    def _choose_decoding(self) -> str:
+        """Return the form of decoding that is used without vLLM, and say why if it is not the one that was asked for."""
+        args = self.args
+        if args.completion_decoding == "generate":
+            return "generate"
+        reasons = {
+            why_not(find_looped_model(self.model)): True,
+            "ZeRO-3 and FSDP divide the weights": divides_weights(args),
+            "`repetition_penalty` and `generation_kwargs` are its own": bool(args.generation_kwargs)
+            or args.repetition_penalty != 1,
+        }
+        reason = next((reason for reason, holds in reasons.items() if reason and holds), None)
+        if reason is not None and not args.use_vllm:
+            logger.warning(f"Completions are decoded by transformers' `generate`: {reason} (`completion_decoding`).")
+        return args.completion_decoding if reason is None else "generate"
+
+    @staticmethod
+    def dataset_formats(args: LoopDropoutGRPOConfig) -> list[set[str]]:
+        return [{"prompt"}]
+
+    # Completions
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
+        mode, began = "train" if self.model.training else "eval", time.perf_counter()
+        if self.use_vllm or self.use_transformers_continuous_batching or self._decoding == "generate":
+            completions, log_probs = super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
+            )
+        else:
+            completions, log_probs = self._sample(prompt_ids, mode), None
+        seconds, tokens = time.perf_counter() - began, sum(map(len, completions))
+        self._metrics[mode]["completions/tokens_per_second"].append(tokens / seconds)  # of this process
+        return completions, log_probs
+
+    def _sample(self, prompt_ids: list[list[int]], mode: str) -> list[list[int]]:
+        """Sample a completion of each prompt at unit gates, by draws that no layout and no resume changes."""
+        first = self.accelerator.process_index * len(prompt_ids)
+        sampler = Sampler(
+            self.args.seed,
+            f"completions, {mode}",
+            self._round if mode == "train" else self._eval_batch,
+            range(first, first + len(prompt_ids)),
+            self.max_completion_length,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+        )
+        self._eval_batch += mode == "eval"
+        slots = self.args.completion_slots or len(prompt_ids)
+        model = self.accelerator.unwrap_model(self.model)
+        compiled = self._decoding == "compiled"
+        length, ends = self.max_completion_length, self.eos_token_ids
+        return sample_completions(model, prompt_ids, sampler, length, ends, slots, compiled)
+
+    def evaluation_loop(self, *args, **kwargs):
+        self._eval_batch = 0  # every evaluation draws alike
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs):
+        self._score_all_loops(self.model.training)
+        batch = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return batch
+        rows = len(batch["prompt_ids"])
+        first = self.accelerator.process_index * rows
+        batch["rows"] = torch.arange(first, first + rows, device=self.accelerator.device)
+        same = self.args.old_gates == "same"
+        if same == self.args.scores_old:  # else TRL has done it, or takes the current ones
+            batch["old_per_token_logps"] = self._log_probs(batch, gated=same)
+        if "ref" in self.model.peft_config and self.beta != 0 and self.args.reference_gates == "same":
+            with use_adapter(self.accelerator.unwrap_model(self.model), "ref"):
+                batch["ref_per_token_logps"] = self._log_probs(batch, gated=True)
+        return batch
+
+    @torch.no_grad()
+    def _log_probs(self, batch: dict[str, torch.Tensor], gated: bool) -> torch.Tensor:
+        """Return the active adapter's log-probabilities [B, C], at unit gates or under those that will be trained with."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        size, parts = self.args.per_device_train_batch_size, []
+        try:
+            for rows in torch.arange(len(ids)).split(size):
+                if gated:
+                    draw = self._draw(self._example_ids(batch["rows"][rows].tolist()), self.num_loops)
+                    self.loop_state.apply(GatePlan(self.rule.sample(draw), None, self.rule.seeds(draw), draw))
+                    find_looped_model(self.model).training_policy = self.training_policy
+                length = batch["completion_ids"].shape[1]
+                parts.append(self._get_per_token_logps_and_entropies(self.model, ids[rows], mask[rows], length)[0])
+        finally:
+            self._unit_gates()
+        return torch.cat(parts)
+
+    # Gates
+
+    @property
+    def _round(self) -> int:
+        """Index of the running generation."""
+        return self._step // self.args.generates_every
+
+    @property
+    def gate_step(self) -> int:
+        """Optimizer step in which the completions that are trained on were sampled: they keep their gates."""
+        return self._round * self.args.generates_every // self.args.gradient_accumulation_steps
+
+    def _next_row(self) -> int:
+        return 0  # `rows` are counted in the whole generation batch
+
+    def example_ids_of(self, inputs: dict[str, torch.Tensor]) -> list[ExampleId]:
+        """Return the ids of completions, or of their prompts, in all that the optimizer step generates."""
+        return self._example_ids(inputs["rows"].tolist())
+
+    def _example_ids(self, rows: list[int]) -> list[ExampleId]:
+        group = self.num_generations if self.args.gates_per == "prompt" else 1
+        first = self._round * self.args.generation_batch_size
+        return [((first + row) // group * group, 0) for row in rows]
+
+    # Loss
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        training = self.model.training
+        self._score_all_loops(training)
+        if training:
+            tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+            self._total_train_tokens += int(self.accelerator.reduce(tokens.to(self.accelerator.device), "sum"))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _score_all_loops(self, enabled: bool) -> None:
+        if self._loop_scores is not None:
+            self._loop_scores.enabled = enabled
+
+    # Rules with several passes over a micro-batch
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if "num_tokens" in self._metrics["train"]:
+            self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]  # TRL's: sampled, not trained on
+        return loss
+
+    def _run_pass(self, *args) -> torch.Tensor:
+        step = self._step
+        loss = super()._run_pass(*args)
+        if self._pass_index < self.rule.passes - 1:
+            self._step = step  # TRL counts micro-batches
+        return loss
+
+    def _prepare_inputs(self, generation_batch):
+        if self.model.training and self._pass_index > 0:
+            return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return super()._prepare_inputs(generation_batch)
+
+    # Resuming
+
+    @cached_property
+    def run_identity(self) -> dict[str, Any]:
+        identity = super().run_identity
+        identity["settings"]["reward_funcs"] = list(self.reward_func_names)
+        return identity
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return restart_at_epochs(super()._get_train_sampler(*args, **kwargs))
+
+    def _save_progress(self, folder: Path) -> None:
+        super()._save_progress(folder)
+        is_in_use = self._step % self.args.generates_every != 0
+        save_completions(folder, self.accelerator, self._step, self._buffered_inputs if is_in_use else None)
+
+    def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
+        place = super()._init_training_state(
+            max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        self._step, self._buffered_inputs = 0, None
+        if resume_from_checkpoint is not None:
+            per_step = self.args.gradient_accumulation_steps
+            self._step, self._buffered_inputs = load_completions(
+                resume_from_checkpoint, self.accelerator, self.state.global_step * per_step
+            )
+        return place

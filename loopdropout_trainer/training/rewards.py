@@ -1,0 +1,70 @@
+"""Verifiable rewards: whether a completion's answer is the reference's. Functions as TRL's trainers take them.
+
+Each is called with completions (texts, or conversations of one assistant turn) and the dataset's `answer` of each, and
+returns 1.0 or 0.0 for each, or None where there is no reference: such a completion has no part in the training.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict as strict
+from loopdropout_trainer.evaluation.scorers import last_number as last_number_of
+
+
+Completion = str | list[dict[str, str]]
+Reward = Callable[..., list[float | None]]
+
+
+def _reward(judge: Callable[[str, str], bool]) -> Reward:
+    """Make a reward function of a verdict on one completion and its reference."""
+
+    @functools.wraps(judge)
+    def reward(completions: Sequence[Completion], answer: Sequence[str | None], **others: Any) -> list[float | None]:
+        return [
+            None if reference is None else float(judge(_text(completion), reference))
+            for completion, reference in zip(completions, answer, strict=True)
+        ]
+
+    del reward.__wrapped__  # its arguments are its own
+    return reward
+
+
+def _text(completion: Completion) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
+
+
+@_reward
+def gsm8k_strict(completion: str, reference: str) -> bool:
+    """Say whether the number after the first `#### ` is written as the reference's: the score of the benchmark `gsm8k`."""
+    return strict.score(completion, reference).correct
+
+
+@_reward
+def gsm8k_format(completion: str, reference: str) -> bool:
+    """Say whether a number stands after a `#### `, right or wrong."""
+    return strict.extract_answer(completion) is not None
+
+
+@_reward
+def last_number(completion: str, reference: str) -> bool:
+    """Say whether the last number is the reference's last, whatever stands before it."""
+    number = last_number_of(completion)
+    return number is not None and number == last_number_of(reference)
+
+
+@_reward
+def math_verify(completion: str, reference: str) -> bool:
+    r"""Say whether the package math-verify finds the completion's answer equal to the reference's, as LaTeX or a number.
+
+    What a solution's last `\boxed{...}`, or GSM8K's `#### N`, names is the reference; without either it is the whole text.
+    """
+    from math_verify import parse, verify
+
+    _, mark, number = reference.rpartition("#### ")
+    return bool(verify(parse(number if mark else reference), parse(completion)))
+
+
+REWARDS: dict[str, Reward] = {each.__name__: each for each in (gsm8k_strict, gsm8k_format, last_number, math_verify)}

@@ -1,0 +1,67 @@
+"""Train a looped language model on preferences (DPO), with Loop Dropout or with any other rule.
+
+    accelerate launch recipes/dpo.py recipes/dpo/arithmetic.yaml
+    python recipes/dpo.py recipes/dpo/ultrafeedback.yaml --beta 0.05 --seed 102
+
+Each row has a `chosen` and a `rejected` answer, and mostly their `prompt`. A recipe sets the fields below; `--field value`
+overrides it.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.help import answer_help
+
+
+HELP = (
+    ("Model", "settings/arguments.py", "ModelArguments"),
+    ("Adapter", "settings/arguments.py", "AdapterArguments"),
+    ("Rule and speed", "training/config.py", "LoopDropoutArguments"),
+    ("Data", "data/arguments.py", "DataArguments"),
+    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
+    ("Around the training", "settings/arguments.py", "RunArguments"),
+)
+if __name__ == "__main__":
+    answer_help(__doc__, HELP, trains="dpo")  # before the imports that take seconds
+
+from datasets import Dataset
+
+from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer
+from loopdropout_trainer.runs.run import Run, carry_out
+from loopdropout_trainer.settings.recipe import RecipeError
+
+
+class DPORun(Run):
+    """A run of DPO, on rows with a chosen and a rejected answer."""
+
+    config_class = LoopDropoutDPOConfig
+    trainer_class = LoopDropoutDPOTrainer
+
+    def check(self) -> None:
+        if self.script.single_loop_batches:
+            raise RecipeError(
+                "`single_loop_batches` measures losses of single answers, and DPO has pairs: leave it out."
+            )
+
+    def longest_row(self, config: LoopDropoutDPOConfig) -> None:
+        return None  # each example is two rows
+
+    def examples(self, rows: Dataset | None) -> Dataset | None:
+        if rows is None:
+            return None
+        if not {"chosen", "rejected"} <= {*rows.column_names}:
+            raise RecipeError(
+                "DPO needs rows with a `chosen` and a `rejected` answer; `column_mapping` names other columns."
+            )
+        return rows.select_columns([name for name in ("prompt", "chosen", "rejected") if name in rows.column_names])
+
+
+def main(argv: list[str] | None = None) -> None:
+    carry_out(DPORun(argv, __doc__))
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
+    run_command(main, "dpo.py")

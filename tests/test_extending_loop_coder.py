@@ -1,0 +1,111 @@
+"""The second example of docs/extending.md: IQuest-Coder-Loop, by a class of its own in tests/samples."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch import nn
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops, default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer.looped.described import DESCRIPTIONS
+
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loop_coder():
+    """The module of the class, described as the documentation does; afterwards all is as before."""
+    sys.path.insert(0, str(ROOT / "tests" / "samples"))
+    import modeling_loop_coder as module
+
+    exec(EXAMPLE, {"__name__": "example"})
+    yield module
+    del DESCRIPTIONS[module.LoopCoderForCausalLM], sys.modules["modeling_loop_coder"]
+    sys.path.remove(str(ROOT / "tests" / "samples"))
+
+
+def tiny(module, **config):
+    torch.manual_seed(0)
+    fields = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 1, "loop_window_size": 4}
+    model = module.LoopCoderForCausalLM(module.LoopCoderConfig(**{**fields, **heads, "bos_token_id": None, **config}))
+    for gate in model.model.gate_projections:
+        nn.init.normal_(gate.weight)
+        nn.init.normal_(gate.bias)
+    return model
+
+
+def adapted(model):
+    peft_model = get_peft_model(model, default_peft_config(model))
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return peft_model
+
+
+def test_the_example_announces_both_loops_and_reads_both(loop_coder):
+    model, ids = tiny(loop_coder).eval(), torch.arange(3, 12)[None]
+    check_loops(model, input_ids=ids)
+    assert len(EXAMPLE.splitlines()) <= 40 and model.config.num_loops == 2
+    assert len(model.recurrent_linears()) == 2 * 7
+    first, last = model.loop_readouts(input_ids=ids)
+    assert torch.equal(last, model.model(ids).last_hidden_state) and not torch.equal(first, last)
+    with pytest.raises(ValueError, match="runs 2 loops and no other number; got 3"):
+        model.config.num_loops = 3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_swapping_the_weights_by_hand(loop_coder, checkpointing):
+    gates, ids = torch.tensor([[0.0, 2.0], [0.5, -1.0]]), torch.randint(2, 258, (2, 9))
+    peft_model = adapted(tiny(loop_coder)).train()
+    if checkpointing:
+        peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    with use_gates(peft_model, gates):
+        peft_model(ids, labels=ids).loss.backward()
+    named = {name: p for name, p in peft_model.named_parameters() if p.requires_grad}
+    weights = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
+    for row in range(2):  # one example at a time; calls of the last layer are counted
+        model, loop = tiny(loop_coder).train(), [0]
+        for name, module in model.named_modules():
+            if f"base_model.model.{name}.lora_A.default.weight" in weights:
+                a, b = (weights[f"base_model.model.{name}.lora_{factor}.default.weight"] for factor in "AB")
+
+                def forward(x, module=module, a=a, b=b, row=row, loop=loop):
+                    return nn.functional.linear(x, module.weight + gates[loop[0], row] * 2 * b @ a)
+
+                module.forward = forward
+        model.model.layers[-1].register_forward_hook(lambda *_, loop=loop: loop.__setitem__(0, loop[0] + 1))
+        logits = model(ids[row : row + 1]).logits
+        (nn.functional.cross_entropy(logits[0, :-1], ids[row, 1:]) / 2).backward()
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, atol=1e-5, rtol=1e-4)
+
+
+def test_it_trains_and_merges(loop_coder, config, dataset, tokenizer, tmp_path):
+    args = config(gradient_checkpointing=True, max_steps=3)
+    trainer = LoopDropoutSFTTrainer(tiny(loop_coder), args, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    merge_and_save(trainer.model, tmp_path / "merged")
+    merged = loop_coder.LoopCoderForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    ids = torch.arange(2, 14).view(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, trainer.model.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.peer
+def test_mlx_lm_gives_the_logits_of_a_merged_model(loop_coder, tmp_path):
+    mlx, mlx_utils = pytest.importorskip("mlx.core"), pytest.importorskip("mlx_lm.utils")
+    peft_model = adapted(tiny(loop_coder, rope_theta=500_000.0, initializer_range=0.3)).eval()
+    merge_and_save(peft_model, tmp_path)
+    ids = torch.arange(3, 63).view(2, 30)
+    logits = mlx_utils.load_model(tmp_path)[0](mlx.array(ids.tolist()))
+    with torch.no_grad():
+        want = peft_model(ids).logits
+    torch.testing.assert_close(torch.tensor(logits.tolist()), want, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,494 @@
+"""`LoopDropoutGRPOTrainer` against GRPO computed directly from the model: who has which gates, and which loops get credit."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_ouro
+from datasets import Dataset
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, default_peft_config, use_gates
+from loopdropout_trainer.evaluation.generation import sample_completions
+from loopdropout_trainer.evaluation.sampling import Sampler
+from loopdropout_trainer.gates import Draw, LoopDropout
+from loopdropout_trainer.gates.streams import uniforms
+
+
+BETA, EPSILON, TEMPERATURE, LENGTH = 0.2, 0.1, 0.8, 7
+PROMPTS = Dataset.from_list([{"prompt": f"{i}+{i % 7}="} for i in range(12)])
+
+
+def reward(completions, **columns):
+    """Depends on nothing but the text, and differs between most of them."""
+    return [sum(map(ord, text)) % 17 / 4 for text in completions]
+
+
+@pytest.fixture
+def grpo_config(tmp_path):
+    def make(cls=LoopDropoutGRPOConfig, **fields):
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 1,
+            "per_device_train_batch_size": 6,
+            "num_generations": 3,
+            "max_completion_length": LENGTH,
+            "temperature": TEMPERATURE,
+            "epsilon": EPSILON,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "no",
+            "bf16": False,
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+        }
+        return cls(**{**defaults, **fields})
+
+    return make
+
+
+def with_adapter(seed=1, scale=0.15):
+    """A PEFT model whose adapter changes the output, and whose completions end at one token in five."""
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()))
+    model.get_base_model().generation_config.eos_token_id = list(range(2, 54))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+    return model
+
+
+class Recorder(LoopDropoutGRPOTrainer):
+    """Keeps each micro-batch with its gates, loss, and the gradients and weights around it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        before = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        batch = {name: tensor.clone() for name, tensor in inputs.items()}
+        kept = SimpleNamespace(step=self.state.global_step, batch=batch, loss=loss.detach(), weights=before)
+        kept.gates = None if self.loop_state.gates is None else self.loop_state.gates.clone()
+        self.seen.append(kept)
+        return loss
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.seen[-1].gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.requires_grad}
+        return loss
+
+
+def run(args, tokenizer, model=None, cls=Recorder, reward=reward, data=PROMPTS, resume=None):
+    model = with_adapter() if model is None else model
+    trainer = cls(model, reward, args, train_dataset=data, processing_class=tokenizer)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def set_weights(model, weights):
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            parameter.data.copy_(weights[name])
+    return model
+
+
+def token_log_probs(model, batch, gates=None, weights=None):
+    """[B, C], of each completion token, from full logits of each row without padding; weights [K] of the loops' readouts."""
+    rows = []
+    for index in range(len(batch["prompt_ids"])):
+        parts = [batch[f"{part}_ids"][index][batch[f"{part}_mask"][index].bool()] for part in ("prompt", "completion")]
+        ids = torch.cat(parts)[None]
+        column = torch.ones(model.config.num_loops) if gates is None else gates[:, index]
+        with use_gates(model, column):
+            if weights is None:
+                readouts = [model(ids, use_cache=False).logits]
+            else:
+                base = model.get_base_model()
+                readouts = [base.get_output_embeddings()(r) for r in base.loop_readouts(input_ids=ids)]
+        total = 0
+        for logits, weight in zip(readouts, [1] if weights is None else weights, strict=True):
+            logs = (logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+            total = total + weight * logs[len(parts[0]) - 1 :]
+        rows.append(torch.cat([total, torch.zeros(batch["completion_ids"].shape[1] - len(parts[1]))]))
+    return torch.stack(rows)
+
+
+def advantages_of(texts, group=3):
+    """As in the GRPO paper: rewards of a group, less their mean, by their standard deviation."""
+    rewards = torch.tensor(reward(texts)).view(-1, group)
+    scaled = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    return scaled.flatten()
+
+
+def grpo_loss(new, old, reference, advantages, mask):
+    """Token-level GRPO with clipping, and the k3 estimate of the KL divergence by importance, summed over all tokens."""
+    ratio = (new - old).exp()
+    surrogate = torch.min(ratio * advantages[:, None], ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantages[:, None])
+    kl = (reference - new).exp() - (reference - new) - 1
+    return ((BETA * ratio * kl - surrogate) * mask).sum() / mask.sum()
+
+
+UNIFORM = [0.25] * 4
+PROGRESSIVE = [0.1, 0.2, 0.3, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "weights"),
+    [
+        ({}, None),
+        ({"gates_per": "completion"}, None),
+        ({"old_gates": "unit"}, None),
+        ({"reference_gates": "same"}, None),
+        ({"gradient_checkpointing": True}, None),
+        ({"remove_padding": False, "fused_lora": False}, None),
+        ({"loop_loss": "uniform"}, UNIFORM),
+        ({"loop_loss": "progressive", "old_gates": "unit", "gates_per": "completion"}, PROGRESSIVE),
+    ],
+    ids=str,
+)
+def test_one_step_is_grpo_of_the_gated_policy(grpo_config, tokenizer, fields, weights):
+    args = grpo_config(beta=BETA, **fields)
+    trainer = run(args, tokenizer, with_adapter())
+    (seen,) = trainer.seen
+    batch, gates, mask = seen.batch, seen.gates, seen.batch["completion_mask"]
+    assert mask.sum(1).unique().numel() > 1, "completions of several lengths"
+
+    # Gates: drawn for each prompt or completion, whatever their order in the batch.
+    group = 1 if args.gates_per == "completion" else 3
+    ids = [(row // group * group, 0) for row in batch["rows"].tolist()]
+    want = LoopDropout(0.5).sample(Draw(seed=args.seed, step=0, example_ids=ids, num_loops=4))
+    torch.testing.assert_close(gates, want, rtol=0, atol=0)
+    assert len(want.T.unique(dim=0)) == 6 // group
+
+    # Advantages: of the texts, in the order of the generation batch.
+    order = batch["rows"].argsort()
+    texts = [
+        tokenizer.decode(i[m.bool()], skip_special_tokens=True)
+        for i, m in zip(batch["completion_ids"], mask, strict=True)
+    ]
+    expected = torch.empty(6)
+    expected[order] = advantages_of([texts[index] for index in order])
+    torch.testing.assert_close(batch["advantages"], expected, rtol=1e-4, atol=1e-5)
+
+    oracle = with_adapter()
+    new = token_log_probs(oracle, batch, gates, weights)
+    frozen = with_adapter()
+    with torch.no_grad():
+        old = new.detach() if args.old_gates == "same" else token_log_probs(frozen, batch, None, weights)
+        reference = token_log_probs(frozen, batch, gates if args.reference_gates == "same" else None, weights)
+    loss = grpo_loss(new, old, reference, expected, mask)
+    loss.backward()
+    torch.testing.assert_close(seen.loss, loss.detach(), rtol=1e-4, atol=1e-5)
+    for name, parameter in oracle.named_parameters():
+        if parameter.requires_grad:
+            got = seen.gradients[name]
+            torch.testing.assert_close(
+                got, parameter.grad, rtol=1e-3, atol=2e-5 * parameter.grad.abs().max().item() + 1e-7
+            )
+    assert trainer.loop_state.gates is None
+
+
+def test_exit_weighted_credit_follows_the_models_own_gate(grpo_config, tokenizer):
+    args = grpo_config(beta=BETA, loop_loss="exit")
+    (seen,) = run(args, tokenizer, with_adapter()).seen
+    batch, mask = seen.batch, seen.batch["completion_mask"]
+    model, rows = with_adapter(), []
+    base = model.get_base_model()
+    for index in range(6):
+        prompt, answer = (batch[f"{p}_ids"][index][batch[f"{p}_mask"][index].bool()] for p in ("prompt", "completion"))
+        ids = torch.cat([prompt, answer])[None]
+        with use_gates(model, seen.gates[:, index]), torch.no_grad():
+            readouts = base.loop_readouts(input_ids=ids)
+            halting = [torch.sigmoid(base.model.early_exit_gate(r))[0, :, 0] for r in readouts]
+            logs = [
+                (base.lm_head(r)[0] / TEMPERATURE).log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+                for r in readouts
+            ]
+        left, total = torch.ones(ids.shape[1]), 0
+        for loop, (halt, log) in enumerate(zip(halting, logs, strict=True)):
+            leaves = left if loop == 3 else left * halt  # what is left leaves after the last loop
+            left = left - leaves
+            total = total + leaves[:-1] * log
+        rows.append(torch.cat([total[len(prompt) - 1 :], torch.zeros(mask.shape[1] - len(answer))]))
+    new = torch.stack(rows)
+    # The ratio is one: all that the loss depends on is the KL divergence from the (unit-gated) copy.
+    assert args.reference_gates == "unit"
+    reference = batch["ref_per_token_logps"]
+    loss = grpo_loss(new, new, reference, batch["advantages"], mask)
+    torch.testing.assert_close(seen.loss, loss, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("old_gates", ["same", "unit"])
+def test_completions_keep_their_gates_and_old_log_probabilities_for_all_their_uses(grpo_config, tokenizer, old_gates):
+    args = grpo_config(
+        max_steps=4, num_iterations=2, old_gates=old_gates, per_device_train_batch_size=3, steps_per_generation=2
+    )
+    assert (args.generation_batch_size, args.generates_every) == (6, 4)
+    seen = run(args, tokenizer).seen
+    assert [each.step for each in seen] == [0, 1, 2, 3]
+    drawn = {}
+    for each in seen:
+        for row, column in zip(each.batch["rows"].tolist(), each.gates.T.tolist(), strict=True):
+            assert drawn.setdefault(row, column) == column
+        with torch.no_grad():  # by the weights with which they were sampled
+            gates = each.gates if old_gates == "same" else None
+            old = token_log_probs(set_weights(with_adapter(), seen[0].weights), each.batch, gates)
+        torch.testing.assert_close(
+            each.batch["old_per_token_logps"] * each.batch["completion_mask"], old, rtol=1e-4, atol=1e-4
+        )
+    assert len(drawn) == 6
+    new = token_log_probs(set_weights(with_adapter(), seen[0].weights), seen[0].batch, seen[0].gates)
+    ratio = (new - seen[0].batch["old_per_token_logps"] * seen[0].batch["completion_mask"]).exp()
+    assert torch.allclose(ratio, torch.ones_like(ratio), atol=1e-4) == (old_gates == "same")
+
+
+def test_gates_of_a_prompt_let_equal_completions_cancel(grpo_config, tokenizer):
+    """Why `gates_per: prompt`: under one thinned model, what completions have in common is no gradient."""
+
+    class SameCompletions(Recorder):
+        def _sample(self, prompt_ids, mode):
+            return [[70, 71, 72, 0]] * len(prompt_ids)
+
+    rewards = lambda completions, **columns: [float(index % 3) for index in range(len(completions))]
+    largest = {}
+    for gates_per in ("prompt", "completion"):
+        trainer = run(grpo_config(gates_per=gates_per), tokenizer, cls=SameCompletions, reward=rewards)
+        largest[gates_per] = max(g.abs().max().item() for g in trainer.seen[0].gradients.values())
+    assert largest["prompt"] < 1e-6 < 1e-3 < largest["completion"]
+
+
+def trl_with(completions):
+    """TRL's trainer, fed with completions in the order in which they are asked for."""
+    rounds = iter(completions)
+
+    class Fed(GRPOTrainer):
+        def _generate_single_turn(self, *args, **kwargs):
+            return copy.deepcopy(next(rounds)), None
+
+    return Fed
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_iterations": 2, "beta": 0.1}, {"gradient_accumulation_steps": 2}], ids=str
+)
+def test_unit_gates_everywhere_are_trls_trainer(grpo_config, tokenizer, fields):
+    fields = {**fields, "max_steps": 2}
+    sampled = []
+
+    class Keeping(LoopDropoutGRPOTrainer):
+        def _sample(self, *args):
+            sampled.append(super()._sample(*args))
+            return sampled[-1]
+
+    exact = {"remove_padding": False, "fused_lora": False, "rule": "lora"}
+    ours = run(grpo_config(**fields, **exact), tokenizer, with_adapter(), Keeping)
+    theirs = run(grpo_config(GRPOConfig, **fields), tokenizer, with_adapter(), trl_with(sampled))
+    for (name, weight), want in zip(
+        get_peft_model_state_dict(ours.model).items(), get_peft_model_state_dict(theirs.model).values(), strict=True
+    ):
+        torch.testing.assert_close(weight, want, rtol=0, atol=0, msg=name)
+    keys = ("loss", "reward", "kl", "entropy", "completions/mean_length", "num_tokens", "clip_ratio/region_mean")
+    logs = [
+        [{key: log.get(key) for key in keys} for log in t.state.log_history if "loss" in log] for t in (ours, theirs)
+    ]
+    assert logs[0] == logs[1]
+
+
+# Completions
+
+
+def warped(logits, temperature, top_k, top_p, min_p):
+    """Probabilities [V], written down from the definitions."""
+    p = (logits.double() / temperature).softmax(-1)
+    order = p.argsort(descending=True)
+    keep = torch.zeros_like(p, dtype=torch.bool)
+    keep[order[: top_k or len(p)]] = True
+    p = torch.where(keep, p, 0) / p[keep].sum()
+    order = p.argsort(descending=True)
+    before = p[order].cumsum(-1) - p[order]
+    p[order[before >= top_p]] = 0
+    p = p / p.sum()
+    p[p < (min_p or 0) * p.max()] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [(1.0, 0, 1.0, None), (0.7, 0, 1.0, None), (1.3, 20, 1.0, None), (1.0, 0, 0.6, None), (0.9, 40, 0.8, 0.3)],
+    ids=str,
+)
+def test_sampled_tokens_are_those_of_one_row_at_a_time_without_a_cache(cut, tokenizer):
+    model = with_adapter(scale=0.4).eval()
+    prompts = [[5, 6, 7, 8], [9, 10], [11] * 7, [12, 13, 14], [15]]
+    sampler = lambda rows: Sampler(3, "completions, train", 5, rows, 8, *cut)
+    model.train()
+    got = sample_completions(model, prompts, sampler(range(20, 25)), 8, [0, 40, 41], num_slots=2)
+    assert model.training
+    whole = sample_completions(model, prompts, sampler(range(20, 25)), 8, [0, 40, 41], num_slots=5)
+    assert got == whole
+    model.eval()
+    for index, prompt in enumerate(prompts):
+        draws = uniforms(3, "completions, train", 5, [(20 + index, 0)], 8)[0]
+        answer = []
+        for u in draws:
+            with torch.no_grad():
+                p = warped(model(torch.tensor([prompt + answer])).logits[0, -1], *cut)
+            answer.append(int((p.cumsum(-1) <= u).sum()))
+            if answer[-1] in (0, 40, 41):
+                break
+        assert got[index] == answer
+
+
+def test_draws_have_the_probabilities_that_they_are_said_to_have():
+    count, logits = 20_000, torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -3.0])
+    sampler = Sampler(0, "test", 0, range(count), 1, temperature=1.5, top_k=4)
+    drawn = torch.bincount(sampler(logits.expand(count, -1), range(count), [0] * count), minlength=6)
+    want = warped(logits, 1.5, 4, 1.0, None)
+    assert drawn[want == 0].sum() == 0
+    used = want > 0
+    assert float(((drawn[used] - count * want[used]) ** 2 / (count * want[used])).sum()) < 21.1  # chi2(3), 1e-4
+
+
+def test_a_split_changes_neither_completions_nor_gates_nor_weights(grpo_config, tokenizer):
+    runs = []
+    for batch, accumulation, slots in ((6, 1, None), (2, 3, 4)):
+        split = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        trainer = run(grpo_config(max_steps=2, completion_slots=slots, adam_epsilon=1e-3, **split), tokenizer)
+        by_row = {}
+        for each in trainer.seen:
+            tensors = (each.batch[name] for name in ("rows", "completion_ids", "completion_mask", "advantages"))
+            for (row, ids, mask, advantage), gates in zip(zip(*tensors, strict=True), each.gates.T, strict=True):
+                by_row[each.step, int(row)] = (ids[mask.bool()].tolist(), round(float(advantage), 4), gates.tolist())
+        runs.append((by_row, get_peft_model_state_dict(trainer.model)))
+    (one, weights), (other, other_weights) = runs
+    assert len(one) == 12 and len({tuple(completion) for completion, *_ in one.values()}) > 10
+    assert one == other
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, other_weights[name], rtol=2e-4, atol=2e-5)
+
+
+def test_trls_generation_stays_usable(grpo_config, tokenizer, caplog):
+    args = grpo_config(completion_decoding="generate", repetition_penalty=1.1, max_steps=2)
+    trainer = run(args, tokenizer)
+    assert all(each.gates is not None for each in trainer.seen) and trainer._decoding == "generate"
+    trainer = LoopDropoutGRPOTrainer(
+        with_adapter(), reward, grpo_config(repetition_penalty=1.1), train_dataset=PROMPTS, processing_class=tokenizer
+    )
+    assert trainer._decoding == "generate"
+
+
+def test_what_vllm_is_sent_is_the_merged_adapter_at_unit_gates(grpo_config, tokenizer):
+    """Everything of TRL's synchronisation but the server: the walk over the weights, during a training step."""
+    sent = []
+
+    class Synchronising(Recorder):
+        def _generate_single_turn(self, *args, **kwargs):
+            vllm = object.__new__(VLLMGeneration)  # its constructor asks for vLLM
+            vllm.model, vllm.accelerator, vllm._dist = self.model, self.accelerator, self._dist
+            now = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+            sent.append((now, {name: weight.clone() for name, weight in vllm._iter_named_params()}))
+            return super()._generate_single_turn(*args, **kwargs)
+
+    run(grpo_config(max_steps=2), tokenizer, cls=Synchronising)
+    assert len(sent) == 2
+    for weights, got in sent:
+        merged = set_weights(with_adapter(), weights).merge_and_unload().state_dict()
+        tied = {name: tensor for name, tensor in merged.items() if name in got}
+        assert set(got) == set(dict(tiny_ouro().named_parameters()))
+        for name, tensor in tied.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+# Runs
+
+
+def test_a_resumed_run_ends_with_the_same_bits(grpo_config, tokenizer, tmp_path):
+    """In the middle of the completions' uses, and in an epoch other than the first."""
+    fields = {
+        "max_steps": 7,
+        "num_iterations": 2,
+        "steps_per_generation": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    data = PROMPTS.select(range(6))  # an epoch is one generation of 4 prompts, used for 4 steps
+    whole = run(grpo_config(**fields), tokenizer, data=data)
+    log = [
+        {k: v for k, v in entry.items() if "time" not in k and "second" not in k} for entry in whole.state.log_history
+    ]
+    for step in (3, 5):
+        resumed = run(grpo_config(**fields), tokenizer, data=data, resume=f"{whole.args.output_dir}/checkpoint-{step}")
+        assert [each.step for each in resumed.seen] == list(range(step, 7))
+        for name, weight in get_peft_model_state_dict(whole.model).items():
+            assert torch.equal(get_peft_model_state_dict(resumed.model)[name], weight), name
+        again = [
+            {k: v for k, v in e.items() if "time" not in k and "second" not in k} for e in resumed.state.log_history
+        ]
+        assert again[:-1] == log[:-1]
+
+
+def test_rules_with_several_passes_sample_once(grpo_config, tokenizer):
+    asked = []
+
+    class Counting(Recorder):
+        def _sample(self, *args):
+            asked.append(self.state.global_step)
+            return super()._sample(*args)
+
+    args = grpo_config(max_steps=3, rule="lora_dropout", rule_args={"num_masks": 2}, p=0.3)
+    trainer = run(args, tokenizer, cls=Counting)
+    assert asked == [0, 1, 2]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["num_tokens"] for log in logs][-1] == trainer.state.num_input_tokens_seen
+
+
+def test_evaluation_is_at_unit_gates_and_draws_alike_each_time(grpo_config, tokenizer):
+    args = grpo_config(num_generations_eval=2, per_device_eval_batch_size=4, max_steps=2, learning_rate=0.0)
+    trainer = Recorder(
+        with_adapter(),
+        reward,
+        args,
+        train_dataset=PROMPTS,
+        eval_dataset=PROMPTS.select(range(4)),
+        processing_class=tokenizer,
+    )
+    first = trainer.evaluate()
+    trainer.train()
+    again = trainer.evaluate()
+    assert first["eval_reward"] == again["eval_reward"]
+    assert [each.gates is None for each in trainer.seen] == [True, True, False, False, True, True]
+
+
+def test_plain_arguments_get_the_papers_rule_and_wrong_ones_are_refused(grpo_config, tokenizer, config):
+    args = grpo_config(GRPOConfig, beta=0.0)
+    trainer = LoopDropoutGRPOTrainer(tiny_ouro(), reward, args, train_dataset=PROMPTS, processing_class=tokenizer)
+    assert isinstance(trainer.model, PeftModel) and isinstance(trainer.args, LoopDropoutGRPOConfig)
+    assert (trainer.rule, trainer.args.generation_batch_size) == (LoopDropout(0.5), 6)
+    make = lambda **fields: LoopDropoutGRPOTrainer(
+        with_adapter(), reward, grpo_config(**fields), train_dataset=PROMPTS, processing_class=tokenizer
+    )
+    for fields, message in (
+        ({"gates_per": "token"}, "`gates_per` must be prompt or completion; got 'token'"),
+        ({"completion_slots": 0}, "`completion_slots` must be a whole number of at least 1; got 0"),
+        ({"loop_loss": "random"}, "`loop_loss: random` runs fewer loops"),
+        ({"loop_loss": "weighted", "loop_loss_args": {"loop_weights": [1, 2]}}, "`loop_weights` has 2 values"),
+        ({"rule": "adaptive", "num_iterations": 2}, "'adaptive' changes a completion's gates .* `old_gates: unit`"),
+        (
+            {"use_vllm": True, "loop_loss": "uniform"},
+            "`vllm_importance_sampling_correction` compares the final loop's",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**fields)
+    with pytest.raises(ValueError, match="LoopDropoutGRPOConfig or GRPOConfig; got LoopDropoutConfig"):
+        LoopDropoutGRPOTrainer(tiny_ouro(), reward, config(), train_dataset=PROMPTS, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="has the columns 'text'; it needs 'prompt'"):
+        rows = Dataset.from_list([{"text": "a"}])
+        LoopDropoutGRPOTrainer(tiny_ouro(), reward, grpo_config(), train_dataset=rows, processing_class=tokenizer)

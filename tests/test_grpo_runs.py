@@ -1,0 +1,198 @@
+"""`recipes/grpo.py` and `recipes/dpo.py` from settings to results; GRPO killed and continued, and in two processes."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from test_runs import save_tiny_model
+
+from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
+from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+grpo, dpo = script("grpo"), script("dpo")
+RECIPE = """
+dtype: float32
+use_cpu: true
+bf16: false
+gradient_checkpointing: false
+report_to: none
+disable_tqdm: true
+num_eval_examples: 2
+max_steps: 3
+learning_rate: 1e-2
+logging_steps: 1
+save_strategy: steps
+save_steps: 1
+"""
+GRPO = {
+    "preparation": "arithmetic",
+    "num_train_examples": 8,
+    "rewards": ["last_number", "gsm8k_format"],
+    "num_generations": 2,
+    "max_completion_length": 6,
+    "per_device_train_batch_size": 4,
+    "num_iterations": 2,
+    "benchmarks": ["development"],
+    "benchmark_limit": 2,
+    "max_new_tokens": 8,
+}
+DPO = {"preparation": "arithmetic_pairs", "num_train_examples": 12, "per_device_train_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    return folder
+
+
+def command(folder, model, fields, *words):
+    recipe = folder / "recipe.yaml"
+    lines = {"model_name_or_path": str(model), "output_dir": str(folder / "out"), **fields}
+    recipe.write_text(RECIPE + "".join(f"{key}: {json.dumps(value)}\n" for key, value in lines.items()))
+    return [str(recipe), *words]
+
+
+def test_grpo_trains_measures_and_reads_a_finished_run_back(tmp_path, model, capsys):
+    words = command(tmp_path, model, GRPO, "--compare_with", "lora")
+    grpo.main([*words, "--dry_run", "true"])
+    said = capsys.readouterr().out
+    assert "2 for each of 2 prompts every 2 steps, of at most 6 tokens" in said and not (tmp_path / "out").exists()
+    grpo.main(words)
+    results = [json.loads((tmp_path / "out" / name / "results.json").read_text()) for name in ("", "lora")]
+    for result, rule in zip(results, ("loop_dropout", "lora"), strict=True):
+        facts = result["train_info"]
+        assert (facts["rule"], facts["steps"], len(facts["rewards"])) == (rule, 3, 2)
+        assert facts["num_tokens"] > 3 * 4 * 20 and facts["tokens_per_second"] > 0
+    assert {"reward,", "first", "last"} <= {*capsys.readouterr().out.split()}
+    grpo.main([*words, "--resume_from_checkpoint", "true"])
+    assert capsys.readouterr().out.count("is finished: its results are read from") == 2
+
+
+def test_dpo_trains_on_pairs(tmp_path, model):
+    dpo.main(command(tmp_path, model, {**DPO, "eval_strategy": "steps", "eval_steps": 3, "loss_type": "sigmoid"}))
+    result = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert result["train_info"]["steps"] == 3 and (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    log = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    assert {"rewards/margins", "gate_mean"} <= {key for entry in log for key in entry}
+    assert any("eval_loss" in entry for entry in log)
+
+
+def test_a_wrong_answer_goes_wrong_once_and_goes_on_from_there():
+    for row in arithmetic_problems("train", 50):
+        wrong = with_a_mistake(row["answer"], 7)
+        lines, right = wrong.splitlines(), row["answer"].splitlines()
+        assert len(lines) == len(right) and lines[-1] == f"#### {lines[-2].split()[-1]}"
+        value, errors = int(right[0].split()[0]), 0
+        for line, model_line in zip(lines[:-1], right, strict=False):
+            left, operator, number, _, result = line.split()
+            assert (int(left), operator, number) == (value, *model_line.split()[1:3])
+            errors += eval(f"{left} {operator} {number}") != int(result)
+            value = int(result)
+        assert errors == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "fields", "message"),
+    [
+        (grpo, {**GRPO, "rewards": ["gsm8k"]}, "`rewards` must be among gsm8k_strict, .*; got 'gsm8k'"),
+        (
+            grpo,
+            {**GRPO, "num_generations": 3},
+            r"generation_batch_size \(4\) must be divisible by num_generations \(3\)",
+        ),
+        (grpo, {**GRPO, "depth_sampling": "uniform"}, "unknown key `depth_sampling`"),
+        (grpo, {**GRPO, "single_loop_batches": 1}, "`single_loop_batches` measures losses of examples"),
+        (dpo, {**DPO, "loop_loss": "uniform"}, "unknown key `loop_loss`"),
+        (dpo, {**DPO, "preparation": "arithmetic"}, "DPO needs rows with a `chosen` and a `rejected` answer"),
+    ],
+    ids=lambda value: None if isinstance(value, (str, dict)) else value.__name__,
+)
+def test_a_mistake_is_one_sentence(tmp_path, model, module, fields, message):
+    with pytest.raises(RecipeError, match=message):
+        module.main(command(tmp_path, model, fields))
+
+
+RECIPES = [*(ROOT / "recipes" / "grpo").glob("*.yaml"), *(ROOT / "recipes" / "dpo").glob("*.yaml")]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_shipped_recipes_name_themselves_and_are_listed(path):
+    name = f"{path.parent.name}/{path.stem}"
+    assert f"accelerate launch recipes/{path.parent.name}.py recipes/{name}.yaml" in path.read_text()
+    assert load_recipe(path)["output_dir"] == f"outputs/{name}"
+    assert re.search(f"`{name}.yaml`", (ROOT / "recipes" / "README.md").read_text())
+
+
+# Processes
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.slow
+def test_killed_at_any_step_a_run_ends_with_the_same_bits(tmp_path, model):
+    """SIGKILL when a checkpoint is whole, also in the middle of the completions' uses; the same command goes on."""
+    fields = {**GRPO, "max_steps": 5, "benchmarks": None, "save_total_limit": 1}
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "killed").mkdir()
+    grpo.main(command(tmp_path / "straight", model, fields))
+    words = command(tmp_path / "killed", model, fields, "--resume_from_checkpoint", "true")
+    run = [sys.executable, str(ROOT / "recipes" / "grpo.py"), *words]
+    for step in (1, 3):
+        process = subprocess.Popen(run, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for line in process.stdout:
+            if "'loss'" in line and (tmp_path / "killed" / "out" / f"checkpoint-{step}" / "manifest.json").exists():
+                os.kill(process.pid, signal.SIGKILL)
+                break
+        assert process.wait() == -signal.SIGKILL
+    subprocess.run(run, env=ENV, check=True)
+    files = [tmp_path / name / "out" / "adapter_model.safetensors" for name in ("straight", "killed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "zero2"])
+def test_two_processes_train_as_one_does(tmp_path, model, layout):
+    if layout == "zero2":
+        pytest.importorskip("deepspeed")
+    fields = {**GRPO, "max_steps": 2, "benchmarks": None, "save_strategy": "no", "adam_epsilon": 1e-3, "beta": 0.1}
+    weights, logs = [], []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        words = command(folder, model, {**fields, "per_device_train_batch_size": 4 // processes})
+        launch = [] if processes == 1 else ["-m", "accelerate.commands.launch", "--num_processes", "2"]
+        launch += [] if processes == 1 else ["--config_file", str(ROOT / "recipes/accelerate" / f"{layout}.yaml")]
+        done = subprocess.run(
+            [sys.executable, *launch, str(ROOT / "recipes" / "grpo.py"), *words],
+            env=ENV,
+            capture_output=True,
+            text=True,
+        )
+        assert (folder / "out" / "results.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
+        weights.append(load_file(folder / "out" / "adapter_model.safetensors"))
+        facts = json.loads((folder / "out" / "results.json").read_text())
+        assert facts["run_info"]["num_processes"] == processes
+        logs.append((facts["train_info"]["rewards"], facts["train_info"]["num_tokens"]))
+    assert logs[0] == logs[1]
+    scale = max(weight.abs().max() for weight in weights[0].values())
+    for name, weight in weights[0].items():
+        assert (weight - weights[1][name]).abs().max() / scale < 2e-4, name
