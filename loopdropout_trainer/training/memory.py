@@ -1,7 +1,7 @@
 """What a training step keeps in memory, without weights or a device; and whether layers need be computed twice.
 
-The forward pass runs with shapes only, on the path that training takes, for one row and for one and two loops; each further
-row and loop keeps as much again. What it keeps for the backward pass is counted, each storage once:
+The forward pass runs with shapes only, on the path that training takes, for one and two rows and loops; each further row and
+loop keeps as much again. What it keeps for the backward pass is counted, each storage once:
 
     step = weights + 16 bytes x trained + kept + work
 
@@ -148,12 +148,16 @@ class ShapeModel:
         """Return what the forward pass keeps for the backward pass, weights left out."""
         looped, rows = self.looped, settings.rows
         loops = min(settings.num_loops, getattr(looped.config, "backprop_depth", None) or settings.num_loops)
-        if looped.config._attn_implementation != "eager":  # which keeps a score for each pair of all rows' tokens
-            settings = replace(settings, rows=1)
-        if looped.trains_at_one_depth:
-            return rows // settings.rows * self._known(loops, settings)
+        if looped.config._attn_implementation == "eager":  # which keeps a score for each pair of all rows' tokens
+            return self._kept_by_loops(loops, settings)
+        one, two = (self._kept_by_loops(loops, replace(settings, rows=each)) for each in (1, 2))
+        return one + (rows - 1) * (two - one)
+
+    def _kept_by_loops(self, loops: int, settings: StepSettings) -> int:
+        if self.looped.trains_at_one_depth:
+            return self._known(loops, settings)
         one, two = (self._known(depth, settings) for depth in (1, 2))
-        return rows // settings.rows * (one + (loops - 1) * (two - one))
+        return one + (loops - 1) * (two - one)
 
     def _known(self, num_loops: int, settings: StepSettings) -> int:
         key = num_loops, replace(settings, num_loops=num_loops)
