@@ -235,8 +235,8 @@ class GreedyDecoder:
         hidden = self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache)).last_hidden_state
         ends = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
         last = hidden[torch.arange(len(rows), device=hidden.device), ends]  # [B, H], ready for the head
-        tokens = self.model.get_output_embeddings()(last).float().argmax(dim=-1)
-        for row, token in zip(rows, tokens.tolist(), strict=True):
+        tokens = self._choose(self.model.get_output_embeddings()(last).float(), rows)
+        for row, token in zip(rows, tokens, strict=True):
             row.answer.append(token)
 
     def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
@@ -257,6 +257,10 @@ class GreedyDecoder:
         for row, token in zip(rows, self._next_tokens(ids), strict=True):
             if row is not None:
                 row.answer.append(token)
+
+    def _choose(self, logits: torch.Tensor, rows: list[_Row]) -> list[int]:
+        """Return the next token of each row from its logits [B, V]."""
+        return logits.argmax(dim=-1).tolist()
 
     def _next_tokens(self, ids: torch.Tensor) -> list[int]:
         """Return the token [B] that follows the tokens [B, 1] of each slot."""
@@ -294,13 +298,14 @@ class SamplingDecoder(GreedyDecoder):
         super().__init__(*args, **kwargs)
         self.sampler = sampler
 
+    def _choose(self, logits: torch.Tensor, rows: list[_Row]) -> list[int]:
+        return self.sampler(logits, [row.index for row in rows], [len(row.answer) for row in rows]).tolist()
+
     def _next_tokens(self, ids: torch.Tensor) -> list[int]:
         logits = self._run(_logits, ids)  # [B, V]
         used = [slot for slot, row in enumerate(self.slots) if row is not None]
-        rows = [self.slots[slot] for slot in used]
-        drawn = self.sampler(logits[used], [row.index for row in rows], [len(row.answer) for row in rows])
         tokens = [0] * len(self.slots)
-        for slot, token in zip(used, drawn.tolist(), strict=True):
+        for slot, token in zip(used, self._choose(logits[used], [self.slots[slot] for slot in used]), strict=True):
             tokens[slot] = token
         return tokens
 
