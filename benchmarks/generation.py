@@ -161,7 +161,7 @@ def make_rows(model: torch.nn.Module, preset: Preset, prompts: list[list[int]]) 
         "adapter merged for good: `generate`, sorted by length": partial(
             answer, "generate", merged, *everything[1:], longest_first
         ),
-        "adapter merged for good: `eager`": partial(answer, "eager", merged, *everything[1:], longest_first),
+        "adapter merged for good: what an evaluation does": partial(prepared, merged, *everything[1:], longest_first),
         "without prepared projections, steps are compiled (`compiled`)": partial(
             answer, "compiled", *everything, longest_first
         ),

@@ -197,7 +197,7 @@ def _loss_and_gradients(
         for key, parameter in row.model.named_parameters():
             parameter.data = weights[key].data.float()
     batch, num_items = row.prepare(speed.draw_examples(preset, STEP), DEVICE)
-    loss = row.backward(batch, num_items, STEP).item()
+    loss = speed.backward(row.trainer, batch, num_items, STEP).item()
     return loss, row.gradients()
 
 
@@ -259,13 +259,13 @@ def training_speed(name: str, preset: speed.Preset, steps: int, folder: str) -> 
     with liger_kernels() if name == LIGER else nullcontext():
         row = speed.Row(speed.STOCK if name == LIGER else name, preset, folder, DEVICE)
         for step in range(1, 5 if "compiled" in name else 3):
-            row.take_step(*row.prepare(speed.draw_examples(preset, step), DEVICE), step)
+            speed.take_step(row.trainer, *row.prepare(speed.draw_examples(preset, step), DEVICE), step)
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
         seconds, tokens = [], []
         for step in range(1, steps + 1):
             examples = speed.draw_examples(preset, step)
-            seconds.append(row.take_step(*row.prepare(examples, DEVICE), step))
+            seconds.append(speed.take_step(row.trainer, *row.prepare(examples, DEVICE), step))
             tokens.append(sum(len(example["input_ids"]) for example in examples))
     found = {
         "step_seconds": seconds,
@@ -357,9 +357,9 @@ def kernel_profile(name: str, preset: speed.Preset, folder: str) -> dict[str, An
     row = speed.Row(name, preset, folder, DEVICE)
     for step in (1, 2, 3, STEP):
         batch, num_items = row.prepare(speed.draw_examples(preset, step), DEVICE)
-        row.take_step(batch, num_items, step)
+        speed.take_step(row.trainer, batch, num_items, step)
     with profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU]) as profiler:
-        wall = row.take_step(batch, num_items, STEP)
+        wall = speed.take_step(row.trainer, batch, num_items, STEP)
     seconds, counts = defaultdict(float), defaultdict(int)
     for event in profiler.key_averages():
         own = event.self_device_time_total if ON_GPU else event.self_cpu_time_total

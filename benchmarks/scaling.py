@@ -59,7 +59,7 @@ def measure(preset: speed.Preset, rule: str, folder: str) -> dict[str, float]:
     seconds, kept = [], []
     for step in range(preset.rounds + 1):
         batch = row.prepare(speed.draw_examples(preset, step), torch.device("cpu"))
-        seconds.append(row.take_step(*batch, step))
+        seconds.append(speed.take_step(row.trainer, *batch, step))
         if step:
             kept.append(kept_bytes(row, batch, step))
     return {"seconds": statistics.fmean(seconds[1:]), "kept_bytes": statistics.fmean(kept)}
@@ -77,7 +77,7 @@ def kept_bytes(row: speed.Row, batch: tuple, step: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        row.backward(*batch, step)
+        speed.backward(row.trainer, *batch, step)
     row.trainer.optimizer.zero_grad()
     return sum(storage.nbytes() for storage in kept.values())
 

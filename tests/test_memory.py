@@ -13,7 +13,7 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, defaul
 from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.looped import TrainingPolicy, costs
 from loopdropout_trainer.training import memory
-from loopdropout_trainer.training.memory import ShapeModel, StepSettings, memory_advice
+from loopdropout_trainer.training.memory import ShapeModel, StepSettings, memory_advice, memory_bound
 
 
 def held_bytes(make, settings):
@@ -44,8 +44,9 @@ def test_the_estimate_is_what_a_real_step_keeps(family, fields, config, monkeypa
     model = TINY[family]()
     shapes = ShapeModel(model.config, torch.float32, default_peft_config(model), config(rule="lora"))
     estimate, measured = shapes.step(settings).kept, held_bytes(TINY[family], settings)
-    assert measured <= estimate <= (1.12 if settings.checkpointing else 1.03) * measured
-    assert estimate < shapes.bound(settings)
+    # Of tiny models the copies of stacked weights are a part; whether there are any depends on the tokens.
+    assert 0.93 * measured <= estimate <= (1.25 if settings.checkpointing else 1.07) * measured
+    assert shapes.step(settings).total < memory_bound(shapes.model, settings)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def make_trainer(config, dataset, tokenizer):
 def test_layers_are_computed_twice_only_where_memory_does_not_suffice(make_trainer, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     off = make_trainer()
-    assert "`gradient_checkpointing` is off: a step of 4 rows of 11 tokens takes" in caplog.text
+    assert "`gradient_checkpointing` is off: a step of 4 rows of 11 tokens takes at most" in caplog.text
     monkeypatch.setattr(memory, "usable_memory", lambda args: 2e5)
     on = make_trainer()
     assert "`gradient_checkpointing` is on: a step of 4 rows" in caplog.text
@@ -92,16 +93,16 @@ def test_what_the_user_says_stays(make_trainer, monkeypatch, tmp_path):
 
 
 def test_advice_names_the_first_change_that_fits(config, monkeypatch):
-    model = tiny_ouro(num_hidden_layers=4)
-    peft_config = default_peft_config(model)
+    model = tiny_ouro(num_hidden_layers=1, num_loops=2)
+    shapes = ShapeModel(model.config, torch.float32, default_peft_config(model), config())
+    monkeypatch.setattr(memory, "ShapeModel", lambda *arguments: shapes)
 
     def advice(usable, **fields):
         monkeypatch.setattr(memory, "usable_memory", lambda args: usable)
         args = config(per_device_train_batch_size=8, **fields)
-        return memory_advice(model.config, "float32", peft_config, args, longest=256)
+        return memory_advice(model.config, "float32", None, args, longest=256)
 
-    shapes = ShapeModel(model.config, torch.float32, peft_config, config())
-    take = lambda **fields: shapes.step(StepSettings(8, 256, 4, **fields)).total
+    take = lambda **fields: shapes.step(StepSettings(8, 256, 2, **fields)).total
     plain, pointwise, layers = take(), take(recompute_pointwise=True), take(checkpointing=True)
     assert layers < pointwise < plain
     assert "8 rows of 256 tokens" in advice(plain)

@@ -181,13 +181,16 @@ class GreedyDecoder:
         """Decode until one or more answers are complete, and return them with their prompts' indices; [] at the end."""
         ended: list[_Row] = []
         while not ended and (self.waiting or any(self.slots)):
-            self._admit()
-            self._step()
-            ended = self._evict()
+            if self._admit():  # an answer may be complete with its first token
+                ended = self._evict()
+            if not ended:
+                self._step()
+                ended = self._evict()
         return [(row.index, row.answer) for row in ended]
 
-    def _admit(self) -> None:
-        """Admit waiting prompts to free slots."""
+    def _admit(self) -> bool:
+        """Admit waiting prompts to free slots, with the first token of their answers; return whether there were any."""
+        waiting = len(self.waiting)
         self.slots += [None] * (self.num_slots - len(self.slots))
         free = [slot for slot, row in enumerate(self.slots) if row is None]
         if 4 * len(free) >= self.num_slots:  # not to each one alone, since reading a prompt takes a call of its own
@@ -197,6 +200,7 @@ class GreedyDecoder:
                 self._prefill(taken[: len(self.waiting)])
         if not self.compiled:
             self._compact()
+        return len(self.waiting) < waiting
 
     def _compact(self) -> None:
         """Move the last rows to the free slots before them, and leave out the slots behind."""
@@ -219,7 +223,7 @@ class GreedyDecoder:
         self.cache.resize(len(self.slots), num_columns)
 
     def _prefill(self, slots: list[int]) -> None:
-        """Read the next waiting prompts into these slots of the cache."""
+        """Read the next waiting prompts into these slots of the cache, and begin their answers."""
         rows = [self.waiting.popleft() for _ in slots]
         for slot, row in zip(slots, rows, strict=True):
             self.slots[slot] = row
@@ -228,7 +232,12 @@ class GreedyDecoder:
         ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.model.device)
         # Padding comes after the prompt, which does not see it; its columns are those of the answer.
         self._set(slots, torch.arange(length).expand(len(rows), -1), is_prefill=True)
-        self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache))
+        hidden = self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache)).last_hidden_state
+        ends = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
+        last = hidden[torch.arange(len(rows), device=hidden.device), ends]  # [B, H], ready for the head
+        tokens = self._choose(self.model.get_output_embeddings()(last).float(), rows)
+        for row, token in zip(rows, tokens, strict=True):
+            row.answer.append(token)
 
     def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
         """Tell the cache which tokens the next call computes: `positions` [B, S] of the rows in these slots."""
@@ -238,16 +247,20 @@ class GreedyDecoder:
         self.cache.is_prefill = is_prefill
 
     def _step(self) -> None:
-        """Add a token to every row. The first step computes a prompt's last token once more."""
+        """Add a token to every row."""
         self._fit()
         rows = self.slots
-        tokens = [0 if row is None else (row.prompt + row.answer[-1:])[-1] for row in rows]
+        tokens = [0 if row is None else row.answer[-1] for row in rows]
         positions = [[0 if row is None else len(row) - 1] for row in rows]
         self._set(list(range(len(rows))), torch.tensor(positions), is_prefill=False)
         ids = torch.tensor(tokens, device=self.model.device).unsqueeze(1)  # [B, 1]
         for row, token in zip(rows, self._next_tokens(ids), strict=True):
             if row is not None:
                 row.answer.append(token)
+
+    def _choose(self, logits: torch.Tensor, rows: list[_Row]) -> list[int]:
+        """Return the next token of each row from its logits [B, V]."""
+        return logits.argmax(dim=-1).tolist()
 
     def _next_tokens(self, ids: torch.Tensor) -> list[int]:
         """Return the token [B] that follows the tokens [B, 1] of each slot."""
@@ -285,13 +298,14 @@ class SamplingDecoder(GreedyDecoder):
         super().__init__(*args, **kwargs)
         self.sampler = sampler
 
+    def _choose(self, logits: torch.Tensor, rows: list[_Row]) -> list[int]:
+        return self.sampler(logits, [row.index for row in rows], [len(row.answer) for row in rows]).tolist()
+
     def _next_tokens(self, ids: torch.Tensor) -> list[int]:
         logits = self._run(_logits, ids)  # [B, V]
         used = [slot for slot, row in enumerate(self.slots) if row is not None]
-        rows = [self.slots[slot] for slot in used]
-        drawn = self.sampler(logits[used], [row.index for row in rows], [len(row.answer) for row in rows])
         tokens = [0] * len(self.slots)
-        for slot, token in zip(used, drawn.tolist(), strict=True):
+        for slot, token in zip(used, self._choose(logits[used], [self.slots[slot] for slot in used]), strict=True):
             tokens[slot] = token
         return tokens
 

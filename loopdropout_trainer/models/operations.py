@@ -22,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     The quotient is rounded to the dtype of x before it is multiplied.
     """
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _RMSNorm.apply(x, weight, eps)
+        return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _rms_norm(x, weight, eps)[0]
     return weight * F.rms_norm(x, weight.shape, None, eps).to(x.dtype)  # one kernel each way on a GPU
 
 
@@ -30,7 +30,7 @@ def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return silu(a) * b for a and b of one shape."""
     if torch.compiler.is_compiling():
         return F.silu(a) * b
-    return _SwiGLU.apply(a, b)
+    return _SwiGLU.apply(a, b) if torch.is_grad_enabled() else _swiglu(a, b)
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     if torch.compiler.is_compiling():
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
-    return _Rotation.apply(x, cos, sin)
+    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
 
 
 def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -47,15 +47,36 @@ def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return _Rows.apply(x, rows) if x.requires_grad and torch.is_grad_enabled() else x[rows]
 
 
+# The forward passes, by themselves where nothing has a gradient: a function of autograd takes as long as small tensors do.
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result, and the reciprocal root [..., 1]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    reciprocal = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    quotient = (x * reciprocal).to(x.dtype)
+    return quotient.mul_(weight) if weight.dtype == x.dtype else quotient * weight, reciprocal
+
+
+def _swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.silu(a).mul_(b)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    rotated = x * cos
+    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return rotated
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        reciprocal = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        result, reciprocal = _rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, reciprocal)
-        quotient = (x * reciprocal).to(x.dtype)
-        return quotient.mul_(weight) if weight.dtype == x.dtype else quotient * weight
+        return result
 
     @staticmethod
     @first_order
@@ -84,7 +105,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
-        return F.silu(a).mul_(b)
+        return _swiglu(a, b)
 
     @staticmethod
     @first_order
@@ -104,11 +125,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        rotated = x * cos
-        rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return rotated
+        return _rotate(x, cos, sin)
 
     @staticmethod
     @first_order

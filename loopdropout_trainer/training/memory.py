@@ -1,7 +1,7 @@
 """What a training step keeps in memory, without weights or a device; and whether layers need be computed twice.
 
-The forward pass runs with shapes only, on the path that training takes, for one row and for one and two loops; each further
-row and loop keeps as much again. What it keeps for the backward pass is counted, each storage once:
+The forward pass runs with shapes only, on the path that training takes, for two and three rows and one and two loops; each
+further row and loop keeps as much again. What it keeps for the backward pass is counted, each storage once:
 
     step = weights + 16 bytes x trained + kept + work
 
@@ -114,8 +114,8 @@ class ShapeModel:
         self.num_layers = len(set(physical_layers(self.model)))
         recurrent = [self.looped.get_submodule(name) for name in self.looped.recurrent_linears()]
         self.widest = max(max(linear.in_features, linear.out_features) for linear in recurrent)
-        self.widths = sum(linear.in_features + linear.out_features for linear in recurrent)
         self.itemsize = dtype.itemsize
+        self._kept: dict[tuple[int, StepSettings], int] = {}
 
     @classmethod
     def like(cls, model: PeftModel, args: LoopDropoutArguments) -> ShapeModel:
@@ -128,12 +128,6 @@ class ShapeModel:
     def num_loops(self) -> int:
         """Recurrence depth K of the model."""
         return self._num_loops
-
-    def needed(self, settings: StepSettings, usable: float) -> int:
-        """Return the bytes of a step; more than it takes, but not more than `usable`, where that is seen at once."""
-        bound = self.bound(settings)
-        keeps_scores = self.looped.config._attn_implementation == "eager"
-        return bound if bound <= usable and not keeps_scores else self.step(settings).total
 
     def step(self, settings: StepSettings) -> StepMemory:
         """Return the memory of a step."""
@@ -150,21 +144,29 @@ class ShapeModel:
             work += plain // (settings.num_loops * self.num_layers)
         return StepMemory(parameters[False], parameters[True], kept, work)
 
-    def bound(self, settings: StepSettings) -> int:
-        """Return more bytes than a step can hold, without running anything: of attention that keeps no scores."""
-        everything = sum(p.numel() for p in self.model.parameters()) * TRAINED_BYTES
-        return everything + GENEROUS * 4 * self.widths * settings.rows * settings.length * settings.num_loops
-
     def kept_bytes(self, settings: StepSettings) -> int:
         """Return what the forward pass keeps for the backward pass, weights left out."""
         looped, rows = self.looped, settings.rows
         loops = min(settings.num_loops, getattr(looped.config, "backprop_depth", None) or settings.num_loops)
-        if looped.config._attn_implementation != "eager":  # which keeps a score for each pair of all rows' tokens
-            settings = replace(settings, rows=min(rows, 2))  # a row alone keeps its attention's result once, not twice
-        if looped.trains_at_one_depth:
-            return self._kept_at(loops, settings) * rows // settings.rows
-        one, two = (self._kept_at(depth, settings) for depth in (1, 2))
-        return (one + (loops - 1) * (two - one)) * rows // settings.rows
+        if looped.config._attn_implementation == "eager":  # which keeps a score for each pair of all rows' tokens
+            return self._kept_by_loops(loops, settings)
+        if rows <= 2:
+            return self._kept_by_loops(loops, settings)
+        # From two rows on, each keeps as much as the one before: a row alone attends in a way of its own.
+        two, three = (self._kept_by_loops(loops, replace(settings, rows=each)) for each in (2, 3))
+        return two + (rows - 2) * (three - two)
+
+    def _kept_by_loops(self, loops: int, settings: StepSettings) -> int:
+        if self.looped.trains_at_one_depth:
+            return self._known(loops, settings)
+        one, two = (self._known(depth, settings) for depth in (1, 2))
+        return one + (loops - 1) * (two - one)
+
+    def _known(self, num_loops: int, settings: StepSettings) -> int:
+        key = num_loops, replace(settings, num_loops=num_loops)
+        if key not in self._kept:
+            self._kept[key] = self._kept_at(num_loops, settings)
+        return self._kept[key]
 
     def _kept_at(self, num_loops: int, settings: StepSettings) -> int:
         looped, rows, length = self.looped, settings.rows, settings.length
@@ -208,6 +210,21 @@ class ShapeModel:
         draw = Draw(0, 0, ids, num_loops, num_steps=1, num_modules=len(layers), layers=layers)
         gates = torch.full_like(self.rule.sample(draw), 2.0).requires_grad_(self.rule.wants_sensitivity)
         return GatePlan(gates, seeds=self.rule.seeds(draw), draw=draw)
+
+
+def memory_bound(model: PeftModel, settings: StepSettings) -> float:
+    """Return more bytes than a step can hold, without running anything; infinity for attention that keeps its scores.
+
+    Args:
+        model: as it will be trained, or its shapes.
+    """
+    looped = find_looped_model(model)
+    if looped.config._attn_implementation == "eager":
+        return float("inf")
+    recurrent = [looped.get_submodule(name) for name in looped.recurrent_linears()]
+    widths = sum(linear.in_features + linear.out_features for linear in recurrent)
+    weights = TRAINED_BYTES * sum(parameter.numel() for parameter in model.parameters())
+    return weights + GENEROUS * 4 * widths * settings.rows * settings.length * settings.num_loops
 
 
 class HeldBytes(TorchDispatchMode):
@@ -279,11 +296,13 @@ def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArgume
         fits, reason = True, "`recompute_pointwise` takes its place"
     elif shape is not None and usable is not None:
         try:
-            shapes = ShapeModel.like(model, args)
-            settings = StepSettings(*shape, args.depth_limits(shapes.num_loops)[1], args.remove_padding)
-            needed = shapes.needed(settings, usable)
+            depth = args.depth_limits(find_looped_model(model).config.num_loops)[1]
+            settings = StepSettings(*shape, depth, args.remove_padding)
+            needed = memory_bound(model, settings)
+            if needed > usable:  # by more than it takes
+                needed = ShapeModel.like(model, args).step(settings).total
             fits = needed <= usable
-            reason = f"a step of {shape[0]} rows of {shape[1]:,} tokens takes {_gb(needed)} of {_gb(usable / USABLE)}"
+            reason = f"a step of {shape[0]} rows of {shape[1]:,} tokens takes at most {_gb(needed)} of {_gb(usable / USABLE)}"
         except Exception as error:  # of a model that cannot be run by its shapes; an estimate must not end a training
             reason = f"what a step takes cannot be estimated ({type(error).__name__}: {error})".splitlines()[0]
     _set_checkpointing(args, not fits)
