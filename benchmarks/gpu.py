@@ -497,7 +497,7 @@ def without_compiler(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.compile = compile_
-        decoding._compiled_step.cache_clear()
+        decoding._compiled.cache_clear()
 
 
 if __name__ == "__main__":
