@@ -7,8 +7,8 @@
     python recipes/study.py recipes/studies/ouro_1.4b.yaml --print_commands true
 
 Each method's learning rate is chosen on the development split of the first seed. The same command continues a study that
-was interrupted, or prints what a scheduler can start next. `--results` gets the numbers, from which
-`python -m loopdropout_trainer.runs.replication` writes the document.
+was interrupted, or prints what a scheduler can start next. `--results` gets the numbers, `--document` the
+claims with their verdicts, also of a study that is not finished (`--collect_only true`).
 """
 
 from __future__ import annotations

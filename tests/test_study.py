@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from loopdropout_trainer.evaluation import BenchmarkResult, Prediction, load_benchmark
 from loopdropout_trainer.runs.measuring import answer_batches, verdicts
-from loopdropout_trainer.runs.replication import BEGIN, END, Results, claims_table, interval, write_document
+from loopdropout_trainer.runs.replication import Results, claims_table, interval, marks, write_document
 from loopdropout_trainer.runs.study import Study, StudyArguments
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
@@ -280,7 +280,8 @@ def test_a_bootstrap_interval_is_the_normal_one():
 
 def test_the_document_keeps_what_is_around_the_results(tmp_path):
     document, file = tmp_path / "doc.md", tmp_path / "small.json"
-    document.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
+    (begin, end), (other, _) = marks("paper"), marks("depths")
+    document.write_text(f"# Title\n\n{begin}\nold\n{end}\n\nThe end.\n")
     runs = [run_of("lora", 1, 0xF0), run_of("loop_dropout", 1, 0xFF)]
     runs[0]["measured"]["benchmarks"]["more"] = {"score": 30.0}  # the other method was not asked
     runs[0]["measured"]["by_dose"] = {"2": {"score": 40.0}}
@@ -291,7 +292,12 @@ def test_the_document_keeps_what_is_around_the_results(tmp_path):
     runs.append(only_chosen)
     file.write_text(
         json.dumps(
-            {"runs": runs, "chosen_rates": {"loop_dropout": 0.2}, "measure": {"benchmarks": ["arithmetic_test"]}}
+            {
+                "claims": "paper",
+                "runs": runs,
+                "chosen_rates": {"loop_dropout": 0.2},
+                "measure": {"benchmarks": ["arithmetic_test"]},
+            }
         )
     )
     for _ in range(2):
@@ -304,6 +310,6 @@ def test_the_document_keeps_what_is_around_the_results(tmp_path):
         assert "3 of at most 3 trainings have run, and 2 of their adapters are measured." in text
     write_document(file, tmp_path / "new.md")
     assert "| loop_dropout | 0.1 | 1 | 100.0 | - |" in (tmp_path / "new.md").read_text()
-    document.write_text("nothing")
+    document.write_text(other)
     with pytest.raises(ValueError, match="must have the marks"):
         write_document(file, document)

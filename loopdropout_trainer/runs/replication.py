@@ -21,7 +21,6 @@ import numpy as np
 from loopdropout_trainer.evaluation.statistics import summarize
 
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 DRAWS = 4000
 LEAST_SEEDS = 3
 
@@ -197,12 +196,12 @@ def _gain_at_rate(rate: float) -> Callable[[Results], Values]:
     return lambda results: _gain("loop_dropout", "lora")(results.at_rate(rate))
 
 
-def _gain_at(depth: int) -> Callable[[Results], Values]:
-    """Loop Dropout's accuracy minus LoRA's at another depth."""
+def _gain_at(depth: int, ours: str = "loop_dropout", other: str = "lora") -> Callable[[Results], Values]:
+    """The accuracy of one method minus another's at another depth."""
 
     def values(results: Results) -> Values:
-        ours, lora = results.paired("loop_dropout", "lora")
-        return accuracy_at(ours, depth) - accuracy_at(lora, depth)
+        a, b = results.paired(ours, other)
+        return accuracy_at(a, depth) - accuracy_at(b, depth)
 
     return values
 
@@ -268,7 +267,7 @@ def _levelling(lora: np.ndarray, ours: np.ndarray) -> np.ndarray:
     return np.ptp(lora, axis=1) - np.ptp(ours, axis=1)
 
 
-CLAIMS = (
+PAPER_CLAIMS = (
     Claim("LoRA's update does more in the last loop than in the first: rho_K - rho_1", "+20.5", _of_rho(_late_bias)),
     Claim("Loop Dropout levels it: LoRA's max - min of rho_t, less its own", "+15.4", _of_rho(_levelling)),
     Claim("Loop Dropout's update does more alone in loop 1", "+18.9", _of_rho(lambda lora, ours: ours[:, 0] - lora[:, 0])),
@@ -317,13 +316,28 @@ CLAIMS = (
 """The paper's numbers, Ouro-1.4B: GSM8K; sharing: GSM8K, MATH-500; another wording: GSM-Plus mini; readouts: MATH-500;
 rates: the least and the most of its five."""
 
+DEPTH_CLAIMS = tuple(
+    Claim(f"{words} at K = {depth}", "none", _gain_at(depth, *methods))
+    for words, methods in (
+        ("LoRA answers more when trained at random depth,", ("random_depth_lora", "lora")),
+        ("Loop Dropout answers more when trained at random depth,", ("random_depth", "loop_dropout")),
+        ("Loop Dropout answers more than LoRA, both at their own depth,", ("loop_dropout", "lora")),
+        ("Loop Dropout answers more than LoRA, both at random depth,", ("random_depth", "random_depth_lora")),
+    )
+    for depth in (2, 3, 4, 6, 8)
+)
+"""Of `recipes/studies/depth.yaml`; the paper trains at one depth."""
 
-def claims_table(results: Results) -> str:
-    """Return the claims with their verdicts, as Markdown."""
+CLAIMS = {"paper": PAPER_CLAIMS, "depths": DEPTH_CLAIMS}
+"""Sets of claims, by the name that a study gives."""
+
+
+def claims_table(results: Results, claims: Sequence[Claim] = PAPER_CLAIMS) -> str:
+    """Return claims with their verdicts, as Markdown."""
     head = (
         "| claim | paper (Ouro-1.4B) | here, 95% interval | seeds, SD over them | verdict |\n|---|---|---|---|---|\n"
     )
-    return head + "\n".join(claim.row(results) for claim in CLAIMS)
+    return head + "\n".join(claim.row(results) for claim in claims)
 
 
 def methods_table(results: Results) -> str:
@@ -402,18 +416,26 @@ def progress(collected: dict[str, Any]) -> str:
     return f"{words}{f'; by part: {by_part}' if by_part else ''}."
 
 
+def marks(claims: str) -> tuple[str, str]:
+    """Return the comments between which a study with this set of claims writes into a document."""
+    return f"<!-- {claims}: begin -->", f"<!-- {claims}: end -->"
+
+
 def write_document(results: Path, document: Path) -> None:
-    """Replace what stands between the marks of a document by a study's tables, or begin the document.
+    """Replace what stands between a study's marks in a document by its tables, or begin the document.
 
     Raises:
         ValueError: if there is a document without both marks.
     """
-    text = document.read_text(encoding="utf-8") if document.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{document} must have the marks {BEGIN} and {END}.")
     collected = json.loads(results.read_text(encoding="utf-8"))
+    claims = collected["claims"]
+    begin, end = marks(claims)
+    text = document.read_text(encoding="utf-8") if document.exists() else f"# Results\n\n{begin}\n{end}\n"
+    if begin not in text or end not in text:
+        raise ValueError(f"{document} must have the marks {begin} and {end}.")
     of_study = Results.of(collected)
-    tables = [make(of_study) for make in (claims_table, methods_table, gates_table, loops_table)]
-    parts = [progress(collected), *tables, choices_table(collected)]
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    document.write_text("\n\n".join([before + BEGIN, *parts, END + after]), encoding="utf-8")
+    tables = [make(of_study) for make in (methods_table, gates_table, loops_table)]
+    filled = [table for table in tables if len(table.splitlines()) > 2]  # more than a head
+    parts = [progress(collected), claims_table(of_study, CLAIMS[claims]), *filled, choices_table(collected)]
+    before, after = text.split(begin)[0], text.split(end)[1]
+    document.write_text("\n\n".join([before + begin, *parts, end + after]), encoding="utf-8")

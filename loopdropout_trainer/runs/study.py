@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from loopdropout_trainer.runs.replication import write_document
+from loopdropout_trainer.runs.replication import CLAIMS, write_document
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, is_recipe
 from loopdropout_trainer.runs.workers import RAY_HELP, WORKERS_HELP, Job, do_jobs, make_workers
 from loopdropout_trainer.saving.files import write_atomically
@@ -104,6 +104,9 @@ class StudyArguments:
         default=None,
         metadata={"help": "Markdown that gets the claims and tables. Default: replication.md in output_dir."},
     )
+    claims: str = field(
+        default="paper", metadata={"help": f"What the document tests with the results: {', '.join(CLAIMS)}."}
+    )
     collect_only: bool = field(default=False, metadata={"help": "Write results and document, and run nothing."})
     measure_adapter: str | None = field(
         default=None, metadata={"help": "Measure this one adapter of the study, and nothing else."}
@@ -158,7 +161,7 @@ class Study:
         measure: what is measured of each method's adapters.
 
     Raises:
-        RecipeError: for a part with an unknown method or field, an unknown scale, or a wrong `measure`.
+        RecipeError: for a part with an unknown method or field, an unknown scale or set of claims, or a wrong `measure`.
     """
 
     def __init__(self, arguments: StudyArguments, scripts: Path, command: tuple[str, ...] = ()) -> None:
@@ -176,6 +179,8 @@ class Study:
                 raise RecipeError(f"`measure`: {error}") from error
             for method in part["methods"]:
                 self.measure.setdefault(method, measure)
+        if self.arguments.claims not in CLAIMS:
+            raise RecipeError(f"`claims` must be among {', '.join(CLAIMS)}; got {self.arguments.claims!r}.")
         unknown = [name for name in self.arguments.only or () if name not in self.arguments.parts]
         if unknown:
             raise RecipeError(f"`only` must be among {', '.join(self.arguments.parts)}; got {unknown[0]!r}.")
@@ -328,6 +333,7 @@ class Study:
                         runs[method, f"{rate:.6g}", seed] = {"method": method, "rate": rate, "seed": seed, **run}
         planned = set().union(*(self.planned_runs(part) for part in self.parts.values()))
         return {
+            "claims": self.arguments.claims,
             "measure": self.arguments.measure,
             "planned_trainings": len(planned),
             "parts": parts,
