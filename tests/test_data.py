@@ -386,7 +386,7 @@ BROKEN = {
     '{"prompt": "p", "completion": " \\n"}': "empty target `completion`",
     '{"prompt": 5, "completion": "c"}': "field `prompt` is not text",
     '{"prompt": "p", "completion": "\\ud800"}': "field `completion` is not valid Unicode",
-    '{"a": 1}': "no `prompt` and `completion`, `messages`, or `text`",
+    '{"a": 1}': "no `prompt` and `completion`, `messages`, `text`, or `chosen` and `rejected`",
     '{"messages": []}': "field `messages` is not a list of messages",
     '{"messages": "hi"}': "field `messages` is not a list of messages",
     json.dumps({"messages": [CHAT]}): "empty target: no assistant message with content",
@@ -414,7 +414,7 @@ def test_refusals(tmp_path, write, tokenizer):
             load_data(DataArguments(**fields), tokenizer, 4096)
 
     refuse("`dataset_name`.*or `train_files`")
-    refuse("preparation.*must be one of arithmetic, gsm8k", preparation="gsm9k", dataset_name="x")
+    refuse("preparation.*must be one of arithmetic, arithmetic_pairs", preparation="gsm9k", dataset_name="x")
     refuse("bad_rows", bad_rows="ignore", dataset_name="x")
     refuse("exclude each other", dataset_name="x", eval_files=["y"], num_eval_examples=3)
     refuse(
