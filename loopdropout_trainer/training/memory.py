@@ -409,4 +409,4 @@ def _levers(now: StepSettings, can_pack: bool) -> Iterator[tuple[str, StepSettin
 
 
 def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
