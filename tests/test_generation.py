@@ -193,7 +193,8 @@ def test_no_row_is_computed_long_after_its_end_and_the_cache_is_no_longer_than_t
         columns.append(decoder.cache.layers[0].keys.shape[2])
     assert [len(answers[index]) for index in range(len(prompts))] == lengths
     steps = sum(rows for rows, tokens in computed if tokens == 1)
-    assert sum(lengths) <= steps <= 1.1 * sum(lengths)
+    stepped = sum(lengths) - len(lengths)  # an answer's first token comes from reading its prompt
+    assert stepped <= steps <= 1.1 * stepped
     in_batches = sum(len(lengths[start : start + 8]) * max(lengths[start : start + 8]) for start in range(0, 20, 8))
     assert steps < 0.75 * in_batches
     assert max(columns) <= -(-(max(map(len, prompts)) + 60) // 64) * 64 and len(decoder.slots) < 8

@@ -307,7 +307,7 @@ CHECKPOINTING_FIELDS = [
 def test_checkpointing_is_non_reentrant_whatever_was_asked_for_under_either_name(
     config, dataset, tokenizer, name, given
 ):
-    args = config(**{name: given, "max_steps": 1})
+    args = config(**{name: given, "max_steps": 1, "gradient_checkpointing": True})
     trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
     for field in CHECKPOINTING_FIELDS:
         assert getattr(trainer.args, field) == {**(given or {}), "use_reentrant": False}

@@ -102,6 +102,8 @@ class SlotLayer(StaticLayer):
         self.keys, self.values = (states[:num_slots, :num_columns].transpose(1, 2) for states in self.allocated)
         for states in (self.keys, self.values, *self.tokens):  # CUDA graphs then read and write them in place
             torch._dynamo.mark_static_address(states, guard=False)
+        for states in self.allocated:  # what the others are views of
+            torch._dynamo.maybe_mark_dynamic(states, 1)
         for states in (self.keys, self.values):
             torch._dynamo.maybe_mark_dynamic(states, 2)
         for states in self.tokens:
