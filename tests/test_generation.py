@@ -216,7 +216,9 @@ def test_answers_come_as_they_are_complete_and_the_model_is_itself_in_between(to
 def test_compiled_steps_give_the_same_text_and_one_compilation_serves_all_lengths(
     tokenizer, caplog, monkeypatch, tmp_path
 ):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what an earlier run has compiled may fit fewer lengths
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
+    )  # what an earlier run has compiled may fit fewer lengths
     model = adapted(varied(tiny_ouro(num_hidden_layers=1, num_loops=2))).double()
     arguments = model, tokenizer, MANY, 290, 6, STOPS[:1]
     want = generate_greedy(*arguments, progress=False, decoding="generate")
