@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from loopdropout_trainer import LoopDropoutConfig
+from loopdropout_trainer import LoopDropoutConfig, default_peft_config
 from loopdropout_trainer.models import (
     HuginnConfig,
     HuginnForCausalLM,
@@ -240,9 +240,9 @@ def dataset():
 
 @pytest.fixture
 def config(tmp_path):
-    """`config(**fields)`: arguments of a short float32 run that logs every step."""
+    """`config(cls, **fields)`: arguments of a short float32 run that logs every step."""
 
-    def make(**fields):
+    def make(cls=LoopDropoutConfig, **fields):
         defaults = {
             "output_dir": str(tmp_path / "run"),
             "max_steps": 4,
@@ -255,9 +255,20 @@ def config(tmp_path):
             "disable_tqdm": True,
             "dataloader_pin_memory": False,
         }
-        return LoopDropoutConfig(**{**defaults, **fields})
+        return cls(**{**defaults, **fields})
 
     return make
+
+
+def with_adapter(model=None, seed=1, scale=0.05):
+    """A PEFT model, by default over a tiny Ouro, whose adapter changes the output."""
+    model = tiny_ouro() if model is None else model
+    model = get_peft_model(model, default_peft_config(model))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+    return model
 
 
 # Published sizes

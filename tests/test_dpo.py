@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from conftest import tiny_ouro
+from conftest import tiny_ouro, with_adapter
 from datasets import Dataset
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from torch.nn import functional as F
 from trl import DPOConfig
 
-from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, default_peft_config, use_gates
+from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
 
 
@@ -23,35 +23,12 @@ def pairs():
 
 
 @pytest.fixture
-def dpo_config(tmp_path):
+def dpo_config(config, tmp_path):
     def make(cls=LoopDropoutDPOConfig, **fields):
-        defaults = {
-            "output_dir": str(tmp_path),
-            "max_steps": 1,
-            "per_device_train_batch_size": 4,
-            "beta": BETA,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "bf16": False,
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-        }
-        return cls(**{**defaults, **fields})
+        defaults = {"output_dir": str(tmp_path), "max_steps": 1, "beta": BETA, "use_cpu": True}
+        return config(cls, **{**defaults, **fields})
 
     return make
-
-
-def with_adapter(scale=0.05):
-    """A PEFT model whose adapter changes the output."""
-    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()))
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
-    return model
 
 
 def log_probability(model, input_ids, attention_mask, completion_mask):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import get_peft_model
+from conftest import with_adapter
 from torch import nn
 from transformers import AutoModelForCausalLM, HrmTextConfig, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -17,7 +17,6 @@ from loopdropout_trainer import (
     LoopDescription,
     LoopDropoutSFTTrainer,
     check_loops,
-    default_peft_config,
     merge_and_save,
     register_looped,
     use_gates,
@@ -58,14 +57,6 @@ def tiny_hrm(**config):
     return HrmTextForCausalLM(HrmTextConfig(**{**fields, **config}))
 
 
-def adapted(model):
-    peft_model = get_peft_model(model, default_peft_config(model))
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return peft_model
-
-
 def test_the_example_is_short_and_announces_every_loop():
     assert len(EXAMPLE.splitlines()) <= 40
     model = tiny_hrm().eval()
@@ -76,7 +67,7 @@ def test_the_example_is_short_and_announces_every_loop():
     twin.config.num_loops = 2
     check_loops(twin, input_ids=torch.tensor([[3, 4, 5]]))
     check_loops(model, input_ids=torch.tensor([[3, 4, 5]]))
-    assert find_looped_model(adapted(model)).recurrent_linears() == names
+    assert find_looped_model(with_adapter(model, scale=0.1)).recurrent_linears() == names
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -84,7 +75,7 @@ def test_gated_forward_and_gradients_equal_swapping_the_weights_by_hand(checkpoi
     gates = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.5, 2.0]])
     ids = torch.randint(2, 258, (2, 9))
 
-    peft_model = adapted(tiny_hrm()).train()
+    peft_model = with_adapter(tiny_hrm(), scale=0.1).train()
     if checkpointing:
         peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
     with use_gates(peft_model, gates):

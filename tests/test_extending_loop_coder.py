@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import get_peft_model
+from conftest import with_adapter
 from torch import nn
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops, default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops, merge_and_save, use_gates
 from loopdropout_trainer.looped.described import DESCRIPTIONS
 
 
@@ -40,14 +40,6 @@ def tiny(module, **config):
     return model
 
 
-def adapted(model):
-    peft_model = get_peft_model(model, default_peft_config(model))
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return peft_model
-
-
 def test_the_example_announces_both_loops_and_reads_both(loop_coder):
     model, ids = tiny(loop_coder).eval(), torch.arange(3, 12)[None]
     check_loops(model, input_ids=ids)
@@ -62,7 +54,7 @@ def test_the_example_announces_both_loops_and_reads_both(loop_coder):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_equal_swapping_the_weights_by_hand(loop_coder, checkpointing):
     gates, ids = torch.tensor([[0.0, 2.0], [0.5, -1.0]]), torch.randint(2, 258, (2, 9))
-    peft_model = adapted(tiny(loop_coder)).train()
+    peft_model = with_adapter(tiny(loop_coder), scale=0.1).train()
     if checkpointing:
         peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
     with use_gates(peft_model, gates):
@@ -102,7 +94,7 @@ def test_it_trains_and_merges(loop_coder, config, dataset, tokenizer, tmp_path):
 @pytest.mark.peer
 def test_mlx_lm_gives_the_logits_of_a_merged_model(loop_coder, tmp_path):
     mlx, mlx_utils = pytest.importorskip("mlx.core"), pytest.importorskip("mlx_lm.utils")
-    peft_model = adapted(tiny(loop_coder, rope_theta=500_000.0, initializer_range=0.3)).eval()
+    peft_model = with_adapter(tiny(loop_coder, rope_theta=500_000.0, initializer_range=0.3), scale=0.1).eval()
     merge_and_save(peft_model, tmp_path)
     ids = torch.arange(3, 63).view(2, 30)
     logits = mlx_utils.load_model(tmp_path)[0](mlx.array(ids.tolist()))

@@ -3,16 +3,17 @@
 import copy
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 from conftest import tiny_ouro
 from datasets import Dataset
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from test_extending import tiny_hrm
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, default_peft_config, use_gates
+from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, use_gates
 from loopdropout_trainer.evaluation.generation import sample_completions
 from loopdropout_trainer.evaluation.sampling import Sampler
 from loopdropout_trainer.gates import Draw, LoopDropout
@@ -29,38 +30,27 @@ def reward(completions, **columns):
 
 
 @pytest.fixture
-def grpo_config(tmp_path):
+def grpo_config(config):
     def make(cls=LoopDropoutGRPOConfig, **fields):
         defaults = {
-            "output_dir": str(tmp_path / "run"),
             "max_steps": 1,
             "per_device_train_batch_size": 6,
             "num_generations": 3,
             "max_completion_length": LENGTH,
             "temperature": TEMPERATURE,
             "epsilon": EPSILON,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "bf16": False,
             "use_cpu": True,
-            "disable_tqdm": True,
             "gradient_checkpointing": False,
         }
-        return cls(**{**defaults, **fields})
+        return config(cls, **{**defaults, **fields})
 
     return make
 
 
 def with_adapter(seed=1, scale=0.15):
     """A PEFT model whose adapter changes the output, and whose completions end at one token in five."""
-    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()))
+    model = conftest.with_adapter(seed=seed, scale=scale)
     model.get_base_model().generation_config.eos_token_id = list(range(2, 54))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
     return model
 
 
