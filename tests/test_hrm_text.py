@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from conftest import with_adapter
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from test_extending import adapted, tiny_hrm
+from test_extending import tiny_hrm
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM
 
 from loopdropout_trainer import (
@@ -148,7 +149,7 @@ def test_generation_takes_its_input_for_the_prompt(tokenizer):
 
 
 def test_an_adapter_generates_as_its_model_does():
-    peft_model = adapted(tiny_hrm()).eval()
+    peft_model = with_adapter(tiny_hrm(), scale=0.1).eval()
     ids = torch.tensor([[2, 3, 4, 5, 8]])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     tokens = peft_model.generate(input_ids=ids, **options)
