@@ -13,6 +13,7 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, defaul
 from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.looped import TrainingPolicy, costs
 from loopdropout_trainer.training import memory
+from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 from loopdropout_trainer.training.memory import ShapeModel, StepSettings, memory_advice, memory_bound
 
 
@@ -66,13 +67,13 @@ def test_layers_are_computed_twice_only_where_memory_does_not_suffice(make_train
     on = make_trainer()
     assert "`gradient_checkpointing` is on: a step of 4 rows" in caplog.text
     for trainer, expected in ((off, False), (on, True)):
-        assert trainer.args.gradient_checkpointing == trainer.args.activation_checkpointing == expected
+        assert all(getattr(trainer.args, name) == expected for name in CHECKPOINTING_FIELDS)
         trainer.train()
         assert trainer.model.base_model.model.is_gradient_checkpointing == expected
     for got, want in zip(on.model.parameters(), off.model.parameters(), strict=True):
         assert torch.equal(got, want)
     monkeypatch.setattr(memory, "usable_memory", lambda args: None)
-    assert make_trainer().args.activation_checkpointing
+    assert make_trainer().args.gradient_checkpointing
     assert "is on: how much memory it takes is not known" in caplog.text
 
 
@@ -81,15 +82,15 @@ def test_what_the_user_says_stays(make_trainer, monkeypatch, tmp_path):
     plain = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True, "report_to": "none"}
     given = {
         "said": make_trainer(gradient_checkpointing=True),
-        "said by its new name": make_trainer(activation_checkpointing=True),
+        "said by the newest name": make_trainer(**{CHECKPOINTING_FIELDS[0]: True}),
         "TRL's own arguments": make_trainer(SFTConfig(**plain)),
         "compiled": make_trainer(torch_compile=True),
     }
     for name, trainer in given.items():
-        assert trainer.args.gradient_checkpointing and trainer.args.activation_checkpointing, name
+        assert all(getattr(trainer.args, field) for field in CHECKPOINTING_FIELDS), name
     monkeypatch.setattr(memory, "usable_memory", lambda args: 1.0)
-    assert not make_trainer(gradient_checkpointing=False).args.activation_checkpointing
-    assert not make_trainer(recompute_pointwise=True).args.activation_checkpointing
+    assert not make_trainer(gradient_checkpointing=False).args.gradient_checkpointing
+    assert not make_trainer(recompute_pointwise=True).args.gradient_checkpointing
 
 
 def test_advice_names_the_first_change_that_fits(config, monkeypatch):

@@ -18,6 +18,7 @@ from loopdropout_trainer.settings.field_types import json_of
 from loopdropout_trainer.settings.ranges import check_whole
 from loopdropout_trainer.training.choices import make_choice
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler
+from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 from loopdropout_trainer.training.loop_loss import LOOP_LOSSES, LoopLoss
 
 
@@ -135,10 +136,11 @@ class LoopDropoutArguments:
         self.p = list(rule.p) if isinstance(getattr(rule, "p", None), tuple) else getattr(rule, "p", None)
         # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        checkpointing = self.gradient_checkpointing, self.activation_checkpointing
+        unsaid = [name for name in CHECKPOINTING_FIELDS if getattr(self, name) is None]
         super().__post_init__()
-        if checkpointing == (None, None):  # transformers takes that for no; the trainer will know
-            self.gradient_checkpointing = self.activation_checkpointing = None
+        if len(unsaid) == len(CHECKPOINTING_FIELDS):  # transformers takes that for no; the trainer will know
+            for name in unsaid:
+                setattr(self, name, None)
 
     def make_rule(self) -> GateRule:
         """Build the gate rule that these arguments describe."""

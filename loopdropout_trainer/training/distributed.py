@@ -20,7 +20,12 @@ from loopdropout_trainer.looped import example_starts
 
 logger = logging.get_logger(__name__)
 
-_CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # new name, old name
+CHECKPOINTING_FIELDS = tuple(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")  # new name, old name
+    if name in TrainingArguments.__dataclass_fields__
+)
+"""The names that the installed transformers has for the field that computes layers twice."""
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -96,10 +101,10 @@ def non_reentrant_checkpointing(args: TrainingArguments) -> None:
     apart, ZeRO-3 sums wrongly. TRL asks for it under ZeRO-3 with an adapter, in the dict that the user may have given, so
     both names get a dict of their own after TRL's constructor.
     """
-    given = next((getattr(args, name, None) for name in _CHECKPOINTING_KWARGS if getattr(args, name, None)), {})
-    for name in _CHECKPOINTING_KWARGS:
-        if hasattr(args, name):
-            setattr(args, name, {**given, "use_reentrant": False})
+    fields = [f"{name}_kwargs" for name in CHECKPOINTING_FIELDS]
+    given = next((getattr(args, name) for name in fields if getattr(args, name)), {})
+    for name in fields:
+        setattr(args, name, {**given, "use_reentrant": False})
 
 
 def whole_parameters(accelerator: Accelerator) -> bool:

@@ -36,7 +36,7 @@ from loopdropout_trainer.adapters import add_gates, physical_layers
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, TrainingPolicy, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments
-from loopdropout_trainer.training.distributed import divides_weights
+from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, divides_weights
 from loopdropout_trainer.training.resources import device_name
 
 
@@ -275,10 +275,9 @@ def leaves_checkpointing_open(args: TrainingArguments) -> bool:
 
     That is where weights or steps are not whole (DeepSpeed, FSDP), and where a compiler decides what is computed again.
     """
-    given = [args.gradient_checkpointing, args.activation_checkpointing]  # the old name and the new one
-    if given == [None, None] and (args.deepspeed or divides_weights(args) or args.torch_compile):
-        given = [True]
-    said = [value for value in given if value is not None]
+    said = [value for value in (getattr(args, name) for name in CHECKPOINTING_FIELDS) if value is not None]
+    if not said and (args.deepspeed or divides_weights(args) or args.torch_compile):
+        said = [True]
     _set_checkpointing(args, any(said) if said else None)
     return not said
 
@@ -310,7 +309,8 @@ def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArgume
 
 
 def _set_checkpointing(args: TrainingArguments, enabled: bool | None) -> None:
-    args.gradient_checkpointing = args.activation_checkpointing = enabled
+    for name in CHECKPOINTING_FIELDS:
+        setattr(args, name, enabled)
 
 
 def row_shape(dataset: Any, args: TrainingArguments) -> tuple[int, int] | None:
