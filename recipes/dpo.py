@@ -9,8 +9,6 @@ overrides it.
 
 from __future__ import annotations
 
-import warnings
-
 from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.help import answer_help
 
@@ -63,5 +61,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
     run_command(main, "dpo.py")

@@ -9,8 +9,6 @@ sets the fields below; `--field value` overrides it.
 
 from __future__ import annotations
 
-import warnings
-
 from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.help import answer_help
 
@@ -83,5 +81,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
     run_command(main, "grpo.py")

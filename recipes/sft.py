@@ -9,8 +9,6 @@ the run are printed at the end and saved in `output_dir`.
 
 from __future__ import annotations
 
-import warnings
-
 from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.help import answer_help
 
@@ -36,5 +34,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
     run_command(main, "sft.py")

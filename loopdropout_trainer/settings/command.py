@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ def run_command(main: Callable[[], None], name: str, interrupted: str = "interru
         SystemExit: with code 2 and the sentence on standard error (once, however many processes were launched), or with
             130 if the user interrupted it.
     """
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
     try:
         main()
     except KeyboardInterrupt as error:
