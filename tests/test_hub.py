@@ -271,8 +271,32 @@ def test_a_trainers_cards_say_base_rule_and_p(tmp_path, config, dataset, tokeniz
         assert "base_model: ByteDance/Ouro-1.4B" in card
         assert "| Training rule | Loop Dropout |" in card
         assert "| Drop probability p | 0.25 |" in card
-        assert "None" not in card
+        assert "None" not in card and "Trained at depths" not in card and "Loops in the loss" not in card
     assert "| Drop probability p | 0.25 |" in (tmp_path / "merged_later" / "README.md").read_text()
+
+
+def test_an_adapter_says_at_which_depths_and_with_which_loss_it_was_trained(
+    tmp_path, config, dataset, tokenizer, caplog
+):
+    args = config(
+        max_steps=1, depth_sampling="uniform", depth_sampling_args={"low": 2, "high": 6}, loop_loss="uniform"
+    )
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    own, six, eight = ({}, {"num_loops": 6}, {"num_loops": 8})
+    for depth, warned in ((own, False), (six, False), (eight, True)):
+        caplog.clear()
+        reloaded = load_adapter(tiny_ouro(**depth), args.output_dir)
+        assert ("was trained at depths 2 to 6; the model runs 8 loops" in caplog.text) == warned
+        card = (merge_and_save(reloaded, tmp_path / "merged") / "README.md").read_text()
+        assert "| Trained at depths | 2 to 6 |" in card and "| Loops in the loss | uniform |" in card
+    path = Path(args.output_dir, "loop_dropout.json")
+    metadata = json.loads(path.read_text())
+    for name, wrong in (("num_loops", "4"), ("depths", 4), ("depths", [2]), ("depths", ["2", "6"])):
+        path.write_text(json.dumps({**metadata, name: wrong}))
+        with pytest.raises(ValueError, match=f"`{name}` in .*loop_dropout.json must be"):
+            load_adapter(tiny_ouro(), args.output_dir)
 
 
 def test_a_local_base_is_named_without_its_path(tmp_path):

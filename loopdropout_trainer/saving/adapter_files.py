@@ -37,9 +37,15 @@ def adapter_metadata(folder: str | Path) -> dict:
     if not file.exists():
         return {}
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        metadata = dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is not the JSON object that was saved with the adapter: {error}.") from None
+    num_loops, depths = metadata.get("num_loops"), metadata.get("depths")
+    if num_loops is not None and type(num_loops) is not int:
+        raise ValueError(f"`num_loops` in {file} must be a whole number; got {num_loops!r}.")
+    if depths is not None and (not isinstance(depths, list) or [type(depth) for depth in depths] != [int, int]):
+        raise ValueError(f"`depths` in {file} must be the least and the greatest depth of training; got {depths!r}.")
+    return metadata
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool = False) -> PeftModel:
@@ -62,10 +68,13 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
     check_peft_config(config)
     check_shapes(model, folder)
     looped, metadata = find_looped_model(model), adapter_metadata(folder)
-    looped.trained_with = {key: metadata[key] for key in ("rule", "p") if key in metadata}
+    looped.trained_with = {key: metadata[key] for key in ("rule", "p", "depths", "loop_loss") if key in metadata}
     num_loops, trained = looped.config.num_loops, metadata.get("num_loops")
-    if trained is not None and trained != num_loops:
-        logger.warning(f"The adapter in {folder} was trained at depth {trained}; the model runs {num_loops} loops.")
+    if trained is not None:
+        low, high = metadata.get("depths") or (trained, trained)
+        if not low <= num_loops <= high:
+            depths = f"depth {low}" if low == high else f"depths {low} to {high}"
+            logger.warning(f"The adapter in {folder} was trained at {depths}; the model runs {num_loops} loops.")
     base = model.config.name_or_path
     if base and config.base_model_name_or_path and base != config.base_model_name_or_path:
         logger.warning(

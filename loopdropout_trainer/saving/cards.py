@@ -10,6 +10,7 @@ import dataclasses
 import html
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class ModelCardFields:
     Attributes:
         base_model: hub name or path of the model that was fine-tuned.
         rule, p: gate rule and drop probability; rank, alpha: of the adapter; num_loops: recurrence depth K.
+        depths: least and greatest depth of a training step; loop_loss: which loops the training loss scored.
         recipe: YAML text of the run's settings.
         data: name of the training data.
         results: measured numbers by name.
@@ -39,6 +41,8 @@ class ModelCardFields:
     rank: int | None = None
     alpha: int | None = None
     num_loops: int | None = None
+    depths: Sequence[int] | None = None
+    loop_loss: str | None = None
     recipe: str | None = None
     data: str | None = None
     results: dict[str, Any] = field(default_factory=dict)
@@ -136,6 +140,8 @@ def _card(fields: ModelCardFields, name: str, library: str, what: str, loading: 
         "Drop probability p": fields.p,
         "LoRA rank / alpha": None if fields.rank is None else f"{fields.rank} / {fields.alpha}",
         "Recurrence depth K": fields.num_loops,
+        "Trained at depths": _depths(fields),
+        "Loops in the loss": None if fields.loop_loss == "final" else fields.loop_loss,
         "Training data": fields.data,
     }
     parts = [f"---\n{metadata.to_yaml()}\n---", f"# {_text(name)}", what, _table(rows)]
@@ -145,6 +151,13 @@ def _card(fields: ModelCardFields, name: str, library: str, what: str, loading: 
     if fields.recipe:
         parts.append(f"## Recipe\n\n{_fenced(fields.recipe, 'yaml')}")
     return ModelCard("\n\n".join(parts) + "\n", ignore_metadata_errors=True)
+
+
+def _depths(fields: ModelCardFields) -> str | None:
+    """Return the depths of training where they are not just the depth that the card states already."""
+    if fields.depths is None or set(fields.depths) == {fields.num_loops}:
+        return None
+    return " to ".join(map(str, dict.fromkeys(fields.depths)))
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import save_adapter_card, save_adapter_metadata
 from loopdropout_trainer.saving.files import is_about_files, written_whole
 from loopdropout_trainer.saving.hub import push_error
@@ -192,8 +193,7 @@ class FaultToleranceMixin(ResumingMixin):
         seed = args.seed if args.gate_seed is None else args.gate_seed
         return {
             "num_loops": self.num_loops,
-            "rule": args.rule,
-            "p": args.p,
+            **find_looped_model(self.model).trained_with,
             "rule_args": args.rule_args,
             "gate_seed": seed,
         }

@@ -99,7 +99,12 @@ class GateSamplingMixin:
             fused=self.args.fused_lora and whole_parameters(self.accelerator),
         )
         looped = find_looped_model(self.model)
-        looped.trained_with = {"rule": self.args.rule, "p": self.args.p}
+        looped.trained_with = {
+            "rule": self.args.rule,
+            "p": self.args.p,
+            "depths": list(self.args.depth_limits(looped.config.num_loops)),
+            "loop_loss": getattr(self.args, "loop_loss", "final"),  # preferences are scored by the final loop
+        }
         looped.recompute_pointwise(self.args.recompute_pointwise)
         self.physical_layers = physical_layers(self.model)  # [M]
         self.unit_gates_callback = UnitGatesCallback(self.loop_state)
