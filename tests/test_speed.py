@@ -171,6 +171,14 @@ def test_small_tensors_are_computed_together_and_large_ones_apart():
         adapted(model).get_base_model().model._worth(torch.empty(0), [torch.empty(100)]) for model in (small, large)
     ]
     assert worth[0].waiting > 20 * worth[1].waiting
+
+
+def test_the_number_of_cores_does_not_change_what_is_computed_together(monkeypatch):
+    model = adapted(tiny_ouro()).get_base_model().model
+    worth = [model._worth(torch.empty(0), [torch.empty(100)])]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    worth.append(model._worth(torch.empty(0), [torch.empty(100)]))
+    assert worth[0] == worth[1] and worth[0].waiting > 0
     assert [len(chunks) for chunks in lengths_in_chunks([8] * 4, torch.empty(0), 2, 8).chunks] == [4]
     assert [len(chunks) for chunks in lengths_in_chunks([400] * 4, torch.empty(0), 8, 64).chunks] == [1] * 4
 

@@ -1,8 +1,8 @@
 """Launches against arithmetic: which of two exact ways to compute something takes less time.
 
 Small tensors leave a device waiting for the next operation; large ones do not. Both are counted in floating-point operations
-(FLOP): a launch costs as many as the device does meanwhile. The rates are nominal, not measured in the run, so that the same
-run always computes in the same order.
+(FLOP): a launch costs as many as the device does meanwhile. The rates are nominal, not measured in the run, and a CPU's does not
+count its threads, so that the same run computes in the same order on a busy machine, and on any number of cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def launch_flops(device: torch.device, dtype: torch.dtype) -> float:
     if device.type == "cuda":
         rate = MULTIPROCESSOR_FLOPS[dtype] * torch.cuda.get_device_properties(device).multi_processor_count
     else:
-        rate = CORE_FLOPS * torch.get_num_threads()
+        rate = CORE_FLOPS
     return LAUNCH_SECONDS * rate
 
 
