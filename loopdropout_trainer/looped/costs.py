@@ -1,8 +1,8 @@
 """Launches against arithmetic: which of two exact ways to compute something takes less time.
 
 Small tensors leave a device waiting for the next operation; large ones do not. Both are counted in floating-point operations
-(FLOP): a launch costs as many as the device does meanwhile. The rates are nominal, not measured in the run, and a CPU's does not
-count its threads, so that the same run computes in the same order on a busy machine, and on any number of cores.
+(FLOP): a launch costs as many as the device does meanwhile. The rates are nominal, not measured in the run, and a CPU's is
+that of one core, so that the same run computes in the same order on a busy machine, and on any number of cores.
 """
 
 from __future__ import annotations
