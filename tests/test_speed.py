@@ -349,6 +349,24 @@ def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, con
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3, msg=key)
 
 
+def test_each_training_of_a_process_is_compiled(config, dataset, tokenizer, monkeypatch):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(*args, backend="eager", **options))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    programs = [0]
+    for fields in (
+        {"rule": "lora"},
+        {"p": 0.5},
+        {"rule": "module_wise"},
+    ):  # three kinds of gates: more than torch allows
+        args = config(max_steps=6, per_device_train_batch_size=3, eval_strategy="no", compile_layers=True, **fields)
+        trainer = Compiled(tiny_ouro(num_loops=3), args, train_dataset=dataset, processing_class=tokenizer)
+        trainer.train()
+        programs.append(trainer.programs[-1])
+    assert programs == sorted(set(programs))
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_processes_train_as_one_although_some_have_no_active_example(compiled, tmp_path):
     fields = {"p": [0.9], "ddp_find_unused_parameters": False, "compile_layers": compiled}

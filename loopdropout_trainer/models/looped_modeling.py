@@ -8,6 +8,7 @@ A family supplies `run_prelude`, `recurrent_step` and `readout`; the driver is `
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -150,7 +151,7 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
 
     def compile_layers(self) -> bool:
         layers = [module for module in self.modules() if isinstance(module, RecurrentLayer)]
-        compiled = {cls: torch.compile(cls.layer_forward, dynamic=True) for cls in set(map(type, layers))}
+        compiled = {cls: torch.compile(own_code(cls.layer_forward), dynamic=True) for cls in set(map(type, layers))}
         for layer in layers:
             layer.compiled_forward = compiled[type(layer)]
         return True
@@ -177,6 +178,18 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         super()._set_gradient_checkpointing(
             enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs
         )
+
+
+def own_code(function: types.FunctionType) -> types.FunctionType:
+    """Return a copy of a function for one model.
+
+    torch keeps the programs of a function with its code, allows few, and after them runs the function uncompiled: the
+    trainings of one process, each with a rule of its own, would use up each other's.
+    """
+    code = function.__code__.replace()
+    return types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 class LoopedBackbone(LoopedPreTrainedModel):
