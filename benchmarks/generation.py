@@ -57,8 +57,8 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset(256, 704, 1, 4, 1024, 0.2, "float32", num_prompts=48, batch=8, rounds=3),
-    "cpu-equal": Preset(256, 704, 1, 4, 1024, 0.2, "float32", num_prompts=16, batch=8, rounds=5, answer_tokens=26),
+    "cpu": Preset(256, 704, 1, 4, 1024, 0.2, "float32", num_prompts=48, batch=8, rounds=11),
+    "cpu-equal": Preset(256, 704, 1, 4, 1024, 0.2, "float32", num_prompts=16, batch=8, rounds=15, answer_tokens=26),
     "ouro-1.4b": Preset(2048, 5632, 24, 16, 49152, 1.0, "bfloat16", num_prompts=512, batch=64, rounds=2),
 }
 
