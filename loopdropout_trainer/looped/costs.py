@@ -2,7 +2,7 @@
 
 Small tensors leave a device waiting for the next operation; large ones do not. Both are counted in floating-point operations
 (FLOP): a launch costs as many as the device does meanwhile. The rates are nominal, not measured in the run, and a CPU's is
-that of one core, so that the same run computes in the same order on a busy machine, and on any number of cores.
+that of one core, so that neither a busy machine nor the number of cores changes what is computed together.
 """
 
 from __future__ import annotations
