@@ -148,9 +148,8 @@ class ShapeModel:
         """Return what the forward pass keeps for the backward pass, weights left out."""
         looped, rows = self.looped, settings.rows
         loops = min(settings.num_loops, getattr(looped.config, "backprop_depth", None) or settings.num_loops)
-        if looped.config._attn_implementation == "eager":  # which keeps a score for each pair of all rows' tokens
-            return self._kept_by_loops(loops, settings)
-        if rows <= 2:
+        keeps_scores = looped.config._attn_implementation == "eager"  # for each pair of all rows' tokens
+        if keeps_scores or rows <= 2:
             return self._kept_by_loops(loops, settings)
         # From two rows on, each keeps as much as the one before: a row alone attends in a way of its own.
         two, three = (self._kept_by_loops(loops, replace(settings, rows=each)) for each in (2, 3))
