@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,12 +77,16 @@ class DrawnEnds:
     def length(self, answer: list[int]) -> int:
         if self.equal is not None:
             return self.equal
-        seed = int.from_bytes(hashlib.blake2b(repr(answer[:3]).encode(), digest_size=4).digest(), "little")
-        length = np.exp(np.random.default_rng(seed).normal(np.log(130), 0.5)).clip(16, LONGEST_ANSWER)
-        return max(4, round(length * self.scale))
+        return max(4, round(drawn_length(tuple(answer[:3])) * self.scale))
 
     def __call__(self, answers: list[list[int]]) -> list[bool]:
         return [len(answer) >= 3 and len(answer) >= self.length(answer) for answer in answers]
+
+
+@cache  # a draw takes as long as some layers, and is not what is measured
+def drawn_length(first: tuple[int, ...]) -> float:
+    seed = int.from_bytes(hashlib.blake2b(repr(list(first)).encode(), digest_size=4).digest(), "little")
+    return float(np.exp(np.random.default_rng(seed).normal(np.log(130), 0.5)).clip(16, LONGEST_ANSWER))
 
 
 def draw_prompts(preset: Preset) -> list[list[int]]:

@@ -205,6 +205,24 @@ def test_the_full_size_study_says_what_it_takes_and_what_can_start(tmp_path, mon
     assert len({command[command.index("--output_dir") + 1] for command in commands}) == 35
 
 
+@pytest.mark.parametrize("study, runs", [("small", 213), ("depth", 20), ("larger", 15)])
+def test_the_tiny_studies_say_what_they_take(study, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    main = runpy.run_path("recipes/study.py")["main"]
+    main([f"recipes/studies/{study}.yaml", "--output_dir", str(tmp_path), "--dry_run", "true"])
+    last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ all")]
+    assert last and int(last[0].split()[-4]) == runs
+
+
+def test_a_document_without_a_place_for_the_tables_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "mine.md").write_text("# Mine\n")
+    words = ["recipes/studies/small.yaml", "--scale", "smoke", "--output_dir", str(tmp_path / "study")]
+    with pytest.raises(ValueError, match="must have the marks <!-- paper: begin -->"):
+        runpy.run_path("recipes/study.py")["main"]([*words, "--document", str(tmp_path / "mine.md")])
+    assert not (tmp_path / "study_smoke").exists() and (tmp_path / "mine.md").read_text() == "# Mine\n"
+
+
 # The document
 
 

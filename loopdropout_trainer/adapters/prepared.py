@@ -83,14 +83,15 @@ class _Matrix:
         self.weight, self.bias, self.up, self.widths = weight, bias, up, widths
 
     def __call__(self, x: torch.Tensor, gate: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        rows = x.flatten(0, -2)
-        y = rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.mm(rows, self.weight) if self.bias is None else torch.addmm(self.bias, rows, self.weight)
         if self.up is not None:
             y, low_rank = y.tensor_split([sum(self.widths)], dim=1)
             if gate is not None:  # in float32, as in training
                 low_rank = (low_rank * gate.flatten(0, -2)).to(x.dtype)
             y.addmm_(low_rank, self.up)
-        return y.unflatten(0, x.shape[:-1]).split(self.widths, dim=-1)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        return (y,) if len(self.widths) == 1 else torch.split_with_sizes(y, self.widths, dim=-1)
 
     @classmethod
     @torch.no_grad()

@@ -38,6 +38,7 @@ class SlotCache(Cache):
 
     Attributes:
         allocated_slots: most slots that are ever in use.
+        dtype: of the model.
         num_slots: first ones of them, which are in use.
         columns: indices of the columns in use, [columns].
         allocated_columns: of each slot.
@@ -49,9 +50,10 @@ class SlotCache(Cache):
     positions: torch.Tensor
     targets: torch.Tensor
 
-    def __init__(self, allocated_slots: int, device: torch.device) -> None:
+    def __init__(self, allocated_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
         self.allocated_slots = allocated_slots
+        self.dtype = dtype
         self.num_slots = self.allocated_columns = 0
         self.columns = torch.arange(0, device=device)
         self.is_prefill = False
@@ -173,10 +175,11 @@ class GreedyDecoder:
         self.max_new_tokens = max_new_tokens
         self.have_ended = have_ended
         self.compiled = compiled
+        self.device = model.device  # found by a walk through the modules: once
         self.waiting = deque(_Row(index, prompt) for index, prompt in enumerate(prompts))
         self.num_slots = min(num_slots, len(prompts))
         self.slots: list[_Row | None] = [None] * self.num_slots  # fewer when compacted, up to as many when admitting
-        self.cache = SlotCache(self.num_slots, model.device)
+        self.cache = SlotCache(self.num_slots, self.device, model.dtype)
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, list[int]]]:
@@ -231,21 +234,19 @@ class GreedyDecoder:
             self.slots[slot] = row
         self._fit()
         length = max(map(len, rows))
-        ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.model.device)
+        ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.device)
         # Padding comes after the prompt, which does not see it; its columns are those of the answer.
         self._set(slots, torch.arange(length).expand(len(rows), -1), is_prefill=True)
-        hidden = self.model.base_model(input_ids=ids, **_call_arguments(self.model, self.cache)).last_hidden_state
-        ends = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
-        last = hidden[torch.arange(len(rows), device=hidden.device), ends]  # [B, H], ready for the head
-        tokens = self._choose(self.model.get_output_embeddings()(last).float(), rows)
+        ends = torch.tensor([len(row) - 1 for row in rows])
+        tokens = self._choose(_logits(self.model, self.cache, ids, ends), rows)
         for row, token in zip(rows, tokens, strict=True):
             row.answer.append(token)
 
     def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
         """Tell the cache which tokens the next call computes: `positions` [B, S] of the rows in these slots."""
         targets = torch.tensor(slots).unsqueeze(1) * self.cache.allocated_columns + positions  # [B, S]
-        self.cache.targets = targets.flatten().to(self.model.device)
-        self.cache.positions = positions.to(self.model.device)
+        self.cache.targets = targets.flatten().to(self.device)
+        self.cache.positions = positions.to(self.device)
         self.cache.is_prefill = is_prefill
 
     def _step(self) -> None:
@@ -255,7 +256,7 @@ class GreedyDecoder:
         tokens = [0 if row is None else row.answer[-1] for row in rows]
         positions = [[0 if row is None else len(row) - 1] for row in rows]
         self._set(list(range(len(rows))), torch.tensor(positions), is_prefill=False)
-        ids = torch.tensor(tokens, device=self.model.device).unsqueeze(1)  # [B, 1]
+        ids = torch.tensor(tokens, device=self.device).unsqueeze(1)  # [B, 1]
         for row, token in zip(rows, self._next_tokens(ids), strict=True):
             if row is not None:
                 row.answer.append(token)
@@ -312,9 +313,13 @@ class SamplingDecoder(GreedyDecoder):
         return tokens
 
 
-def _logits(model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits [B, V], in float32, after the tokens [B, 1] of the cache's rows."""
-    return model(input_ids=ids, **_call_arguments(model, cache)).logits[:, -1].float()
+def _logits(
+    model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor, ends: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the logits [B, V], in float32, after the tokens [B, S] of the cache's rows: the last ones, or those at `ends`."""
+    hidden = model.base_model(input_ids=ids, **_call_arguments(cache)).last_hidden_state  # ready for the head
+    last = hidden[:, -1] if ends is None else hidden[torch.arange(len(hidden)), ends]
+    return model.get_output_embeddings()(last).float()
 
 
 def _most_probable(model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor) -> torch.Tensor:
@@ -328,13 +333,12 @@ def _compiled(step: Callable, device_type: str) -> Callable:
     return torch.compile(step, options={"triton.cudagraphs": device_type == "cuda", "emulate_precision_casts": True})
 
 
-def _call_arguments(model: PreTrainedModel, cache: SlotCache) -> dict:
+def _call_arguments(cache: SlotCache) -> dict:
     """Return what the model takes beside tokens; a token attends to the columns up to its own position."""
     columns = cache.columns[: cache.positions.shape[1]] if cache.is_prefill else cache.columns
-    mask = columns <= cache.positions[:, None, :, None]  # [B, 1, S, columns]
+    unseen = columns > cache.positions[:, None, :, None]  # [B, 1, S, columns]
     # As what is added to the scores: each attention layer of each loop would make that of a mask of truth values.
-    lowest = torch.finfo(model.dtype).min
-    mask = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill_(~mask, lowest)
+    mask = torch.zeros_like(unseen, dtype=cache.dtype).masked_fill_(unseen, torch.finfo(cache.dtype).min)
     return {
         "attention_mask": mask,
         "position_ids": cache.positions,

@@ -259,6 +259,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         _, num_inside = self.layer_counts()
         packed = self._packed_loops(inputs) if inputs.packing is not None else None
         plan, prepared, states = self.loop_state.plan, {}, []
+        running = replace(inputs)  # a copy, whose state and step change from loop to loop
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * num_inside)
             recurrent_step = functools.partial(
@@ -268,12 +269,12 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 if packed is not None:
                     packed.run(recurrent_step, loop)
                 else:
-                    step = plan.step(loop, inputs.state.device, prepared=prepared)
-                    self.loop_state.announce(step)  # for what runs outside of a layer; layers announce it themselves
-                    inputs = replace(inputs, state=recurrent_step(replace(inputs, step=step)))
+                    running.step = plan.step(loop, running.state.device, prepared=prepared)
+                    self.loop_state.announce(running.step)  # for what runs outside of a layer
+                    running.state = recurrent_step(running)
             if keep_states:
-                states.append(inputs.state if packed is None else packed.finish().state)
-        return inputs if packed is None else packed.finish(), states
+                states.append(running.state if packed is None else packed.finish().state)
+        return replace(inputs, state=running.state) if packed is None else packed.finish(), states
 
     def _packed_loops(self, inputs: LoopInputs) -> PackedLoops:
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))

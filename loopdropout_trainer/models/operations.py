@@ -54,7 +54,8 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
     """Return the result, and the reciprocal root [..., 1]."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    reciprocal = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    eps = torch.scalar_tensor(eps, dtype=wide, device=x.device)  # so that one operation divides and adds
+    reciprocal = torch.add(eps, norm.square_(), alpha=1 / x.shape[-1]).rsqrt_()
     quotient = (x * reciprocal).to(x.dtype)
     return quotient.mul_(weight) if weight.dtype == x.dtype else quotient * weight, reciprocal
 

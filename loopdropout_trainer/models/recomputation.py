@@ -117,6 +117,6 @@ def recomputable(operation: Callable[..., torch.Tensor], *inputs: Any) -> torch.
     That is of use where the inputs are kept anyway.
     """
     result = operation(*inputs)
-    if not torch.compiler.is_compiling() and result.requires_grad and (deferred := _deferred.get()) is not None:
+    if result.requires_grad and not torch.compiler.is_compiling() and (deferred := _deferred.get()) is not None:
         deferred.add(result, DeferredResult(operation, inputs))
     return result

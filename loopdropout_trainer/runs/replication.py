@@ -267,7 +267,7 @@ def _levelling(lora: np.ndarray, ours: np.ndarray) -> np.ndarray:
     return np.ptp(lora, axis=1) - np.ptp(ours, axis=1)
 
 
-PAPER_CLAIMS = (
+CORE_CLAIMS = (
     Claim("LoRA's update does more in the last loop than in the first: rho_K - rho_1", "+20.5", _of_rho(_late_bias)),
     Claim("Loop Dropout levels it: LoRA's max - min of rho_t, less its own", "+15.4", _of_rho(_levelling)),
     Claim("Loop Dropout's update does more alone in loop 1", "+18.9", _of_rho(lambda lora, ours: ours[:, 0] - lora[:, 0])),
@@ -276,6 +276,21 @@ PAPER_CLAIMS = (
     Claim("It answers more at twice the training depth", "+4.75", _gain_at(8)),
     Claim("It answers more with half the loops (K = 2)", "none", _gain_at(2)),
     Claim("It answers more with three quarters of the loops (K = 3)", "none", _gain_at(3)),
+)  # fmt: skip
+
+SMALL_P_CLAIMS = (
+    Claim("With p = 0.1 it answers more at the training depth", "none", _gain("p_0.1", "lora")),
+    Claim("With p = 0.1 it answers more at twice the training depth", "none", _gain_at(8, "p_0.1", "lora")),
+    Claim("With p = 0.1 it answers more with half the loops (K = 2)", "none", _gain_at(2, "p_0.1", "lora")),
+)
+
+READOUT_CLAIMS = tuple(
+    Claim(f"The readout of loop {loop + 1} has less loss", paper, _readout_gain(loop), "nats")
+    for loop, paper in enumerate(("+0.193", "+0.071", "+0.025", "+0.037"))
+)
+
+PAPER_CLAIMS = (
+    *CORE_CLAIMS,
     Claim("Rescaling matters: against unscaled masks", "+2.86", _gain("loop_dropout", "unscaled")),
     Claim("Which loops matters: against the dose control", "+2.00", _gain("loop_dropout", "dose_control")),
     Claim("Whole applications matter: against module-wise masks", "+2.05", _gain("loop_dropout", "module_wise")),
@@ -290,9 +305,7 @@ PAPER_CLAIMS = (
     Claim("Against dropout on the adapter's input", "+2.2", _gain("loop_dropout", "input_dropout")),
     Claim("p = 0.5 answers more than p = 0.25", "+0.6", _gain("loop_dropout", "p_0.25")),
     Claim("p = 0.5 answers more than p = 0.75", "+0.1", _gain("loop_dropout", "p_0.75")),
-    Claim("With p = 0.1 it answers more at the training depth", "none", _gain("p_0.1", "lora")),
-    Claim("With p = 0.1 it answers more at twice the training depth", "none", _gain_at(8, "p_0.1", "lora")),
-    Claim("With p = 0.1 it answers more with half the loops (K = 2)", "none", _gain_at(2, "p_0.1", "lora")),
+    *SMALL_P_CLAIMS,
     Claim("Masking helps a shared update more than rank 4 in each loop", "-1.14, +6.60", _masking_helps_sharing_more(4)),
     Claim("Masking helps a shared update more than rank 16 in each loop", "+0.45, +7.00", _masking_helps_sharing_more(16)),
     Claim("It answers more at rank 4", "+0.56", _gain("rank_4", "rank_4_lora")),
@@ -307,10 +320,7 @@ PAPER_CLAIMS = (
     Claim("It answers more in another wording", "+1.14", _gain("loop_dropout", "lora", "arithmetic_wording")),
     Claim("It answers more with larger numbers", "none", _gain("loop_dropout", "lora", "arithmetic_larger")),
     Claim("It answers more with more steps", "none", _gain("loop_dropout", "lora", "arithmetic_hard")),
-    *(
-        Claim(f"The readout of loop {loop + 1} has less loss", paper, _readout_gain(loop), "nats")
-        for loop, paper in enumerate(("+0.193", "+0.071", "+0.025", "+0.037"))
-    ),
+    *READOUT_CLAIMS,
     *(
         Claim(f"It answers more with its update in loop {loop + 1} only", paper, _single_loop_gain(loop))
         for loop, paper in enumerate(("+1.28", "+64.42", "+83.60", "+80.11"))
@@ -331,7 +341,10 @@ DEPTH_CLAIMS = tuple(
 )
 """Of `recipes/studies/depth.yaml`; the paper trains at one depth."""
 
-CLAIMS = {"paper": PAPER_CLAIMS, "depths": DEPTH_CLAIMS}
+LARGER_CLAIMS = (*CORE_CLAIMS, *SMALL_P_CLAIMS, *READOUT_CLAIMS)
+"""Of `recipes/studies/larger.yaml`: those that three methods decide."""
+
+CLAIMS = {"paper": PAPER_CLAIMS, "depths": DEPTH_CLAIMS, "larger": LARGER_CLAIMS}
 """Sets of claims, by the name that a study gives."""
 
 
@@ -424,6 +437,19 @@ def marks(claims: str) -> tuple[str, str]:
     return f"<!-- {claims}: begin -->", f"<!-- {claims}: end -->"
 
 
+def text_around(document: Path, claims: str) -> tuple[str, str]:
+    """Return the document's text up to the first of a study's marks, and from the second on; a new one if there is none.
+
+    Raises:
+        ValueError: if there is a document without both marks.
+    """
+    begin, end = marks(claims)
+    text = document.read_text(encoding="utf-8") if document.exists() else f"# Results\n\n{begin}\n{end}\n"
+    if begin not in text or end not in text:
+        raise ValueError(f"{document} must have the marks {begin} and {end}.")
+    return text.split(begin)[0] + begin, end + text.split(end)[1]
+
+
 def write_document(results: Path, document: Path) -> None:
     """Replace what stands between a study's marks in a document by its tables, or begin the document.
 
@@ -432,13 +458,9 @@ def write_document(results: Path, document: Path) -> None:
     """
     collected = json.loads(results.read_text(encoding="utf-8"))
     claims = collected["claims"]
-    begin, end = marks(claims)
-    text = document.read_text(encoding="utf-8") if document.exists() else f"# Results\n\n{begin}\n{end}\n"
-    if begin not in text or end not in text:
-        raise ValueError(f"{document} must have the marks {begin} and {end}.")
+    before, after = text_around(document, claims)
     of_study = Results.of(collected)
     tables = [make(of_study) for make in (methods_table, gates_table, loops_table)]
     filled = [table for table in tables if len(table.splitlines()) > 2]  # more than a head
     parts = [progress(collected), claims_table(of_study, CLAIMS[claims]), *filled, choices_table(collected)]
-    before, after = text.split(begin)[0], text.split(end)[1]
-    document.write_text("\n\n".join([before + begin, *parts, end + after]), encoding="utf-8")
+    document.write_text("\n\n".join([before, *parts, after]), encoding="utf-8")

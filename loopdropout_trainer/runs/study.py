@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from loopdropout_trainer.runs.replication import CLAIMS, write_document
+from loopdropout_trainer.runs.replication import CLAIMS, text_around, write_document
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, is_recipe
 from loopdropout_trainer.runs.workers import RAY_HELP, WORKERS_HELP, Job, do_jobs, make_workers
 from loopdropout_trainer.saving.files import write_atomically
@@ -228,7 +228,9 @@ class Study:
         Raises:
             SweepError: if a run fails, or the folder belongs to another study.
             LockedError: if another process runs a study in the folder.
+            ValueError: if the document has no place for this study's tables.
         """
+        text_around(self.document, self.arguments.claims)  # not after hours
         self.write_recipes()
         with only_process_in(self.output_dir):
             self.claim()
@@ -300,6 +302,11 @@ class Study:
         """The JSON that gets what was measured."""
         return Path(self.arguments.results or self.output_dir / "results.json")
 
+    @property
+    def document(self) -> Path:
+        """The Markdown that gets the claims and tables."""
+        return Path(self.arguments.document or self.output_dir / "replication.md")
+
     def save_results(self) -> None:
         """Write what was measured so far."""
         self.results.parent.mkdir(parents=True, exist_ok=True)
@@ -308,9 +315,8 @@ class Study:
     def save_document(self) -> None:
         """Write what was measured so far, and the document with the claims."""
         self.save_results()
-        document = Path(self.arguments.document or self.output_dir / "replication.md")
-        document.parent.mkdir(parents=True, exist_ok=True)
-        write_document(self.results, document)
+        self.document.parent.mkdir(parents=True, exist_ok=True)
+        write_document(self.results, self.document)
 
     def collect(self) -> dict[str, Any]:
         """Return what was measured of every finished run, and the rates that were chosen."""
