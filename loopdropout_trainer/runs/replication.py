@@ -317,6 +317,17 @@ PAPER_CLAIMS = (
     Claim("It answers more when trained and asked at K = 2", "+2.17", _gain("depth_2", "depth_2_lora")),
     Claim("It answers more when trained and asked at K = 6", "+1.59", _gain("depth_6", "depth_6_lora")),
     Claim("It answers more when trained and asked at K = 8", "+0.51", _gain("depth_8", "depth_8_lora")),
+    *(
+        Claim(f"Uniform p answers more than {words}", paper, _gain("loop_dropout", variant))
+        for words, variant, paper in (
+            ("masks of early loops", "early_heavy", "-0.4"),
+            ("masks of late loops", "late_heavy", "+1.7"),
+            ("exactly two loops", "exactly_two_loops", "+0.1"),
+            ("exactly one loop", "exactly_one_loop", "+0.7"),
+            ("a random prefix of the loops", "random_prefix", "+1.8"),
+            ("a random suffix of the loops", "random_suffix", "+1.8"),
+        )
+    ),
     Claim("It answers more in another wording", "+1.14", _gain("loop_dropout", "lora", "arithmetic_wording")),
     Claim("It answers more with larger numbers", "none", _gain("loop_dropout", "lora", "arithmetic_larger")),
     Claim("It answers more with more steps", "none", _gain("loop_dropout", "lora", "arithmetic_hard")),
@@ -327,7 +338,7 @@ PAPER_CLAIMS = (
     ),
 )  # fmt: skip
 """The paper's numbers, Ouro-1.4B: GSM8K; sharing: GSM8K, MATH-500; another wording: GSM-Plus mini; readouts: MATH-500;
-rates: the least and the most of its five."""
+rates: the least and the most of its five; variants: each at the better of two rates."""
 
 DEPTH_CLAIMS = tuple(
     Claim(f"{words} at K = {depth}", "none", _gain_at(depth, *methods))
