@@ -32,7 +32,7 @@ from speed import clock, cpu_name, random_ouro, report, synchronize, versions
 
 from loopdropout_trainer import default_peft_config
 from loopdropout_trainer.adapters import PreparedProjections, add_gates
-from loopdropout_trainer.evaluation.generation import DECODINGS
+from loopdropout_trainer.generation.generation import DECODINGS
 
 
 LONGEST_ANSWER = 512

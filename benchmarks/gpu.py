@@ -39,7 +39,7 @@ from datasets import disable_progress_bars
 from gpu_report import OUT_OF_MEMORY, report
 from torch.profiler import ProfilerActivity, profile
 
-from loopdropout_trainer.evaluation import decoding
+from loopdropout_trainer.generation import decoding
 from loopdropout_trainer.models import attention, layers
 from loopdropout_trainer.models.operations import rms_norm
 from loopdropout_trainer.runs.plan import flops_per_token

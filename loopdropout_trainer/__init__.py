@@ -15,7 +15,7 @@ _HOMES = {
     "LoopDropoutDPOConfig": "training.config",
     "LoopDropoutDPOTrainer": "training.dpo_trainer",
     "LoopDropoutGRPOConfig": "training.config",
-    "LoopDropoutGRPOTrainer": "training.grpo_trainer",
+    "LoopDropoutGRPOTrainer": "experimental.grpo_trainer",
     "LoopDropoutSFTTrainer": "training.sft_trainer",
     "check_loops": "looped.described",
     "default_peft_config": "training.preflight",

@@ -32,10 +32,10 @@ from typing import Any
 from datasets import Dataset
 
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer
+from loopdropout_trainer.experimental.rewards import REWARDS
 from loopdropout_trainer.runs.run import Run, carry_out
 from loopdropout_trainer.settings.arguments import RewardArguments
 from loopdropout_trainer.settings.recipe import RecipeError
-from loopdropout_trainer.training.rewards import REWARDS
 
 
 class GRPORun(Run):

@@ -11,7 +11,7 @@ from peft import get_peft_model
 from loopdropout_trainer import default_peft_config, use_gates
 from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates
 from loopdropout_trainer.evaluation import decoding, generate_greedy
-from loopdropout_trainer.evaluation.generation import generate_batches
+from loopdropout_trainer.generation.generation import generate_batches
 from loopdropout_trainer.looped import find_looped_model
 
 

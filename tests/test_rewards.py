@@ -3,7 +3,7 @@
 import pytest
 
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict.gsm8k_strict import score
-from loopdropout_trainer.training.rewards import REWARDS
+from loopdropout_trainer.experimental.rewards import REWARDS
 
 
 VECTORS = [  # completion, reference, gsm8k_strict, gsm8k_format, last_number

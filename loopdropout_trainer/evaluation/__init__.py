@@ -4,7 +4,6 @@ from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, load_benchmark, make_benchmark
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, score_completions
 from loopdropout_trainer.evaluation.evaluator import evaluate_benchmark, put_to
-from loopdropout_trainer.evaluation.generation import generate_greedy
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction, load_results, load_rows
 from loopdropout_trainer.evaluation.scorers import load_metric
 from loopdropout_trainer.evaluation.statistics import (
@@ -15,6 +14,7 @@ from loopdropout_trainer.evaluation.statistics import (
     summarize_seeds,
 )
 from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.generation.generation import generate_greedy
 
 
 __all__ = [

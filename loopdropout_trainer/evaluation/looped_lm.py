@@ -25,10 +25,10 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.evaluation.generation import generate_batches
 from loopdropout_trainer.evaluation.loading import load_model, quiet
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.subject import Subject, end_of_turn
+from loopdropout_trainer.generation.generation import generate_batches
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.arguments import ModelArguments
 

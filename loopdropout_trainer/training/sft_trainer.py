@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 
 from loopdropout_trainer.data.boundary import prompt_completion_ids
+from loopdropout_trainer.diagnostics.live import LiveDiagnosticsCallback
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.depth import step_uniforms
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
-from loopdropout_trainer.training.live_diagnostics import LiveDiagnosticsCallback
 from loopdropout_trainer.training.loop_loss import LoopScores
 from loopdropout_trainer.training.preflight import check_labels
 

@@ -13,11 +13,11 @@ from datasets import load_dataset
 from loopdropout_trainer.data.rows import BadRow, read_files
 from loopdropout_trainer.evaluation.answer_log import Answers
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
-from loopdropout_trainer.evaluation.generation import generate_batches
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.scorers import load_metric
 from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.generation.generation import generate_batches
 from loopdropout_trainer.saving.files import sha256_of_json
 
 

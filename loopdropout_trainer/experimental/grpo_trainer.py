@@ -13,12 +13,12 @@ from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 from loopdropout_trainer.adapters import add_unit_gates, share_gates
-from loopdropout_trainer.evaluation.decoding import why_not
-from loopdropout_trainer.evaluation.generation import sample_completions
-from loopdropout_trainer.evaluation.sampling import Sampler
+from loopdropout_trainer.experimental.completions import load_completions, restart_at_epochs, save_completions
 from loopdropout_trainer.gates.streams import ExampleId
+from loopdropout_trainer.generation.decoding import why_not
+from loopdropout_trainer.generation.generation import sample_completions
+from loopdropout_trainer.generation.sampling import Sampler
 from loopdropout_trainer.looped import GatePlan, find_looped_model
-from loopdropout_trainer.training.completions import load_completions, restart_at_epochs, save_completions
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
 from loopdropout_trainer.training.distributed import divides_weights
 from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
@@ -38,7 +38,7 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
 
     Args:
         model: looped model, PEFT model over one, or the name or path of one.
-        reward_funcs: as for `GRPOTrainer`; `loopdropout_trainer.training.rewards` has some.
+        reward_funcs: as for `GRPOTrainer`; `loopdropout_trainer.experimental.rewards` has some.
         args: `LoopDropoutGRPOConfig`; a plain `GRPOConfig` gets the paper's default rule.
         peft_config: LoRA adapter; default: the paper's (`default_peft_config`).
         others: all other arguments of `GRPOTrainer`, under its names or in its order.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 from transformers.utils import logging
 
-from loopdropout_trainer.evaluation.sampling import Sampler
+from loopdropout_trainer.generation.sampling import Sampler
 
 
 logger = logging.get_logger(__name__)

@@ -22,8 +22,8 @@ from transformers import (
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import PreparedProjections
-from loopdropout_trainer.evaluation.decoding import GreedyDecoder, SamplingDecoder, why_not
-from loopdropout_trainer.evaluation.sampling import Sampler
+from loopdropout_trainer.generation.decoding import GreedyDecoder, SamplingDecoder, why_not
+from loopdropout_trainer.generation.sampling import Sampler
 from loopdropout_trainer.looped import find_looped_model
 
 

@@ -1,0 +1,1 @@
+"""What goes beyond the paper and may change: reinforcement learning."""
