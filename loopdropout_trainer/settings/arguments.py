@@ -12,7 +12,7 @@ from loopdropout_trainer.settings.ranges import check_list, check_number, check_
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
-"""A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
+"""A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_base.py`)."""
 
 
 @dataclass
