@@ -17,7 +17,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
-from loopdropout_trainer.diagnostics import single_loop_activation
+from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, load_benchmark, put_to
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
@@ -94,6 +94,8 @@ class Run:
             )
         if min(self.script.depths or [1]) < 1:
             raise RecipeError(f"`depths` must be at least 1; got {min(self.script.depths)}.")
+        if self.script.single_loop_accuracy and not self.script.benchmarks:
+            raise RecipeError("`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them.")
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
         self.check()
@@ -218,6 +220,9 @@ class Run:
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
             batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
             outcome.single_loop = single_loop_activation(trainer.model, batches)
+            outcome.readout_losses = readout_losses(trainer.model, batches)
+        if self.script.single_loop_accuracy:
+            outcome.single_loop_benchmarks = self.evaluate_single_loops(trainer)
         if is_main:
             if config is self.configs[0] and (self.script.merge or self.script.push_merged_to_hub):
                 self.merge(trainer, outcome)
@@ -279,15 +284,30 @@ class Run:
             config.num_loops = own
         return results
 
+    def evaluate_single_loops(self, trainer: GateSamplingMixin) -> list[BenchmarkResult]:
+        """Evaluate on the first benchmark with the adapter in one loop only, for each loop, at the training depth."""
+        results = []
+        loops = range(trainer.num_loops)
+        for only in tqdm(loops, desc="adapter in one loop", disable=trainer.args.disable_tqdm or None):
+            gates = [float(loop == only) for loop in loops]
+            moment = f"{AFTER}/only_loop_{only + 1}"
+            results.append(self.answer(trainer, self.benchmarks[0], moment, progress=False, gates=gates))
+        return results
+
     def answer(
-        self, trainer: GateSamplingMixin, benchmark: Benchmark, moment: str, progress: bool = True
+        self,
+        trainer: GateSamplingMixin,
+        benchmark: Benchmark,
+        moment: str,
+        progress: bool = True,
+        gates: Sequence[float] | None = None,
     ) -> BenchmarkResult:
-        """Answer one benchmark at unit gates."""
+        """Evaluate on one benchmark, at unit gates or at these gates [K]."""
         folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
         for _ in range(2):
             try:
                 settings = trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment))
-                subject = Subject.of(trainer.model, self.tokenizer, self.script)
+                subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
                 return put_to(subject, benchmark, folder, settings, progress)
             except SettingsChangedError:  # of a run that this one takes the place of
                 if trainer.accelerator.is_main_process:

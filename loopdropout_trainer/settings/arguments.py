@@ -179,6 +179,10 @@ class RunArguments(BenchmarkArguments):
             "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
         },
     )
+    single_loop_accuracy: bool = field(
+        default=False,
+        metadata={"help": "Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."},
+    )
     depths: list[int] | None = field(
         default=None,
         metadata={
