@@ -29,6 +29,9 @@ if __name__ == "__main__":
 from loopdropout_trainer.runs.run import Run, carry_out
 
 
+RUN = Run  # what recipes/sweep.py checks recipes with
+
+
 def main(argv: list[str] | None = None) -> None:
     carry_out(Run(argv, __doc__))
 
