@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     console = Console()
     for table in sweep.tables():
         console.print(table)
-    print(f"Everything is in {sweep.output_dir / 'summary.json'} and summary.md")
+    print(f"Everything is in {sweep.output_dir / 'summary.json'} and summary.txt")
 
 
 if __name__ == "__main__":

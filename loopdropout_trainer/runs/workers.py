@@ -18,7 +18,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.recipe import parse_recipe
 
 
 _LOADED = ("loopdropout_trainer.runs.run", "loopdropout_trainer.evaluation.benchmarks")
@@ -42,13 +44,20 @@ def run_script(script: Path, argv: Sequence[str], launcher: Sequence[str], log: 
     return _in_process(_run_main, (str(script), list(argv)), log)
 
 
-def check_recipes(script: Path, recipes: Sequence[Path], benchmarks: Sequence[str], log: Path) -> int:
+def check_recipes(
+    script: Path, recipes: Sequence[Path], benchmarks: Sequence[str], with_model: bool, log: Path
+) -> int:
     """Read recipes as their script would, and look up benchmarks by name, in a process of its own.
+
+    Args:
+        script, recipes, benchmarks: what to check.
+        with_model: also against the model's configuration, which must be there or on the Hub.
+        log: gets what is wrong.
 
     Returns:
         Its exit status; if that is not 0, the last line of `log` says what is wrong.
     """
-    return _in_process(_check, (str(script), [str(path) for path in recipes], list(benchmarks)), log)
+    return _in_process(_check, (str(script), [str(path) for path in recipes], list(benchmarks), with_model), log)
 
 
 def run_workers(number: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> int:
@@ -153,7 +162,8 @@ def _launch(command: list[str]) -> None:
     sys.exit(status if status >= 0 else 128 - status)
 
 
-def _check(script: str, recipes: list[str], benchmarks: list[str]) -> None:
+def _check(script: str, recipes: list[str], benchmarks: list[str], with_model: bool) -> None:
+    from loopdropout_trainer.data import DataArguments
     from loopdropout_trainer.evaluation.benchmarks import find_task
     from loopdropout_trainer.evaluation.development import DEVELOPMENT
 
@@ -161,9 +171,10 @@ def _check(script: str, recipes: list[str], benchmarks: list[str]) -> None:
         for name in benchmarks:
             if name != DEVELOPMENT:
                 find_task(name)
-        run_of_script = runpy.run_path(script)["RUN"]
+        run = runpy.run_path(script)["RUN"]
+        types = (RunArguments, ModelArguments, AdapterArguments, DataArguments, run.config_class, *run.more_arguments)
         for path in recipes:
             print(path, flush=True)
-            run_of_script([path])
+            run([path]) if with_model else parse_recipe(types, [path])
 
     run_command(check, Path(script).name)
