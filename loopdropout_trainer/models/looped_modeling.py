@@ -480,6 +480,10 @@ def _positions(embeddings: torch.Tensor, token_mask: torch.Tensor | None, seen: 
     return (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
 
 
+def _accept_hub_weights(module: LoopedForCausalLM, weights: dict[str, torch.Tensor], prefix: str, *args) -> None:
+    module.accept_hub_weights(weights, prefix)  # not a lambda: `torch.save(model)` pickles it
+
+
 class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     """A looped backbone with its head. Loss and logits are always the final loop's.
 
@@ -491,9 +495,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     def __init__(self, config) -> None:
         super().__init__(config)
-        self.register_load_state_dict_pre_hook(
-            lambda module, weights, prefix, *args: module.accept_hub_weights(weights, prefix)
-        )
+        self.register_load_state_dict_pre_hook(_accept_hub_weights)
 
     def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the state dict `weights` as the published code names and completes it: what is saved."""
