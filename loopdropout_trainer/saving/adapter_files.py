@@ -16,7 +16,7 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.cards import adapter_card, card_fields
 from loopdropout_trainer.saving.files import check_safetensors
 from loopdropout_trainer.settings.command import user_supplied
-from loopdropout_trainer.settings.field_types import shown
+from loopdropout_trainer.settings.ranges import shown
 
 
 logger = logging.get_logger(__name__)
