@@ -39,6 +39,7 @@ from loopdropout_trainer.saving.files import sha256, write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
 from loopdropout_trainer.training.distributed import divides_weights
@@ -93,10 +94,15 @@ class Run:
             raise RecipeError(
                 "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."
             )
-        if min(self.script.depths or [1]) < 1:
-            raise RecipeError(f"`depths` must be at least 1; got {min(self.script.depths)}.")
         if self.script.single_loop_accuracy and not self.script.benchmarks:
             raise RecipeError("`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them.")
+        if config.metric_for_best_model not in (None, "loss", "eval_loss"):
+            raise RecipeError(
+                "`metric_for_best_model` must be loss, the only metric that a training evaluates; got "
+                f"{shown(config.metric_for_best_model)}."
+            )
+        if config.rule in (self.script.compare_with or ()):
+            raise RecipeError(f"`compare_with` must name other rules than `rule`; got {config.rule!r}.")
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
         self.check()
