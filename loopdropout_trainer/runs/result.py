@@ -13,7 +13,7 @@ from typing import Any
 
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult
-from loopdropout_trainer.saving.files import written_whole
+from loopdropout_trainer.saving.files import staged_files
 from loopdropout_trainer.settings.arguments import RunArguments
 from loopdropout_trainer.settings.methods import method_title
 from loopdropout_trainer.settings.recipe import public_settings, settings_yaml
@@ -155,7 +155,7 @@ def write_results(
     if outcome.rewards is not None:
         report["train_info"]["rewards"] = outcome.rewards
     report["saved"] = outcome.saved
-    with written_whole(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
+    with staged_files(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
         (folder / "recipe.yaml").write_text(settings_yaml(settings), encoding="utf-8")
         (folder / RESULTS_FILE).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return Path(output_dir) / RESULTS_FILE

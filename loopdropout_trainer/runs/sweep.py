@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-import typing
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,10 +33,10 @@ from loopdropout_trainer.evaluation.statistics import summarize
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
 from loopdropout_trainer.runs.workers import check_recipes, run_script, run_workers
 from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
-from loopdropout_trainer.saving.lock import LockedError, only_process_in
+from loopdropout_trainer.saving.lock import LockedError, folder_lock
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
-from loopdropout_trainer.settings.field_types import described, fits, json_of, shown
-from loopdropout_trainer.settings.ranges import check_folder, check_number, check_whole
+from loopdropout_trainer.settings.parser import RecipeParser
+from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_number, shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe
 from loopdropout_trainer.settings.secrets import public_settings
 
@@ -50,7 +49,15 @@ DONE = (TrialState.COMPLETE, TrialState.PRUNED)  # pruned: the training diverged
 _MEASURED = {f.name for f in fields(RunArguments)} - {"compare_with", "dry_run"}
 _ONLY_FINAL = _MEASURED - {f.name for f in fields(BenchmarkArguments)}
 # A sweep sets these itself; of a base recipe they are left out.
-_SET_BY_SWEEP = {"output_dir", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
+_SET_BY_SWEEP = {
+    "output_dir",
+    "run_name",
+    "learning_rate",
+    "seed",
+    "resume_from_checkpoint",
+    "compare_with",
+    "dry_run",
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -74,13 +81,13 @@ class PartArguments:
         metadata={"help": "Training seeds; the first of them choose the learning rate.", "nargs": "+"},
     )
     full_grid: bool = field(default=False, metadata={"help": "Train every seed at every rate, and choose nothing."})
-    settings: dict[str, Any] | str | None = field(
+    settings: dict[str, Any] | None = field(
         default=None,
         metadata={
             "help": "Fields of every training recipe (JSON on the command line). A part's own make methods METHOD@PART."
         },
     )
-    measure: dict[str, Any] | str | None = field(
+    measure: dict[str, Any] | None = field(
         default=None,
         metadata={
             "help": "Fields of a recipe that say what is measured of the final runs: `benchmarks`, `benchmark_limit`, "
@@ -89,9 +96,6 @@ class PartArguments:
     )
 
     def __post_init__(self):
-        for name in ("settings", "measure"):
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, json_of(name, value))
         self.methods = [self.methods] if isinstance(self.methods, str) else self.methods
         for name in ("learning_rates", "methods", "seeds"):
             values = list(getattr(self, name))
@@ -100,7 +104,7 @@ class PartArguments:
         for rate in self.learning_rates:
             check_number("learning_rates", rate, above=True)
         for seed in self.seeds:
-            check_whole("seeds", seed, 0)
+            check_integer("seeds", seed, 0)
         for name in self.measure or ():
             if name not in _MEASURED:
                 raise ValueError(
@@ -115,7 +119,7 @@ class SweepArguments(PartArguments):
 
     recipe: str = field(metadata={"help": "Training recipe that all methods start from."})
     script: str = field(default="sft", metadata={"help": "Script of the recipe.", "choices": ["sft", "dpo", "grpo"]})
-    parts: dict[str, Any] | str | None = field(
+    parts: dict[str, Any] | None = field(
         default=None,
         metadata={
             "help": "Name: {methods, learning_rates, seeds, full_grid, settings, measure}, in order of priority. A run "
@@ -123,7 +127,7 @@ class SweepArguments(PartArguments):
         },
     )
     only: list[str] | None = field(default=None, metadata={"help": "Parts to do. Default: all.", "nargs": "+"})
-    rate_factors: dict[str, float] | str | None = field(
+    rate_factors: dict[str, float] | None = field(
         default=None, metadata={"help": "Factors on learning rates, {method: factor} (JSON on the command line)."}
     )
     select_on: str = field(
@@ -131,7 +135,7 @@ class SweepArguments(PartArguments):
         metadata={"help": "Benchmark whose score chooses the rate; `development`: held-out rows."},
     )
     selection_seeds: int = field(default=1, metadata={"help": "How many of a part's first seeds choose the rate."})
-    minutes: dict[str, float] | str | None = field(
+    minutes: dict[str, float] | None = field(
         default=None, metadata={"help": "Minutes of a training by method, and `default`, for the plan."}
     )
     device: str = field(default="one GPU", metadata={"help": "What the minutes were measured on."})
@@ -151,14 +155,11 @@ class SweepArguments(PartArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("parts", "rate_factors", "minutes"):
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, json_of(name, value))
         if self.parts is not None and not self.parts:
             raise ValueError("`parts` must name one or more parts; got {}.")
         check_folder("output_dir", self.output_dir)
-        check_whole("workers", self.workers, 1)
-        check_whole("selection_seeds", self.selection_seeds, 1)
+        check_integer("workers", self.workers, 1)
+        check_integer("selection_seeds", self.selection_seeds, 1)
         for factor in (self.rate_factors or {}).values():
             check_number("rate_factors", factor, above=True)
         try:
@@ -175,7 +176,7 @@ class Job:
         run: folder below `output_dir`.
         method, learning_rate, seed: of the run.
         selects: whether the run is only evaluated on `select_on`, to choose the rate.
-        settings: the recipe, complete but for `output_dir`.
+        settings: the recipe, complete but for `output_dir`; by its `run_name` results.json is known as this job's.
         key: tells these settings from others.
     """
 
@@ -255,15 +256,11 @@ class Sweep:
     def _part(self, name: str, given: Any, methods: list[str]) -> PartArguments:
         """Return a part with its own fields, and the sweep's where it has none."""
         _check_name("parts", name)
-        hints, given = typing.get_type_hints(PartArguments), {} if given is None else given
-        if not isinstance(given, Mapping) or not set(given) <= set(hints):
-            raise RecipeError(
-                f"The part `{name}` must be a mapping with fields among {', '.join(hints)}; got {shown(given)}."
-            )
-        for key, value in given.items():
-            if not fits(value, hints[key]):
-                raise RecipeError(f"`{key}` of the part `{name}` must be {described(hints[key])}; got {shown(value)}.")
-        shared = {key: getattr(self.arguments, key) for key in hints}
+        parser = RecipeParser([PartArguments])
+        given = parser.read_recipe(
+            _mapping(f"The part `{name}`", {} if given is None else given), f"the part `{name}`"
+        )
+        shared = {key: getattr(self.arguments, key) for key in parser.hints}
         measure = {**(self.arguments.measure or {}), **(given.get("measure") or {})}
         try:
             part = build(PartArguments, {**shared, "methods": methods, "settings": None, **given, "measure": measure})
@@ -302,8 +299,8 @@ class Sweep:
             settings |= {} if selects else self._measure[method]
             settings |= {"learning_rate": rate, "seed": seed, "resume_from_checkpoint": "true"}
             settings = _plain(settings)
-            run = f"{method}/lr_{rate:.6g}/seed_{seed}"
-            self._jobs[place] = Job(run, *place, settings, sha256_of_json(settings)[:16])
+            run, key = f"{method}/lr_{rate:.6g}/seed_{seed}", sha256_of_json(settings)[:16]
+            self._jobs[place] = Job(run, *place, {**settings, "run_name": f"{run} {key}"}, key)
         return self._jobs[place]
 
     def selection_settings(self, method: str) -> dict[str, Any]:
@@ -397,7 +394,7 @@ class Sweep:
         folder = self.output_dir / job.run
         try:
             report = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-            if {**report["run_info"]["settings"], "output_dir": None} == {**job.settings, "output_dir": None}:
+            if report["run_info"]["settings"]["run_name"] == job.settings["run_name"]:
                 counts = ("score", "correct", "total")
                 scores = {name: {key: each.get(key) for key in counts} for name, each in report["benchmarks"].items()}
                 cost = {name: report["train_info"].get(name) for name in ("train_seconds", "peak_memory_gb")}
@@ -570,7 +567,7 @@ class Sweep:
         began, folder = time.monotonic(), self.output_dir / job.run
         while True:
             try:
-                with only_process_in(folder):
+                with folder_lock(folder):
                     (folder / DIVERGED_FILE).unlink(missing_ok=True)
                 break
             except LockedError:  # a training that outlives its worker for as long as its last checkpoint takes
@@ -742,6 +739,12 @@ def _definitions(methods: dict[str, Any] | list[str]) -> dict[str, Any]:
                 f"`methods`: `{name}` must be a rule, a recipe (.yaml) or fields; got {shown(definition)}."
             )
     return dict(methods)
+
+
+def _mapping(what: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"{what} must be a mapping; got {shown(value)}.")
+    return value
 
 
 def _is_recipe(method: str) -> bool:

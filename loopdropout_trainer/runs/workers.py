@@ -144,7 +144,7 @@ def _worker(gpu: str | None, work: Callable[..., None], arguments: tuple[Any, ..
     stop_on_sigterm()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    run_command(lambda: work(*arguments), "sweep.py")
+    run_command(lambda: work(*arguments))
 
 
 def _run_main(script: str, argv: list[str]) -> None:
