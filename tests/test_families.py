@@ -312,7 +312,7 @@ def test_num_loops_is_a_keyword_of_from_pretrained(family, tmp_path):
     assert_close(model(**inputs).loss, family.tensors["unpadded/deep/loss"], atol=2e-5)
     model.config.num_loops = family.meta["loops"]
     assert_close(model(**inputs).loss, family.tensors["unpadded/loss"], atol=2e-5)
-    with pytest.raises(ValueError, match="whole number from 1 to 1,024"):
+    with pytest.raises(ValueError, match="integer from 1 to 1,024"):
         model.config.num_loops = 0
 
 

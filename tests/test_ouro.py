@@ -36,7 +36,7 @@ def test_a_depth_that_is_no_depth_is_refused_when_it_is_set(depth):
     with pytest.raises(ValueError, match="num_loops|total_ut_steps"):
         OuroConfig(num_loops=depth)
     config = OuroConfig()
-    with pytest.raises(ValueError, match="whole number from 1 to 1,024"):
+    with pytest.raises(ValueError, match="integer from 1 to 1,024"):
         config.num_loops = depth
     assert config.num_loops == 4
 
