@@ -13,19 +13,12 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loopdropout_trainer.settings.command import run_command, user_supplied
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (("Merging", __file__, "MergeArguments"), ("Model", "settings/arguments.py", "ModelArguments"))
-if __name__ == "__main__":
-    answer_help(__doc__, HELP)  # before the imports that take seconds
-
 from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.run import load_model
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import parse_recipe
 
@@ -76,4 +69,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "merge.py")
+    run_command(main)

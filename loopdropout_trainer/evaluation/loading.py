@@ -22,7 +22,7 @@ from loopdropout_trainer.saving.adapter_files import (
 )
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import is_mendable, user_supplied
+from loopdropout_trainer.settings.command import is_user_error, user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -46,7 +46,7 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
         add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
         return adapted.eval(), tokenizer
     except ValueError as error:
-        if not is_mendable(error):
+        if not is_user_error(error):
             raise
         raise RecipeError(one_line(error)) from error
 

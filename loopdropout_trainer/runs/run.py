@@ -17,7 +17,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
-from loopdropout_trainer.diagnostics import single_loop_activation
+from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, load_benchmark, put_to
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
@@ -39,6 +39,7 @@ from loopdropout_trainer.saving.files import sha256, write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
 from loopdropout_trainer.training.distributed import divides_weights
@@ -93,8 +94,15 @@ class Run:
             raise RecipeError(
                 "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."
             )
-        if min(self.script.depths or [1]) < 1:
-            raise RecipeError(f"`depths` must be at least 1; got {min(self.script.depths)}.")
+        if self.script.single_loop_accuracy and not self.script.benchmarks:
+            raise RecipeError("`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them.")
+        if config.metric_for_best_model not in (None, "loss", "eval_loss"):
+            raise RecipeError(
+                "`metric_for_best_model` must be loss, the only metric that a training evaluates; got "
+                f"{shown(config.metric_for_best_model)}."
+            )
+        if config.rule in (self.script.compare_with or ()):
+            raise RecipeError(f"`compare_with` must name other rules than `rule`; got {config.rule!r}.")
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
         self.check()
@@ -222,6 +230,9 @@ class Run:
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
             batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
             outcome.single_loop = single_loop_activation(trainer.model, batches)
+            outcome.readout_losses = readout_losses(trainer.model, batches)
+        if self.script.single_loop_accuracy:
+            outcome.single_loop_benchmarks = self.evaluate_single_loops(trainer)
         if is_main:
             save_adapter_card(trainer.model, config.output_dir, config.hub_model_id, self.card_fields(outcome))
             if self.merges(config):
@@ -284,15 +295,30 @@ class Run:
             config.num_loops = own
         return results
 
+    def evaluate_single_loops(self, trainer: GateSamplingMixin) -> list[BenchmarkResult]:
+        """Evaluate on the first benchmark with the adapter in one loop only, for each loop, at the training depth."""
+        results = []
+        loops = range(trainer.num_loops)
+        for only in tqdm(loops, desc="adapter in one loop", disable=trainer.args.disable_tqdm or None):
+            gates = [float(loop == only) for loop in loops]
+            moment = f"{AFTER}/only_loop_{only + 1}"
+            results.append(self.answer(trainer, self.benchmarks[0], moment, progress=False, gates=gates))
+        return results
+
     def answer(
-        self, trainer: GateSamplingMixin, benchmark: Benchmark, moment: str, progress: bool = True
+        self,
+        trainer: GateSamplingMixin,
+        benchmark: Benchmark,
+        moment: str,
+        progress: bool = True,
+        gates: Sequence[float] | None = None,
     ) -> BenchmarkResult:
-        """Answer one benchmark at unit gates."""
+        """Evaluate on one benchmark, at unit gates or at these gates [K]."""
         folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
         for _ in range(2):
             try:
                 settings = trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment))
-                subject = Subject.of(trainer.model, self.tokenizer, self.script)
+                subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
                 return put_to(subject, benchmark, folder, settings, progress)
             except SettingsChangedError:  # of a run that this one takes the place of
                 if trainer.accelerator.is_main_process:

@@ -19,7 +19,7 @@ from loopdropout_trainer.saving.cards import ModelCardFields, adapter_card, card
 from loopdropout_trainer.saving.files import check_safetensors, sha256_of_weights
 from loopdropout_trainer.saving.hub_code import is_hub_name
 from loopdropout_trainer.settings.command import user_supplied
-from loopdropout_trainer.settings.field_types import shown
+from loopdropout_trainer.settings.ranges import shown
 
 
 logger = logging.get_logger(__name__)
