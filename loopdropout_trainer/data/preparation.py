@@ -19,7 +19,7 @@ from loopdropout_trainer.data.arguments import PREPARATIONS, DataArguments
 from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, Row, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
-from loopdropout_trainer.settings.field_types import shown
+from loopdropout_trainer.settings.ranges import shown
 
 
 class Unwanted(Exception):

@@ -68,7 +68,8 @@ def read_files(paths: Sequence[str | Path]) -> Iterator[Row]:
                     yield Row(f"{path.name}, row {number}", value)
         except (OSError, UnicodeDecodeError, EOFError, zlib.error, csv.Error, pyarrow.ArrowException) as error:
             place = f" after row {number}" if number else ""
-            raise DataError(f"The data file {path} cannot be read{place}: {error}.") from error
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"The data file {path} cannot be read{place}: {reason}.") from error
 
 
 def _open(path: Path):
