@@ -385,7 +385,7 @@ def test_a_dataset_folder_by_name(tmp_path, tokenizer):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text('{"question": "Why?", "answer": "Because."}\n')
     args = DataArguments(
-        dataset_name=str(tmp_path / "mine"), column_mapping='{"prompt": "question", "completion": "answer"}'
+        dataset_name=str(tmp_path / "mine"), column_mapping={"prompt": "question", "completion": "answer"}
     )
     assert load_data(args, tokenizer).train.to_list() == [{"prompt": "Why?", "completion": "Because."}]
     with pytest.raises(DataError, match="The dataset `.*none` cannot be loaded"):
@@ -443,28 +443,16 @@ def test_a_bad_row_is_an_error_or_is_counted(write, tokenizer, line, fault):
 
 
 NUMBERED = {f"{name}.jsonl": [{**GOOD, "prompt": name}] for name in "pq"}
-REFUSED = [  # settings, files, and what the error says
-    ({}, {}, "`dataset_name`.*or `train_files`"),
+REFUSED = [  # settings, files, and what the error says; more of them are in faults.yaml
     ({"preparation": "gsm9k"}, {}, "preparation.*must be one of arithmetic, arithmetic_pairs"),
     ({"bad_rows": "ignore"}, {}, "`bad_rows` must be"),
-    ({"eval_files": ["y"], "num_eval_examples": 3, "dataset_name": "x"}, {}, "exclude each other"),
-    ({"num_train_examples": -1, "dataset_name": "x"}, {}, "`num_train_examples` must be .* at least 1; got -1"),
     *(
         ({"preparation": "arithmetic", "arithmetic_steps": steps}, {}, "`arithmetic_steps` must be")
         for steps in ([3, 1], [0, 3], [1, 6], [2], [1, 2, 3], ["1", "3"], 3)
     ),
     ({"preparation": "gsm8k", "dataset_name": "x", "arithmetic_steps": [1, 3]}, {}, "`arithmetic_steps` belongs to"),
-    ({"train_files": ["no.jsonl"]}, {}, "no.jsonl cannot be read"),
-    ({}, {"a.txt": ["x"]}, "must end in .jsonl"),
-    ({}, {"a.json": ['[{"text": "x"}, {']}, "is broken JSON .*line 2"),
-    ({}, {"a.parquet": ["x"]}, "cannot be read: "),
-    ({}, {"a.jsonl.gz": ["not gzip"]}, "cannot be read: "),
-    ({}, {"a.csv": ["text", "x", "y,z"]}, "a.csv, row 2: more cells than columns"),
-    ({}, {"a.jsonl": []}, "No usable row"),
     ({}, {"a.jsonl": [GOOD, {"text": "x"}]}, "differ in kind: the first has prompt and completion, .* text"),
     ({"num_eval_examples": 1, "num_train_examples": 2}, NUMBERED, "Too few rows.*1 and 1 are left"),
-    ({}, {"a.jsonl": [{"text": "x" * 5000}]}, "No example is left"),
-    ({}, {"a.jsonl": [{"messages": [CHAT, {**CHAT, "role": "assistant"}]}]}, "the tokenizer has no chat template"),
     ({"preparation": "tulu2", "train_files": [str(SAMPLES / "tulu2.jsonl")]}, {}, "chat_template: tulu2"),
     # Columns
     ({"column_mapping": {"text": "b"}}, {"a.jsonl": [GOOD]}, "missing field `b` .*named by `column_mapping`"),
@@ -478,7 +466,7 @@ REFUSED = [  # settings, files, and what the error says
     ({"column_mapping": {"prompt": "question"}, "preparation": "gsm8k"}, NUMBERED, "may map answer, question"),
     ({"column_mapping": {"a": "b"}, "prompt_template": "{c}"}, NUMBERED, "maps `a`.* may map c, completion"),
     # Files
-    ({"train_files": ["p.jsonl", "p.jsonl"]}, NUMBERED, "`train_files` names .*p.jsonl.* in `train_files`"),
+    ({"train_files": ["p.jsonl", "p.jsonl"]}, NUMBERED, "`train_files` must name each of its values once"),
     ({"train_files": ["p.jsonl", "copy.jsonl"]}, {**NUMBERED, "copy.jsonl": NUMBERED["p.jsonl"]}, "copy.jsonl, which"),
     ({"train_files": ["p.jsonl"], "eval_files": ["link.jsonl"]}, NUMBERED, "`eval_files` names .* in `train_files`"),
 ]
