@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
+
 import datasets
+from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer
 from transformers.utils import logging
 
@@ -25,21 +29,26 @@ def show_training(trainer: Trainer, title: str) -> None:
 
 
 class TrainingProgress(ProgressCallback):
-    """transformers' bar, with a title, that writes the log as words."""
+    """transformers' bar, with a title, that writes the log as words; in a file there are the words alone."""
 
     def __init__(self, title: str) -> None:
         super().__init__()
         self.title = title
 
     def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None:
-            self.training_bar.set_description(self.title)
+        self.current_step = 0
+        if state.is_world_process_zero:
+            # `disable=None`: no bar where standard error is no terminal.
+            self.training_bar = tqdm(total=state.max_steps, desc=self.title, dynamic_ncols=True, disable=None)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if sys.stderr.isatty():
+            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = log_line(state.global_step, state.max_steps, logs or {})
         if line and state.is_world_process_zero and self.training_bar is not None:
-            self.training_bar.write(line)
+            self.training_bar.write(textwrap.fill(line, 79, subsequent_indent="    "))
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:
