@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 import sys
 import textwrap
+from typing import TextIO
 
 import datasets
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 
 SHORT = 20_000  # examples; a bar over fewer of them is gone before anyone can read it
 
 
+def write_line(line: str, file: TextIO) -> None:
+    """Print a line above the bars that are shown; a terminal gets it in pieces that fit its width."""
+    if file.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        line = textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    tqdm.write(line, file=file)
+
+
+class LogAboveBars(logging.StreamHandler):
+    """Writes log records to standard error, above the bars."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line(self.format(record), sys.stderr)
+
+
 def hide_short_bars(num_examples: int) -> None:
     """Leave out the bars of loading weights, and those of preparing examples unless there are many of them."""
-    logging.disable_progress_bar()
+    disable_progress_bar()
     if num_examples < SHORT:
         datasets.disable_progress_bars()
 
@@ -48,7 +66,7 @@ class TrainingProgress(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = log_line(state.global_step, state.max_steps, logs or {})
         if line and state.is_world_process_zero and self.training_bar is not None:
-            self.training_bar.write(textwrap.fill(line, 79, subsequent_indent="    "))
+            write_line(line, sys.stdout)
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:

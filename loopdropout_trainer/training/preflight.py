@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -101,6 +102,7 @@ def check_run(
     _check_machine(args)
     _check_optimizer(args)
     _check_schedule(args)
+    _check_loader_and_compiler(args)
     config = _looped_config(model, args)
     check_attention((args.model_init_kwargs or {}).get("attn_implementation"), args.use_cpu)
     check_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)
@@ -158,7 +160,7 @@ def _check_numbers(args: TrainingArguments) -> None:
     check_number("adam_epsilon", args.adam_epsilon)
     check_number("label_smoothing_factor", args.label_smoothing_factor, most=1)
     check_number("num_train_epochs", args.num_train_epochs, above=True)
-    check_number("neftune_noise_alpha", args.neftune_noise_alpha or 0)
+    check_number("neftune_noise_alpha", args.neftune_noise_alpha or 0, most=1e6)
     check_number("eval_delay", args.eval_delay)
     for name in ("save_steps", "logging_steps", "eval_steps"):
         if getattr(args, name) is not None:
@@ -202,6 +204,21 @@ def _check_schedule(args: TrainingArguments) -> None:
             optimizer.step()
             scheduler.step(*[1.0] * (name in ("reduce_lr_on_plateau", "greedy")))  # which look at the loss
             check_number("lr_scheduler_kwargs", optimizer.param_groups[0]["lr"])
+
+
+def _check_loader_and_compiler(args: TrainingArguments) -> None:
+    """Raise ValueError for a data loader or a compilation that cannot be built, by building them around nothing."""
+    with user_supplied("The `dataloader_...` fields describe no data loader"):
+        DataLoader(
+            [0],
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+    if args.torch_compile:
+        with user_supplied(f"`torch_compile_mode` {shown(args.torch_compile_mode)} cannot be used"):
+            torch.compile(nn.Identity(), backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
 def _check_machine(args: TrainingArguments) -> None:
