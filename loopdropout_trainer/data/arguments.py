@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
 from loopdropout_trainer.settings.ranges import check_integer, check_list, shown
 
 
@@ -86,6 +87,14 @@ class DataArguments:
     prompt_end: str = field(
         default="", metadata={"help": "Text between the prompt template and the target; part of the prompt."}
     )
+    arithmetic_steps: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Fewest and most steps of a problem of `preparation: arithmetic` (or `arithmetic_pairs`), such as "
+            "1 3 for the problems of `arithmetic_easy_test`. Default: 3 5.",
+            "nargs": 2,
+        },
+    )
     bad_rows: str = field(
         default="error",
         metadata={
@@ -116,10 +125,27 @@ class DataArguments:
             )
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
+        self._check_arithmetic_steps()
         for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), least)
         check_integer("split_seed", self.split_seed, least=-(2**63))
+
+    def _check_arithmetic_steps(self) -> None:
+        steps = self.arithmetic_steps
+        if steps is None:
+            return
+        if self.preparation not in ("arithmetic", "arithmetic_pairs"):
+            raise ValueError(
+                "`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`; got "
+                f"`preparation: {self.preparation}`."
+            )
+        good = isinstance(steps, (list, tuple)) and [type(number) for number in steps] == [int, int]
+        if not (good and 1 <= steps[0] <= steps[1] <= MOST_TRAINED_STEPS):
+            raise ValueError(
+                f"`arithmetic_steps` must be the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]; "
+                f"got {shown(steps)}."
+            )
 
     def _check_columns(self) -> None:
         """Raise ValueError for a `column_mapping` that is none, or that names a column which nothing asks for."""

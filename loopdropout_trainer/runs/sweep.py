@@ -21,7 +21,7 @@ from loopdropout_trainer.evaluation.statistics import summarize
 from loopdropout_trainer.looped import check_num_loops
 from loopdropout_trainer.runs.workers import RAY_HELP, WORKERS_HELP, Job, SweepError, do_jobs, make_workers
 from loopdropout_trainer.saving.files import write_atomically
-from loopdropout_trainer.saving.lock import only_process_in
+from loopdropout_trainer.saving.lock import folder_lock
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
 from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_list, check_number
 from loopdropout_trainer.settings.recipe import load_recipe
@@ -234,7 +234,7 @@ class Sweep:
             SweepError: if a job fails, or the folder belongs to another sweep.
             LockedError: if another process runs a sweep in the folder.
         """
-        with only_process_in(self.output_dir):
+        with folder_lock(self.output_dir):
             self.claim()
             workers = make_workers(self.arguments.workers, self.arguments.ray_address)
             do_jobs(self.ready_jobs, workers, after_each=self.save_summary)

@@ -11,7 +11,7 @@ from loopdropout_trainer.settings.ranges import check_distinct, check_integer, c
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
-"""A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
+"""A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_base.py`)."""
 
 
 @dataclass
@@ -177,6 +177,10 @@ class RunArguments(BenchmarkArguments):
         metadata={
             "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
         },
+    )
+    single_loop_accuracy: bool = field(
+        default=False,
+        metadata={"help": "Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."},
     )
     depths: list[int] | None = field(
         default=None,
