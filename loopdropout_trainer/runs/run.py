@@ -136,7 +136,8 @@ class Run:
         """Print what became of the data, and what is about to be done with it."""
         print(self.data.report)
         for config in self.configs:
-            print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
+            plan = plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)
+            print(f"\n{plan}" if config is self.configs[0] else f"then   {plan.rule_and_adapter}", flush=True)
             longest = self.longest_row(config)
             if self.script.dry_run and longest and not divides_weights(config):
                 advice = memory_advice(self.base, self.model.dtype, self.peft_config, config, longest)

@@ -22,7 +22,7 @@ from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, is_recipe
 from loopdropout_trainer.runs.workers import RAY_HELP, WORKERS_HELP, Job, do_jobs, make_workers
 from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.saving.lock import folder_lock
-from loopdropout_trainer.settings.ranges import check_whole
+from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
 
 
@@ -169,7 +169,7 @@ class Study:
         self.scripts = scripts
         self.command = command
         self.output_dir = Path(self.arguments.output_dir)
-        check_whole("workers", self.arguments.workers, 1)
+        check_integer("workers", self.arguments.workers, 1)
         self.measure: dict[str, MeasureArguments] = {}
         for name, part in self.arguments.parts.items():
             _check_part(name, part, self.arguments.methods)
