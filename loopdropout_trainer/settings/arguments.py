@@ -74,6 +74,14 @@ class ModelArguments:
         return {key: value for key, value in fields.items() if value is not None}
 
 
+def check_depths(depths: Any) -> None:
+    """Raise ValueError unless recurrence depths, if there are any, are different integers from 1 to MOST_LOOPS."""
+    for depth in depths or ():
+        check_whole("depths", depth, 1, MOST_LOOPS)
+    if len(set(depths or ())) < len(depths or ()):
+        raise ValueError(f"`depths` must name each depth once; got {depths}.")
+
+
 @dataclass
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
@@ -145,8 +153,12 @@ class BenchmarkArguments:
         default=None, metadata={"help": "Most tokens of an answer. Default: as each benchmark's protocol has it."}
     )
 
-    allow_code_execution: bool = field(
-        default=False, metadata={"help": "Run the programs that the model writes for code benchmarks, contained."}
+    confirm_run_unsafe_code: bool = field(
+        default=False,
+        metadata={
+            "help": "Run the programs that the model writes for code benchmarks also where bubblewrap cannot contain them. "
+            "Command line only."
+        },
     )
 
     def __post_init__(self):
@@ -195,6 +207,7 @@ class RunArguments(BenchmarkArguments):
     def __post_init__(self):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
+        check_depths(self.depths)
         check_whole("single_loop_batches", self.single_loop_batches, 0)
 
 

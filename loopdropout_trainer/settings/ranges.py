@@ -36,6 +36,8 @@ def check_list(name: str, value: Any) -> None:
     """Raise ValueError if a setting that takes a list of texts, or nothing, is a text or anything else."""
     if value is not None and not (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)):
         raise ValueError(f"`{name}` must be a list of texts, such as [a, b]; got {shown(value)}.")
+    if value is not None and len(set(value)) < len(value):
+        raise ValueError(f"`{name}` must name each of its items once; got {shown(value)}.")
 
 
 def check_folder(name: str, value: Any) -> None:
