@@ -295,7 +295,7 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
         (["--num_loops", "0"], "num_loops|total_ut_steps"),
         (["--benchmark_limits", "3"], "did you mean `--benchmark_limit`"),
     ):
-        with pytest.raises(RecipeError, match=message) as caught:
+        with pytest.raises(ValueError, match=message) as caught:
             evaluate_script.main([str(recipe), *arguments])
         assert "\n" not in str(caught.value)
     with pytest.raises(RecipeError, match="`benchmarks` must name one or more"):
