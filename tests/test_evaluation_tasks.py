@@ -145,6 +145,14 @@ def test_tasks_are_scored_as_lm_eval_does_with_its_own_model_class(files, tokeni
     assert got.correct is None and 0 < got.score < 100 and got.first.sum == pytest.approx(got.score * got.total / 100)
 
 
+def test_a_missing_tokenizer_of_ifeval_is_refused_before_anything_is_generated(files, tmp_path):
+    code = f"from loopdropout_trainer.evaluation import load_benchmark; load_benchmark('ifeval', {files['ifeval']!r})"
+    environment = {**ENVIRONMENT, "NLTK_DATA": str(tmp_path), "HOME": str(tmp_path), "LOCAL_RANK": "1"}  # no download
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert "`ifeval` needs NLTK's data `punkt_tab`" in done.stderr.splitlines()[-1]
+    assert "python -m nltk.downloader punkt_tab" in done.stderr
+
+
 # Asking
 
 

@@ -40,11 +40,7 @@ DRAWS = 10_000
 
 def rows_of(run: Path, study: str) -> Iterator[dict]:
     """Yield the rows of one run's folder, STUDY/METHOD/lr_RATE/seed_SEED."""
-    method, rate, seed = (
-        run.parts[-3],
-        float(run.parts[-2].removeprefix("lr_")),
-        int(run.parts[-1].removeprefix("seed_")),
-    )
+    method, rate, seed = run.parts[-3], float(run.parts[-2].removeprefix("lr_")), int(run.parts[-1].removeprefix("seed_"))
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     trained = results["train_info"]
     settings = results["run_info"]["settings"]
@@ -107,9 +103,7 @@ class Study:
         best = first.loc[first.groupby("method", sort=False)["value"].idxmax()]
         self.rates = dict(zip(best["method"], best["learning_rate"], strict=True))
 
-    def of(
-        self, method: str, metric: str, depth: int | None = None, loop: int | None = None, rate: float | None = None
-    ):
+    def of(self, method: str, metric: str, depth: int | None = None, loop: int | None = None, rate: float | None = None):
         """Return the rows of one method and metric, by seed; `depth` None: the method's own."""
         rate = self.rates.get(method) if rate is None else rate
         rows = self.rows[(self.rows["method"] == method) & (self.rows["metric"] == metric)]
