@@ -425,12 +425,17 @@ def is_running(pid):
         return False
 
 
-def workers(lab):
-    """Return, for each run under way, the process that does it."""
+def under_way(lab):
+    """Return (run, worker, training) for each run that a worker does, and whose training has begun."""
     name = json.loads((lab.out / "sweep.json").read_text())["name"]
     study = optuna.load_study(study_name=name, storage=f"sqlite:///{lab.out / 'sweep.db'}")
-    running = study.get_trials(states=[optuna.trial.TrialState.RUNNING])
-    return {trial.user_attrs.get("run"): int(trial.user_attrs["worker"].split(":")[-1]) for trial in running}
+    trainings = {run: pid for _, run, _, pid, _ in lab.ran() if is_running(pid)}
+    found = []
+    for trial in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
+        run, worker = trial.user_attrs.get("run"), trial.user_attrs.get("worker", "")
+        if run in trainings:
+            found.append((run, int(worker.rpartition(":")[2]), trainings[run]))
+    return found
 
 
 def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
@@ -438,10 +443,9 @@ def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
     (lab.folder / "slow").write_text("1")
     fields = {"methods": ["lora", "loop_dropout"]}
     process = start(lab, "--workers", "2", **fields)
-    wait_for(lambda: len(lab.ran()) >= 2 and len(workers(lab)) == 2, process)
-    run, worker = next(iter(workers(lab).items()))
-    training = next(pid for _, each, _, pid, _ in reversed(lab.ran()) if each == run)
-    for pid in (worker, training):
+    wait_for(lambda: len({gpu for *_, gpu in lab.ran()}) == 2 and under_way(lab), process)
+    run, *pids = under_way(lab)[0]
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
