@@ -413,9 +413,10 @@ def start(lab, *options, **fields):
 
 def wait_for(condition, process, seconds=180):
     end = time.monotonic() + seconds
-    while not condition():
+    while not (met := condition()):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.02)
+    return met
 
 
 def is_running(pid):
@@ -443,8 +444,7 @@ def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
     (lab.folder / "slow").write_text("1")
     fields = {"methods": ["lora", "loop_dropout"]}
     process = start(lab, "--workers", "2", **fields)
-    wait_for(lambda: len({gpu for *_, gpu in lab.ran()}) == 2 and under_way(lab), process)
-    run, *pids = under_way(lab)[0]
+    run, *pids = wait_for(lambda: len({gpu for *_, gpu in lab.ran()}) == 2 and under_way(lab), process)[0]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=180)
@@ -463,7 +463,7 @@ def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
     assert (lab.out / "loop_dropout/lr_0.02/seed_103/results.json").exists()
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_sweep_that_is_stopped_takes_its_run_with_it_and_goes_on(lab, stop):
     (lab.folder / "slow").write_text("60")
     process = start(lab)
