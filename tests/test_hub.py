@@ -198,7 +198,11 @@ def test_an_adapter_of_another_base_is_refused_and_a_moved_base_is_not(tmp_path,
     saved = json.loads((folder / "loop_dropout.json").read_text())
     assert saved["base_sha256"] == base_sha256(load(base)) is not None
     assert base_sha256(tiny_ouro()) is None
+    tiny_ouro().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert base_sha256(load(tmp_path / "sharded")) not in (None, saved["base_sha256"])
     shutil.copytree(base, tmp_path / "copy")
+    (tmp_path / "copy" / "consolidated.safetensors").write_bytes(b"what transformers does not load")
     assert isinstance(load_adapter(load(tmp_path / "copy"), folder), PeftModel)
     assert "it is put on" not in caplog.text
 
@@ -454,4 +458,4 @@ def test_nothing_that_a_card_quotes_breaks_out_of_its_place(tmp_path):
     assert "vllm serve MODEL" in before
     code = before.split("```python\n")[1].split("```")[0]
     names = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
-    assert names.count(name) == 2  # the whole of it is one string, twice
+    assert names.count(name) == 2  # all of it is one string, twice
