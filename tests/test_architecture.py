@@ -27,8 +27,8 @@ FAMILIES = {"ouro", "huginn", "loopus", "nanbeige", "hrm_text"}
 def public_names() -> dict[str, str]:
     """The folder of each name that the package itself hands on."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    handed_on = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    return {each.name: node.module.split(".")[1] for node in handed_on for each in node.names}
+    found = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return {each.name: node.module.split(".")[1] for node in found for each in node.names}
 
 
 def imports(source: str, names: dict[str, str]) -> list[list[str]]:

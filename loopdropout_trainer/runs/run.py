@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
-from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, load_benchmark, put_to
+from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.looped import find_looped_model
@@ -130,13 +130,15 @@ class Run:
         limit = self.script.benchmark_limit
         if name == DEVELOPMENT:
             return development_benchmark(self.data.eval, self.data_args.preparation, limit)
-        return load_benchmark(name, (self.script.benchmark_files or {}).get(name), limit)
+        file = (self.script.benchmark_files or {}).get(name)
+        return load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code)
 
     def announce(self) -> None:
         """Print what became of the data, and what is about to be done with it."""
         print(self.data.report)
         for config in self.configs:
-            print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
+            plan = plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)
+            print(f"\n{plan}" if config is self.configs[0] else f"then   {plan.rule_and_adapter}", flush=True)
             longest = self.longest_row(config)
             if self.script.dry_run and longest and not divides_weights(config):
                 advice = memory_advice(self.base, self.model.dtype, self.peft_config, config, longest)
@@ -319,7 +321,7 @@ class Run:
             try:
                 settings = trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment))
                 subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
-                return put_to(subject, benchmark, folder, settings, progress)
+                return evaluate_subject(subject, benchmark, folder, settings, progress)
             except SettingsChangedError:  # of a run that this one takes the place of
                 if trainer.accelerator.is_main_process:
                     shutil.rmtree(folder)
