@@ -169,7 +169,7 @@ class GreedyDecoder:
         prompts: token ids, none of them empty; started in this order.
         max_new_tokens: most tokens of a completion.
         num_slots: most rows at a time.
-        have_ended: tells of some completions, as token ids, which ones are complete.
+        have_ended: tells of some completions, as token ids, which ones have ended.
         compiled: run the steps compiled, with all slots computed to the end.
     """
 
@@ -194,9 +194,9 @@ class GreedyDecoder:
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, list[int]]]:
-        """Decode until one or more completions are complete, and return them with their prompts' indices; [] at the end."""
-        # Each turn admits what fits, then adds one token to every row; it ends as soon as a completion is complete, so that the
-        # caller can write it down before anything else can go wrong.
+        """Decode until one or more completions have ended, and return them with their prompts' indices; [] at the end."""
+        # Each turn admits what fits, then adds one token to every row. It returns as soon as a completion has ended, so that
+        # the caller can write it down before anything else can go wrong.
         ended: list[_Row] = []
         while not ended and (self.waiting or any(self.slots)):
             if self._admit():  # a completion may end with its first token
@@ -298,7 +298,7 @@ class GreedyDecoder:
         return step(self.model, self.cache, ids)
 
     def _evict(self) -> list[_Row]:
-        """Evict the rows whose completions are complete, and return them."""
+        """Evict the rows whose completions have ended, and return them."""
         running = [row for row in self.slots if row is not None]
         ends = self.have_ended([row.completion for row in running])
         ended = [
@@ -355,7 +355,7 @@ def _compiled(step: Callable, device_type: str) -> Callable:
 
 def _call_arguments(cache: SlotCache) -> dict:
     """Return what the model takes beside tokens; a token attends to the columns up to its own position."""
-    # A prompt's columns are its own tokens; a step's are the whole cache in use. Position 2 of 5 columns: [0, 0, 0, -inf, -inf].
+    # A prompt's columns are its own tokens, a step's all that are in use: at position 2 of 5 columns [0, 0, 0, -inf, -inf].
     columns = cache.columns[: cache.positions.shape[1]] if cache.is_prefill else cache.columns
     unseen = columns > cache.positions[:, None, :, None]  # [B, 1, S, columns]
     # As what is added to the scores: each attention layer of each loop would make that of a mask of truth values.

@@ -123,16 +123,14 @@ class LmEvalTask(Task):
             return names
         differing = {task: {"task": task, **self.overrides} for task in names}
         if rows is not None:
-            is_group = len(names) != 1 or names[0] not in known
-            if set(rows) == {None} and is_group:
+            if set(rows) == {None} and (len(names) != 1 or names[0] not in known):
                 raise DataError(
                     f"`{name}` has several tasks: let `benchmark_files` name a folder with a file for each, TASK.jsonl."
                 )
             chosen = names if set(rows) == {None} else sorted(rows)
+            valid = known if names and names[0] not in known else names  # the members of a group are not listed
             for task in chosen:
-                if task not in names and (
-                    len(names) != 1 or names[0] in known
-                ):  # the members of a group are not listed
+                if task not in valid:
                     raise DataError(f"`{name}` has no task `{task}`, which the local files have rows of.")
             differing = {
                 task: {
