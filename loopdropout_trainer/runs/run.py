@@ -117,8 +117,9 @@ class Run:
 
     def load(self) -> None:
         """Load tokenizer, data and benchmarks."""
-        self.tokenizer = load_tokenizer(self.model, self.configs[0].trust_remote_code)
         config = self.configs[0]
+        template = getattr(config, "chat_template_path", None)  # SFT's
+        self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, template)
         hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, getattr(config, "max_length", None))
@@ -136,7 +137,8 @@ class Run:
         """Print what became of the data, and what is about to be done with it."""
         print(self.data.report)
         for config in self.configs:
-            print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
+            plan = plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)
+            print(f"\n{plan}" if config is self.configs[0] else f"then   {plan.rule_and_adapter}", flush=True)
             longest = self.longest_row(config)
             if self.script.dry_run and longest and not divides_weights(config):
                 advice = memory_advice(self.base, self.model.dtype, self.peft_config, config, longest)
