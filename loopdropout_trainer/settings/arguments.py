@@ -73,11 +73,11 @@ class ModelArguments:
         return {key: value for key, value in fields.items() if value is not None}
 
 
-def check_depths(depths: list[int] | None) -> None:
+def check_depths(name: str, depths: list[int] | None) -> None:
     """Raise ValueError unless recurrence depths, if there are any, are different integers from 1 to MOST_LOOPS."""
     for depth in depths or ():
-        check_integer("depths", depth, 1, MOST_LOOPS)
-    check_distinct("depths", depths or [])
+        check_integer(name, depth, 1, MOST_LOOPS)
+    check_distinct(name, depths or [])
 
 
 @dataclass
@@ -210,7 +210,7 @@ class RunArguments(BenchmarkArguments):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
         check_integer("single_loop_batches", self.single_loop_batches, 0)
-        check_depths(self.depths)
+        check_depths("depths", self.depths)
 
 
 @dataclass
