@@ -21,7 +21,7 @@ class ModelArguments:
     """Which looped model to train."""
 
     model_name_or_path: str = HfArg(
-        help="Hub name or local folder of a looped model; `tiny-ouro` is the small one inside this package.",
+        help="Hub name or local folder of a looped model; `tiny-ouro` is the small one inside this package."
     )
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the Hub.")
     num_loops: int | None = HfArg(default=None, help="Recurrence depth K to train at. Default: the model's own.")
@@ -31,8 +31,7 @@ class ModelArguments:
         metadata={"choices": ["bfloat16", "float16", "float32"]},
     )
     attn_implementation: str = HfArg(
-        default="sdpa",
-        help="Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ...",
+        default="sdpa", help="Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ..."
     )
     chat_template: str | None = HfArg(
         default=None,
@@ -68,6 +67,13 @@ class ModelArguments:
         return {key: value for key, value in fields.items() if value is not None}
 
 
+def check_depths(depths: list[int] | None) -> None:
+    """Raise ValueError unless recurrence depths, if there are any, are different integers from 1 to MOST_LOOPS."""
+    for depth in depths or ():
+        check_integer("depths", depth, 1, MOST_LOOPS)
+    check_distinct("depths", depths or [])
+
+
 @dataclass
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
@@ -76,8 +82,7 @@ class AdapterArguments:
     lora_alpha: int = HfArg(default=32, help="alpha; the update is (alpha / r) B A.")
     lora_dropout: float = HfArg(default=0.0, help="PEFT's dropout on the adapter's input.")
     lora_target_modules: list[str] | None = HfArg(
-        default=None,
-        help="Linear layers to adapt. Default: all in the recurrent block.",
+        default=None, help="Linear layers to adapt. Default: all in the recurrent block."
     )
     use_rslora: bool = HfArg(default=False, help="Scale the update by alpha / sqrt(r).")
 
@@ -111,13 +116,11 @@ class BenchmarkArguments:
         help="Benchmarks to evaluate on, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval.",
     )
     benchmark_files: dict[str, str] | None = HfArg(
-        default=None,
-        help="Local files or folders of benchmarks, as a mapping name: path (JSON on the command line).",
+        default=None, help="Local files or folders of benchmarks, as a mapping name: path (JSON on the command line)."
     )
     benchmark_limit: int | None = HfArg(default=None, help="Number of problems of each benchmark. Default: all.")
     benchmark_batch_size: int = HfArg(
-        default=16,
-        help="Problems that one process decodes at a time; no completion depends on it.",
+        default=16, help="Problems that one process decodes at a time; no completion depends on it."
     )
     decoding: str = HfArg(
         default="eager",
@@ -126,21 +129,19 @@ class BenchmarkArguments:
         metadata={"choices": ["eager", "compiled", "generate"]},
     )
     apply_chat_template: bool | None = HfArg(
-        default=None,
-        help="Pose every problem in the chat template. Default: as each benchmark's protocol has it.",
+        default=None, help="Pose every problem in the chat template. Default: as each benchmark's protocol has it."
     )
     system_instruction: str | None = HfArg(
-        default=None,
-        help="Text of a system turn, with `apply_chat_template: true`.",
+        default=None, help="Text of a system turn, with `apply_chat_template: true`."
     )
     max_new_tokens: int | None = HfArg(
-        default=None,
-        help="Greatest length of a completion in tokens. Default: as each benchmark's protocol has it.",
+        default=None, help="Greatest length of a completion in tokens. Default: as each benchmark's protocol has it."
     )
 
-    allow_code_execution: bool = HfArg(
+    confirm_run_unsafe_code: bool = HfArg(
         default=False,
-        help="Run the programs that the model writes for code benchmarks, contained.",
+        help="Run the programs that the model writes for code benchmarks also where bubblewrap cannot contain them. Command "
+        "line only.",
     )
 
     def __post_init__(self):
@@ -159,17 +160,14 @@ class RunArguments(BenchmarkArguments):
     """What happens around the training; the benchmarks are evaluated before and after it."""
 
     compare_with: list[str] | None = HfArg(
-        default=None,
-        help="Other rules to train from the same initial adapter, data order and seed, for comparison.",
+        default=None, help="Other rules to train from the same initial adapter, data order and seed, for comparison."
     )
     evaluate_base: bool = HfArg(default=True, help="Evaluate on the benchmarks before training, too: the base model.")
     single_loop_batches: int = HfArg(
-        default=0,
-        help="Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out.",
+        default=0, help="Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
     )
     single_loop_accuracy: bool = HfArg(
-        default=False,
-        help="Evaluate on the first benchmark with the adapter in one loop only, too, for each loop.",
+        default=False, help="Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."
     )
     depths: list[int] | None = HfArg(
         default=None,
@@ -183,9 +181,7 @@ class RunArguments(BenchmarkArguments):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
         check_integer("single_loop_batches", self.single_loop_batches, 0)
-        for depth in self.depths or ():
-            check_integer("depths", depth, 1, MOST_LOOPS)
-        check_distinct("depths", self.depths or [])
+        check_depths(self.depths)
 
 
 @dataclass

@@ -98,7 +98,7 @@ class RecipeParser(TrlParser):
             action.required, action.default = False, argparse.SUPPRESS  # so that only what was typed comes back
             if action.choices:
                 self.choices[action.dest] = list(action.choices)
-            if takes_mapping(self.hints[action.dest]):
+            if takes_mapping(self.hints[action.dest]) and action.nargs != "+":  # of a list or a mapping: the list
                 action.type = _mapping_or_path if action.dest in _MAPPING_OR_PATH else _mapping
         self.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
 
