@@ -125,8 +125,9 @@ class Run:
         hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, getattr(config, "max_length", None))
-        if config.eval_on_start and self.data.eval is None:
-            raise RecipeError("`eval_on_start` needs rows to evaluate on: give `num_eval_examples` or `eval_files`.")
+        for name in ("eval_on_start", "single_loop_batches", "live_diagnostics_steps"):
+            if self.data.eval is None and (getattr(config, name, 0) or getattr(self.script, name, 0)):
+                raise RecipeError(f"`{name}` needs rows to evaluate on: give `num_eval_examples` or `eval_files`.")
         self.benchmarks = [self.load_benchmark(name) for name in self.script.benchmarks or ()]
 
     def load_benchmark(self, name: str) -> Benchmark:

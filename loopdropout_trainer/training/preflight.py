@@ -162,6 +162,8 @@ def _check_numbers(args: TrainingArguments) -> None:
     check_number("num_train_epochs", args.num_train_epochs, above=True)
     check_number("neftune_noise_alpha", args.neftune_noise_alpha or 0, most=1e6)
     check_number("eval_delay", args.eval_delay)
+    if isinstance(getattr(args, "pad_to_multiple_of", None), int):
+        check_integer("pad_to_multiple_of", args.pad_to_multiple_of)
     for name in ("save_steps", "logging_steps", "eval_steps"):
         if getattr(args, name) is not None:
             check_number(name, getattr(args, name), above=True)
