@@ -185,7 +185,9 @@ def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Mappi
             single_loop=SingleLoopActivation(**single_loop) if single_loop else None,
             by_depth={int(depth): BenchmarkResult.from_json(first, each) for depth, each in depths.items()},
             readout_losses=report["readout_losses"],
-            single_loop_benchmarks=[BenchmarkResult.from_json(first, each) for each in report["single_loop_benchmarks"]],
+            single_loop_benchmarks=[
+                BenchmarkResult.from_json(first, each) for each in report["single_loop_benchmarks"]
+            ],
             saved=report["saved"],
             rewards=training.get("rewards"),
         )

@@ -101,6 +101,8 @@ class Run:
                 "`metric_for_best_model` must be loss, the only metric that a training evaluates; got "
                 f"{shown(config.metric_for_best_model)}."
             )
+        if getattr(config, "dataset_kwargs", None):
+            raise RecipeError("`dataset_kwargs` is for datasets that are prepared in Python: leave it out.")
         if config.rule in (self.script.compare_with or ()):
             raise RecipeError(f"`compare_with` must name other rules than `rule`; got {config.rule!r}.")
         if self.script.push_merged_to_hub and not config.hub_model_id:
@@ -123,6 +125,9 @@ class Run:
         hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, getattr(config, "max_length", None))
+        for name in ("eval_on_start", "single_loop_batches", "live_diagnostics_steps"):
+            if self.data.eval is None and (getattr(config, name, 0) or getattr(self.script, name, 0)):
+                raise RecipeError(f"`{name}` needs rows to evaluate on: give `num_eval_examples` or `eval_files`.")
         self.benchmarks = [self.load_benchmark(name) for name in self.script.benchmarks or ()]
 
     def load_benchmark(self, name: str) -> Benchmark:

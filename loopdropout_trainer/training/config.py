@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.settings.ranges import check_integer
+from loopdropout_trainer.settings.ranges import check_integer, check_number
 from loopdropout_trainer.training.choices import make_choice
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
@@ -272,9 +272,13 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in self.loss_type:
-            if name not in DPO_LOSSES:
-                raise ValueError(f"`loss_type` must be among {', '.join(DPO_LOSSES)}; got {name!r}.")
+        if not self.loss_type or not {*self.loss_type} <= {*DPO_LOSSES}:
+            raise ValueError(f"`loss_type` must be among {', '.join(DPO_LOSSES)}; got {self.loss_type!r}.")
+        check_number("label_smoothing", self.label_smoothing, most=0.5, below=True)
+        if self.ld_alpha is not None:
+            check_number("ld_alpha", self.ld_alpha, most=1)
+        if self.precompute_ref_batch_size is not None:
+            check_integer("precompute_ref_batch_size", self.precompute_ref_batch_size)
 
 
 @dataclass
