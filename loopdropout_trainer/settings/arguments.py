@@ -179,6 +179,16 @@ class RunArguments(BenchmarkArguments):
             "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
         },
     )
+    live_diagnostics_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Measure and log what the adapter does in each loop every so many steps and at the end, on a few "
+            "evaluation rows (docs/diagnostics.md); 0: never. Training is the same with and without it."
+        },
+    )
+    live_diagnostics_rows: int = field(
+        default=16, metadata={"help": "Evaluation rows, from the first on, that the live diagnostics measure on."}
+    )
     depths: list[int] | None = field(
         default=None,
         metadata={
@@ -196,6 +206,8 @@ class RunArguments(BenchmarkArguments):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
         check_whole("single_loop_batches", self.single_loop_batches, 0)
+        check_whole("live_diagnostics_steps", self.live_diagnostics_steps, 0)
+        check_whole("live_diagnostics_rows", self.live_diagnostics_rows)
 
 
 @dataclass

@@ -33,7 +33,7 @@ from loopdropout_trainer.settings.shipped import recipe_path
 
 __all__ = ["RecipeError", "build", "load_recipe", "parse_recipe", "public_settings", "settings_yaml"]
 
-ONLY_FROM_THE_COMMAND_LINE = ("trust_remote_code", "launcher")
+ONLY_FROM_THE_COMMAND_LINE = ("trust_remote_code", "launcher", "imports")
 """Fields that run other people's code: a recipe may come from a stranger, a command line does not."""
 
 
