@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
-from loopdropout_trainer.settings.ranges import check_folder, check_list, check_whole
+from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_list
 
 
 HELD_OUT = "held_out"
@@ -39,7 +39,7 @@ class RowArguments(DataArguments):
         if self.rows == HELD_OUT:
             super().__post_init__()
         for name in ("num_rows", "rows_batch_size"):
-            check_whole(name, getattr(self, name))
+            check_integer(name, getattr(self, name))
 
 
 @dataclass
@@ -93,5 +93,5 @@ class DiagnosticArguments(BenchmarkArguments):
             raise ValueError("`adapters` must name one or more as name=path, or `models` a merged model.")
         if self.depths is not None:
             for depth in self.depths or [None]:
-                check_whole("depths", depth, 1, MOST_LOOPS)
+                check_integer("depths", depth, 1, MOST_LOOPS)
             self.depths = sorted(set(self.depths))

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments
-from loopdropout_trainer.evaluation.loading import local_folder, one_line, train_info
+from loopdropout_trainer.evaluation.loading import one_line, train_info
 from loopdropout_trainer.evaluation.results import read_results
+from loopdropout_trainer.saving.adapter_files import adapter_folder
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
@@ -123,7 +124,7 @@ def _read(method: str, kind: str, path: str, evaluation: Mapping[str, Any]) -> C
     folder, facts, weights = Path(path), {}, None
     if kind == "adapter":
         with user_supplied(f"`adapters` names {path}, which cannot be loaded"):
-            facts, folder = train_info(path), local_folder(path)
+            facts, folder = train_info(path), adapter_folder(path)
         weights = sha256(folder / "adapter_model.safetensors")
     elif folder.is_dir():
         weights = sha256(folder.glob("*.safetensors"))
