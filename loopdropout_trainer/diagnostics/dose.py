@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import Panel
 
 
 DOSES = tuple(step / 4 for step in range(9))
@@ -17,6 +16,7 @@ class Dose(Diagnostic):
 
     name = "dose"
     title = "Loss reduction with the gate c in every loop, %"
+    form = ".1f"
     needs_adapter = True
 
     def settings(self, context: Context) -> dict[str, Any]:
@@ -31,9 +31,5 @@ class Dose(Diagnostic):
             "reductions_percent": [100 * (frozen - loss) / frozen for loss in losses],
         }
 
-    def table(self, found: Measurements):
-        rows = {f"c = {dose:g}": ("reductions_percent", place) for place, dose in enumerate(DOSES)}
-        return found.table(rows, ".1f")
-
-    def figures(self, found: Measurements):
-        return {"": [Panel(found.series("losses"), DOSES, "Gate of every loop", "Cross entropy (nats)", mark=1)]}
+    def rows(self, found: Measurements):
+        return {f"c = {dose:g}": ("reductions_percent", place) for place, dose in enumerate(DOSES)}

@@ -8,7 +8,6 @@ import torch
 
 from loopdropout_trainer.diagnostics.depth import counts
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import Panel
 
 
 class SingleLoopGeneration(Diagnostic):
@@ -16,6 +15,7 @@ class SingleLoopGeneration(Diagnostic):
 
     name = "single_loop_generation"
     title = "Accuracy with the adapter in one loop only, %"
+    form = ".2f"
     needs = "benchmarks"
     needs_adapter = True
 
@@ -31,13 +31,9 @@ class SingleLoopGeneration(Diagnostic):
             }
         return found
 
-    def table(self, found: Measurements):
+    def rows(self, found: Measurements):
         rows = {}
         for name in found.first:
             rows |= {f"{name}, only loop {loop}": (name, "only", loop - 1, "score") for loop in found.loops}
             rows[f"{name}, all loops"] = (name, "all_on", "score")
-        return found.table(rows, ".2f")
-
-    def figures(self, found: Measurements):
-        xlabel, series = "Only active adapter loop", lambda name: found.series(name, "only", ..., "score")
-        return {"": [Panel(series(n), found.loops, xlabel, f"{n} (%)", percent="from 0") for n in found.first]}
+        return rows
