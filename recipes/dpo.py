@@ -41,6 +41,9 @@ class DPORun(Run):
         return rows.select_columns([name for name in ("prompt", "chosen", "rejected") if name in rows.column_names])
 
 
+RUN = DPORun  # what recipes/sweep.py checks recipes with
+
+
 def main(argv: list[str] | None = None) -> None:
     carry_out(DPORun(argv, __doc__))
 

@@ -58,6 +58,9 @@ def _reference(row: dict[str, Any]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+RUN = GRPORun  # what recipes/sweep.py checks recipes with
+
+
 def main(argv: list[str] | None = None) -> None:
     carry_out(GRPORun(argv, __doc__))
 

@@ -13,6 +13,9 @@ from loopdropout_trainer.runs.run import Run, carry_out
 from loopdropout_trainer.settings.command import run_command
 
 
+RUN = Run  # what recipes/sweep.py checks recipes with
+
+
 def main(argv: list[str] | None = None) -> None:
     carry_out(Run(argv, __doc__))
 

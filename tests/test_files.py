@@ -57,7 +57,7 @@ def test_weights_are_read_once_and_again_when_they_were_written_to(tmp_path, mon
     weights.rename(blob)
     weights.symlink_to(blob)
     before = reads()
-    assert sha256_of_weights([weights]) == sha256([weights]) and reads() == before
+    assert (sha256_of_weights([weights]), reads()) == (sha256([weights]), before)
 
 
 def test_a_damaged_safetensors_file_is_refused(tmp_path):

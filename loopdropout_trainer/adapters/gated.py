@@ -274,16 +274,18 @@ def add_gates(
     num_loops, state = looped.config.num_loops, looped.loop_state
     kinds = {adapter: _kind_of(model, adapter, rule if adapter == trained else None) for adapter in model.peft_config}
     shared = {adapter: kind.prepare(model, adapter, num_loops, seed) for adapter, kind in kinds.items()}
-    active = model.active_adapters[0]
-    together = FusedProjection(state, active) if fused and kinds[active].is_plain() else None
+    active = model.active_adapters
+    together = FusedProjection(state, active[0]) if fused and kinds[active[0]].is_plain() else None
     for module, layer in enumerate(adapted_layers(model)):
+        before = dict(layer.lora_variant)
         _gate_layer(layer, state, module, in_activation_dtype)
-        for adapter, variant in layer.lora_variant.items():
-            own = kinds[adapter](
-                state, module, rule if adapter == trained else None, in_activation_dtype, shared[adapter]
-            )
-            own.replaced = variant.replaced
-            layer.lora_variant[adapter] = own
+        for adapter in layer.lora_A:
+            if adapter not in active and isinstance(before.get(adapter), GatedLora):
+                continue  # such as a trainer's reference, whose gates are its own
+            own_rule = rule if adapter == trained else None
+            variant = kinds[adapter](state, module, own_rule, in_activation_dtype, shared[adapter])
+            variant.replaced = layer.lora_variant[adapter].replaced
+            layer.lora_variant[adapter] = variant
         layer.project_together = together
     return state
 
@@ -306,9 +308,10 @@ def _gate_layer(layer: LoraLayer, loop_state: LoopState, module: int, in_activat
     layer.lora_variant = GatedVariants(loop_state, module, in_activation_dtype)
     layer.cast_input_dtype_enabled = not in_activation_dtype
     for adapter in layer.lora_A:
-        variant = before.get(adapter)
-        variant = variant.replaced if isinstance(variant, GatedLora) else variant
-        layer.lora_variant[adapter] = GatedLora(*layer.lora_variant.options) if variant is None else variant
+        if (variant := before.get(adapter)) is None:
+            variant = layer.lora_variant[adapter]  # which makes one
+        layer.lora_variant[adapter] = variant
+        layer.lora_variant[adapter].in_activation_dtype = in_activation_dtype
 
 
 def _check_gates_reach(model: PeftModel) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
 from loopdropout_trainer.settings.ranges import check_integer, check_list, shown
@@ -18,12 +17,6 @@ PREPARATIONS = {
     "tulu2": "tulu2.Tulu2",
 }
 """Each preparation's file in this folder, and its class there: the one place that lists them."""
-
-COLUMNS = (
-    *("prompt", "completion", "messages", "conversations", "text", "chosen", "rejected"),  # of rows as they are
-    *("question", "answer", "query", "response", "type"),  # of the preparations
-)
-"""What rows are asked for by name; a `prompt_template` may ask for any other."""
 
 
 @dataclass
@@ -104,7 +97,11 @@ class DataArguments:
     )
 
     def __post_init__(self):
-        self._check_columns()
+        given = self.column_mapping or {}
+        if not isinstance(given, dict) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+            raise ValueError(
+                f"`column_mapping` must be a mapping {{expected name: name in the rows}}; got {shown(given)}."
+            )
         check_list("train_files", self.train_files)
         check_list("eval_files", self.eval_files)
         if self.preparation is not None and self.preparation not in PREPARATIONS:
@@ -115,14 +112,6 @@ class DataArguments:
             raise ValueError(f"`bad_rows` must be error or skip; got {self.bad_rows!r}.")
         if not self.train_files and self.dataset_name is None and not str(self.preparation).startswith("arithmetic"):
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
-        both = {Path(name).resolve() for name in self.train_files or ()} & {
-            Path(name).resolve() for name in self.eval_files or ()
-        }
-        if both:
-            raise ValueError(
-                f"`eval_files` must name other files than `train_files`; got {min(map(str, both))} in both: "
-                "`num_eval_examples` holds out training rows."
-            )
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
         self._check_arithmetic_steps()
@@ -145,18 +134,4 @@ class DataArguments:
             raise ValueError(
                 f"`arithmetic_steps` must be the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]; "
                 f"got {shown(steps)}."
-            )
-
-    def _check_columns(self) -> None:
-        """Raise ValueError for a `column_mapping` that is none, or that names a column which nothing asks for."""
-        given = self.column_mapping or {}
-        if not isinstance(given, dict) or not all(isinstance(text, str) for pair in given.items() for text in pair):
-            raise ValueError(
-                f"`column_mapping` must be a mapping {{expected name: name in the rows}}; got {shown(given)}."
-            )
-        unknown = [name for name in given if name not in COLUMNS and self.prompt_template is None]
-        if unknown:
-            raise ValueError(
-                f"`column_mapping` names {shown(unknown[0])}, which no row is asked for; valid are {', '.join(COLUMNS)}, or "
-                "what a `prompt_template` names."
             )

@@ -23,6 +23,8 @@ class GSM8K(Preparation):
     title = "GSM8K"
     num_eval_examples = 500
     prompt_template = "question"
+    columns = ("question", "answer")
+    prompt_columns = ("question",)
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
         question, answer = text(row, "question"), without_calculator(target(row, "answer"))

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments
-from loopdropout_trainer.evaluation.loading import one_line, train_info
-from loopdropout_trainer.evaluation.results import read_results
+from loopdropout_trainer.evaluation.loading import train_info
+from loopdropout_trainer.evaluation.results import read_evaluation
 from loopdropout_trainer.saving.adapter_files import adapter_folder
 from loopdropout_trainer.saving.files import sha256
-from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -111,8 +111,7 @@ def _read(method: str, kind: str, path: str) -> ComparedModel:
     """Return what the folder of an adapter or a merged model tells."""
     folder, facts, weights = Path(path), {}, None
     if kind == "adapter":
-        with user_supplied(f"`adapters` names {path}, which cannot be loaded"):
-            facts, folder = train_info(path), adapter_folder(path)
+        facts, folder = train_info(path), adapter_folder(path)
         weights = sha256(folder / "adapter_model.safetensors")
     elif folder.is_dir():
         weights = sha256(folder.glob("*.safetensors"))
@@ -134,7 +133,7 @@ def _training_settings(folder: Path) -> dict[str, Any]:
 def _evaluated(file: str, method: str) -> Mapping[str, Any]:
     """Return the benchmarks of the only row of an `evaluation.json`, or of the row that is named as the method is."""
     try:
-        rows = read_results(file)["rows"]
+        rows = read_evaluation(file)["rows"]
         return dict((next(iter(rows.values())) if len(rows) == 1 else rows[method])["benchmarks"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(

@@ -41,16 +41,12 @@ class Patterns(Diagnostic):
         }
 
     def rows(self, found: Measurements):
-        rows = {
-            ("+" if found.num_loops > 9 else "").join(map(str, each["loops"])): (
-                "patterns",
-                place,
-                "reduction_percent",
-            )
+        between = "+" if found.num_loops > 9 else ""
+        return {
+            between.join(map(str, each["loops"])): ("patterns", place, "reduction_percent")
             for place, each in enumerate(found.first["patterns"])
             if each["loops"]
         }
-        return rows
 
 
 def loop_sets(num_loops: int) -> list[tuple[int, ...]]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from tqdm.auto import tqdm
 
@@ -28,13 +27,14 @@ from loopdropout_trainer.diagnostics.rows import held_out_rows, load_rows_to_sco
 from loopdropout_trainer.evaluation.answer_log import check_same
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
-from loopdropout_trainer.evaluation.evaluator import put_to
-from loopdropout_trainer.evaluation.loading import load_model, model_identity, one_line
-from loopdropout_trainer.evaluation.processes import all_processes
+from loopdropout_trainer.evaluation.evaluator import evaluate_subject
+from loopdropout_trainer.evaluation.loading import load_model, model_identity
+from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
 from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.resources import device_name
@@ -122,7 +122,6 @@ class _Run:
             except OSError as error:
                 raise RecipeError(one_line(error)) from error
         self.settings: dict[str, Any] = {}  # of the base model, which comes first
-        self.benchmark_settings: dict[str, Any] = {}
         total = len(self.models) * len(self.diagnostics)
         self.progress = tqdm(total=total, unit="measurement", disable=not self.processes.is_main_process)
 
@@ -134,7 +133,7 @@ class _Run:
         if name == DEVELOPMENT:
             held_out = held_out_rows(rows, self.tokenizer)
             return GroupedBenchmark(development_benchmark(held_out, rows.preparation, limit))
-        benchmark = load_benchmark(name, files, limit)
+        benchmark = load_benchmark(name, files, limit, self.arguments.confirm_run_unsafe_code)
         published = raw_rows(name, files, limit)
         columns = [
             c for c in self.arguments.group_by if published and all(row.get(c) is not None for row in published)
@@ -143,34 +142,30 @@ class _Run:
 
     def measure(self, compared: ComparedModel) -> dict[str, dict[str, Any]]:
         """Return what every diagnostic finds of one model, by name; what was measured before is read."""
-        arguments, adapter = self.base, None
-        if compared.kind == "merged":
-            arguments = replace(arguments, model_name_or_path=compared.path)
-        if compared.kind == "adapter":
-            adapter = compared.path
+        adapter = compared.path if compared.kind == "adapter" else None
+        merged = {"model_name_or_path": compared.path} if compared.kind == "merged" else {}
+        arguments = replace(self.base, **merged)
         with self.processes.main_process_first():
             model, _ = load_model(arguments, adapter)
-        identity = model_identity(arguments, model, adapter)
+        identity = from_main_process(lambda: model_identity(arguments, model, adapter))
         try:
             subject = Subject.of(model.to(self.processes.device), self.tokenizer, self.arguments)
             settings = {each.benchmark.name: each.benchmark.settings(subject) for each in self.benchmarks}
         except ValueError as error:  # such as a chat without a chat template
             raise RecipeError(one_line(error)) from error
-        if not self.settings:
-            own = {key: value for key, value in identity.items() if key != "adapter"}
-            self.settings, self.benchmark_settings = {**own, "num_loops": subject.num_loops}, settings
+        self.settings = self.settings or {**identity, "num_loops": subject.num_loops, "benchmarks": settings}
         depths = self.arguments.depths or list(range(1, 2 * subject.num_loops + 1))
         context = Context(subject, compared.kind, self.rows, self.benchmarks, depths, self.processes)
-        context.evaluate = self._evaluate(context, identity, self._given(compared, identity, settings))
+        context.evaluate = self._evaluation(context, identity, _given(compared, identity, settings))
         found = {}
         for diagnostic in self.diagnostics:
             self.progress.set_description(f"{compared.method}: {diagnostic.name}")
-            reason = diagnostic.skip_reason(context)
-            found[diagnostic.name] = {**compared.facts, **({"reason": reason} if reason else {})}
-            if not reason:
-                on = {"rows": self.rows.identity} if diagnostic.needs == "rows" else {"benchmarks": settings}
-                key = {**identity, "num_loops": subject.num_loops, **on, **diagnostic.settings(context)}
-                found[diagnostic.name] |= self._remembered(diagnostic, context, key)
+            part = {"reason": diagnostic.skip_reason(context)}
+            if part["reason"] is None:
+                on = self.rows.identity if diagnostic.needs == "rows" else settings
+                key = {**identity, "num_loops": subject.num_loops, "on": on, **diagnostic.settings(context)}
+                part = self._remembered(diagnostic, context, key)
+            found[diagnostic.name] = {**compared.facts, **part}
             self.progress.update()
         del model, subject, context
         gc.collect()
@@ -184,11 +179,12 @@ class _Run:
         The file's name is a hash of all that the measurement depends on, so that none is taken for another one.
         """
         path = self.folder / "parts" / diagnostic.name / f"{sha256_of_json(key)[:20]}.json"
-        part: list[Any] = [None]
-        if self.processes.is_main_process and path.is_file():
-            with suppress(ValueError, KeyError, TypeError):  # damaged, so measured again
-                part = [json.loads(path.read_text(encoding="utf-8"))["found"]]
-        (part,) = broadcast_object_list(part)
+
+        def read() -> dict[str, Any] | None:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
+                return json.loads(path.read_bytes())["found"]
+
+        part = from_main_process(read)
         if part is None:
             began = time.perf_counter()
             measured = json.loads(json.dumps(diagnostic.measure(context), allow_nan=False))  # as it will be read again
@@ -198,26 +194,7 @@ class _Run:
                 write_atomically(path, json.dumps({"settings": key, "found": part}, ensure_ascii=False) + "\n")
         return part
 
-    def _given(
-        self, compared: ComparedModel, identity: dict[str, Any], settings: dict[str, dict[str, Any]]
-    ) -> dict[str, BenchmarkResult]:
-        """Return the results of a model's evaluation by benchmark.
-
-        Raises:
-            RecipeError, SettingsChangedError: if one is missing, or is of another model or other settings.
-        """
-        found = {}
-        for name, now in settings.items() if compared.evaluation else ():
-            where = f"`evaluations`: the result of `{compared.method}` on `{name}`"
-            try:
-                before = dict(compared.evaluation[name]["settings"])
-                found[name] = BenchmarkResult.from_json(name, compared.evaluation[name])
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise RecipeError(f"{where} cannot be read: {error!r}.") from error
-            check_same(before, json.loads(json.dumps({**identity, **now})), where)
-        return found
-
-    def _evaluate(self, context: Context, identity: dict[str, Any], given: dict[str, BenchmarkResult]):
+    def _evaluation(self, context: Context, identity: dict[str, Any], given: dict[str, BenchmarkResult]):
         """Return the function that evaluates a model; answers are kept, so that none is generated twice."""
 
         def evaluate(grouped: GroupedBenchmark, gates: Sequence[float] | None, depth: int | None) -> BenchmarkResult:
@@ -228,24 +205,27 @@ class _Run:
                 subject = replace(context.subject, gates=gates)
                 key = sha256_of_json({**identity, **benchmark.settings(subject)})[:20]
                 log = self.folder / "parts" / "generated" / benchmark.name.replace("/", "_") / key
-                return put_to(subject, benchmark, log, identity)
+                return evaluate_subject(subject, benchmark, log, identity)
 
         return evaluate
 
     def report(self, diagnostic: Diagnostic, parts: Sequence[dict[str, Any]]) -> Measurements:
         """Return the measurements of all models, as the JSON file holds them."""
-        of_gates = ("benchmark", "num_loops", "gates", "readout")  # which differ within a diagnostic
-        benchmarks = {
-            name: {key: value for key, value in each.items() if key not in of_gates}
-            for name, each in self.benchmark_settings.items()
-        }
-        on = {"rows": self.rows.identity} if diagnostic.needs == "rows" else {"benchmarks": benchmarks}
+        settings = {key: value for key, value in self.settings.items() if key not in ("adapter", "benchmarks")}
+        if diagnostic.needs == "rows":
+            settings["rows"] = self.rows.identity
+        else:
+            of_gates = ("benchmark", "num_loops", "gates", "readout")  # which differ within a diagnostic
+            settings["benchmarks"] = {
+                name: {key: value for key, value in each.items() if key not in of_gates}
+                for name, each in self.settings["benchmarks"].items()
+            }
         return Measurements(
             {
                 "schema": SCHEMA,
                 "diagnostic": diagnostic.name,
                 "title": diagnostic.title,
-                "settings": {**self.settings, **on},
+                "settings": settings,
                 "runs": [part for part in parts if "measured" in part],
                 "comparison": None,
                 "left_out": [part for part in parts if "reason" in part],
@@ -258,10 +238,28 @@ class _Run:
     def publish(self, diagnostic: Diagnostic, report: Measurements, console: Console) -> None:
         """Write the JSON file, and print the table."""
         report.content["comparison"] = diagnostic.compare(report)
-        path = self.folder / diagnostic.name
+        path = self.folder / f"{diagnostic.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path.with_suffix(".json"), json.dumps(report.content, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(path, json.dumps(report.content, indent=1, ensure_ascii=False) + "\n")
         table = diagnostic.table(report)
         if table.row_count:
             console.print(f"\n{diagnostic.title}", highlight=False)
             console.print(table)
+
+
+def _given(compared: ComparedModel, identity: dict[str, Any], settings: dict[str, dict[str, Any]]):
+    """Return the results of a model's evaluation by benchmark, {} without one.
+
+    Raises:
+        RecipeError, SettingsChangedError: if one is missing, or is of another model or other settings.
+    """
+    found = {}
+    for name, now in settings.items() if compared.evaluation else ():
+        where = f"`evaluations`: the result of `{compared.method}` on `{name}`"
+        try:
+            before = dict(compared.evaluation[name]["settings"])
+            found[name] = BenchmarkResult.from_json(name, compared.evaluation[name])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RecipeError(f"{where} cannot be read: {error!r}.") from error
+        check_same(before, json.loads(json.dumps({**identity, **now})), where)
+    return found

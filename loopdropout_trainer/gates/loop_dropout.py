@@ -40,7 +40,7 @@ def rescaled_masks(draw: Draw, p: float | tuple[float, ...] | torch.Tensor) -> t
 @register_rule
 @dataclass(frozen=True)
 class LoopDropout(MaskedRule):
-    """The whole adapter is removed from a loop, or applied at 1/q of its strength.
+    """The adapter is removed from a loop, or applied at 1/q of its strength.
 
     Lists of p are the profiles of the paper: early-heavy (.75, .75, .25, .25), late-heavy, ramp down, ramp up.
 

@@ -40,8 +40,8 @@ def check_p_length(p: float | tuple[float, ...], num_loops: int) -> None:
         )
 
 
-def check_number(value: float, name: str, low: float, high: float, whole: bool = False) -> None:
-    """Raise ValueError unless `value` is a number, or a whole number, in [low, high]."""
-    kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-        raise ValueError(f"`{name}` must be a {'whole ' * whole}number from {low:g} to {high:g}; got {value!r}.")
+def check_range(value: float, name: str, low: float, high: float, integer: bool = False) -> None:
+    """Raise ValueError unless `value` is a number, or an integer, in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)) or not low <= value <= high:
+        kind = "an integer" if integer else "a number"
+        raise ValueError(f"`{name}` must be {kind} from {low:g} to {high:g}; got {value!r}.")

@@ -13,7 +13,7 @@ from loopdropout_trainer.looped.model import (
 )
 from loopdropout_trainer.looped.plan import (
     UNIT_GATES,
-    Draw,
+    DrawKey,
     GatePlan,
     LoopStep,
     as_gate_matrix,
@@ -25,7 +25,7 @@ from loopdropout_trainer.looped.state import LoopState, applied_gates
 
 __all__ = [
     "UNIT_GATES",
-    "Draw",
+    "DrawKey",
     "GatePlan",
     "LoopState",
     "LoopStep",

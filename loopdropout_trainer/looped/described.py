@@ -40,11 +40,11 @@ class LoopDescription(LoopedModelMixin):
 
     @staticmethod
     def set_num_loops(config: PreTrainedConfig, num_loops: int) -> None:
-        """Make a model of this configuration, loaded or not, run `num_loops` loops; a positive whole number."""
+        """Make a model of this configuration, loaded or not, run `num_loops` loops; a positive integer."""
         raise NotImplementedError
 
     def recurrent_layers(self) -> Iterable[nn.Module]:
-        """Return the modules that recur: each call of one belongs to one loop, and is checkpointed as a whole.
+        """Return the modules that recur: each call of one belongs to one loop, and is checkpointed in one piece.
 
         Their linear projections are where adapters go.
         """

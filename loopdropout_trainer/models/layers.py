@@ -150,7 +150,7 @@ class GatedMLP(nn.Module):
 
 
 class StaysFloat32(nn.Module):
-    """A module whose float32 weights and buffers a cast of the whole model, such as `model.bfloat16()`, does not round."""
+    """A module whose float32 weights and buffers a cast of the model, such as `model.bfloat16()`, does not round."""
 
     def _apply(self, fn, recurse: bool = True):
         before = [(tensor, tensor.detach()) for tensor in self.parameters()]

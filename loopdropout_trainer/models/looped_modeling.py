@@ -254,14 +254,6 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
             enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs
         )
 
-    def enable_input_require_grads(self) -> None:
-        """Let the embeddings require a gradient; by a hook that `torch.save` can keep, which transformers' own is not."""
-        self._require_grads_hooks = [self.get_input_embeddings().register_forward_hook(_require_gradient)]
-
-
-def _require_gradient(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-    output.requires_grad_(True)
-
 
 class LoopedBackbone(LoopedPreTrainedModel):
     """The looped model without its head: embeddings, what runs before the loop, K loops, what makes their readouts.

@@ -13,6 +13,7 @@ from typing import Any
 
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult
+from loopdropout_trainer.runs.progress import LogAboveBars
 from loopdropout_trainer.saving.files import staged_files
 from loopdropout_trainer.settings.arguments import RunArguments
 from loopdropout_trainer.settings.methods import method_title
@@ -40,7 +41,7 @@ def show_log() -> None:
     """Write this package's log to standard error: from INFO on in the first process, from WARNING on in the others."""
     log = logging.getLogger("loopdropout_trainer")
     if not log.handlers:
-        handler = logging.StreamHandler()
+        handler = LogAboveBars()
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         handler.addFilter(_Once())
         log.addHandler(handler)

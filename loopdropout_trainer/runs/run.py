@@ -22,7 +22,7 @@ from loopdropout_trainer.diagnostics import (
     readout_losses,
     single_loop_activation,
 )
-from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, load_benchmark, put_to
+from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.looped import find_looped_model
@@ -121,8 +121,9 @@ class Run:
 
     def load(self) -> None:
         """Load tokenizer, data and benchmarks."""
-        self.tokenizer = load_tokenizer(self.model, self.configs[0].trust_remote_code)
         config = self.configs[0]
+        template = getattr(config, "chat_template_path", None)  # SFT's
+        self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, template)
         hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, getattr(config, "max_length", None))
@@ -137,13 +138,15 @@ class Run:
         limit = self.script.benchmark_limit
         if name == DEVELOPMENT:
             return development_benchmark(self.data.eval, self.data_args.preparation, limit)
-        return load_benchmark(name, (self.script.benchmark_files or {}).get(name), limit)
+        file = (self.script.benchmark_files or {}).get(name)
+        return load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code)
 
     def announce(self) -> None:
         """Print what became of the data, and what is about to be done with it."""
         print(self.data.report)
         for config in self.configs:
-            print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
+            plan = plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)
+            print(f"\n{plan}" if config is self.configs[0] else f"then   {plan.rule_and_adapter}", flush=True)
             longest = self.longest_row(config)
             if self.script.dry_run and longest and not divides_weights(config):
                 advice = memory_advice(self.base, self.model.dtype, self.peft_config, config, longest)
@@ -330,7 +333,7 @@ class Run:
             try:
                 settings = trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment))
                 subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
-                return put_to(subject, benchmark, folder, settings, progress)
+                return evaluate_subject(subject, benchmark, folder, settings, progress)
             except SettingsChangedError:  # of a run that this one takes the place of
                 if trainer.accelerator.is_main_process:
                     shutil.rmtree(folder)

@@ -67,10 +67,15 @@ def adapter_metadata(folder: str | Path) -> dict:
 
 
 def adapter_folder(adapter: str | Path) -> Path:
-    """Return the folder of an adapter, downloaded if it is on the Hub."""
-    if Path(adapter).is_dir() or not is_hub_name(str(adapter)):
+    """Return the folder of an adapter, downloaded if it is on the Hub.
+
+    Raises:
+        SetupError: if it is in neither place.
+    """
+    if Path(adapter).is_dir():
         return Path(adapter)
-    return Path(snapshot_download(str(adapter), allow_patterns=["adapter_*", ADAPTER_METADATA]))
+    with user_supplied(f"The adapter {adapter} cannot be loaded"):
+        return Path(snapshot_download(str(adapter), allow_patterns=["adapter_*", ADAPTER_METADATA]))
 
 
 def load_adapter(

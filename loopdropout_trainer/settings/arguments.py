@@ -73,6 +73,13 @@ class ModelArguments:
         return {key: value for key, value in fields.items() if value is not None}
 
 
+def check_depths(depths: list[int] | None) -> None:
+    """Raise ValueError unless recurrence depths, if there are any, are different integers from 1 to MOST_LOOPS."""
+    for depth in depths or ():
+        check_integer("depths", depth, 1, MOST_LOOPS)
+    check_distinct("depths", depths or [])
+
+
 @dataclass
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
@@ -146,8 +153,12 @@ class BenchmarkArguments:
         metadata={"help": "Greatest length of a completion in tokens. Default: as each benchmark's protocol has it."},
     )
 
-    allow_code_execution: bool = field(
-        default=False, metadata={"help": "Run the programs that the model writes for code benchmarks, contained."}
+    confirm_run_unsafe_code: bool = field(
+        default=False,
+        metadata={
+            "help": "Run the programs that the model writes for code benchmarks also where bubblewrap cannot contain them. "
+            "Command line only."
+        },
     )
 
     def __post_init__(self):
@@ -211,9 +222,7 @@ class RunArguments(BenchmarkArguments):
         check_integer("single_loop_batches", self.single_loop_batches, 0)
         check_integer("live_diagnostics_steps", self.live_diagnostics_steps, 0)
         check_integer("live_diagnostics_rows", self.live_diagnostics_rows)
-        for depth in self.depths or ():
-            check_integer("depths", depth, 1, MOST_LOOPS)
-        check_distinct("depths", self.depths or [])
+        check_depths(self.depths)
 
 
 @dataclass

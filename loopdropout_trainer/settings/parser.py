@@ -98,7 +98,7 @@ class RecipeParser(TrlParser):
             action.required, action.default = False, argparse.SUPPRESS  # so that only what was typed comes back
             if action.choices:
                 self.choices[action.dest] = list(action.choices)
-            if takes_mapping(self.hints[action.dest]):
+            if takes_mapping(self.hints[action.dest]) and action.nargs != "+":  # of a list or a mapping: the list
                 action.type = _mapping_or_path if action.dest in _MAPPING_OR_PATH else _mapping
         self.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
 
@@ -139,11 +139,15 @@ class RecipeParser(TrlParser):
 
     def _check_type(self, name: str, value: Any, where: str) -> None:
         """Raise RecipeError for a value that is not of the field's type or not among its choices."""
+        hint = self.hints[name]
+        is_text = isinstance(value, str) and takes_mapping(hint) and name not in _MAPPING_OR_PATH
         try:
-            type_validator(name, value, self.hints[name])
+            type_validator(name, value, hint)
+            if is_text:  # which TRL's hints allow for the command line's sake
+                raise TypeError
         except TypeError:
             found = f"a {type(value).__name__}" if is_secret(name) else "nothing" if value is None else shown(value)
-            raise RecipeError(f"{where} must be {described(self.hints[name])}; got {found}.") from None
+            raise RecipeError(f"{where} must be {described(hint)}; got {found}.") from None
         if value is not None and name in self.choices and value not in self.choices[name]:
             raise RecipeError(f"{where} must be one of {', '.join(self.choices[name])}; got {shown(value)}.")
 
@@ -164,19 +168,18 @@ def nearest(word: str, valid: Sequence[str]) -> str:
 
 def described(hint: Any) -> str:
     """Return what a field takes, in words."""
-    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false", dict: "a mapping"}
-    options = [option for option in _options(hint) if option is not type(None)]
-    if any(typing.get_origin(option) is typing.Literal for option in options):
-        return " or ".join(str(option) for option in options)
+    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
     words = []
-    for option in options:
-        of = [names.get(kind, "") for kind in typing.get_args(option)]
-        if typing.get_origin(option) is list:
-            words.append(f"a list [{of[0]}, ...]" if of[0] else "a list")
-        elif typing.get_origin(option) is dict:
-            words.append(f"a mapping {{name: {of[1]}}}" if of[1] else "a mapping {name: value}")
-        else:
-            words.append(names.get(option, getattr(option, "__name__", str(option))))
+    for option in _options(hint):
+        kind, of = typing.get_origin(option) or option, [names.get(of, "value") for of in typing.get_args(option)]
+        if kind is list:
+            words.append(f"a list [{of[0]}, ...]")
+        elif kind is dict:
+            words.append(f"a mapping {{name: {of[-1] if of else 'value'}}}")
+        elif kind is typing.Literal:
+            words += map(str, typing.get_args(option))
+        elif kind is not type(None) and not (kind is str and takes_mapping(hint)):
+            words.append(names.get(kind, getattr(kind, "__name__", str(kind))))
     return " or ".join(words)
 
 

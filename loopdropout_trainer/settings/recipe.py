@@ -116,10 +116,10 @@ def _load(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"The recipe {path} is not valid YAML: {_reason(error)}.") from error
     except RecursionError as error:
         raise RecipeError(f"The recipe {path} is nested too deeply.") from error
-    except ValueError as error:
-        if isinstance(error, RecipeError):
-            raise
-        raise RecipeError(f"The recipe {path} is not valid YAML: {one_line(error)}.") from error  # `!!int x`
+    except RecipeError:
+        raise
+    except Exception as error:  # whatever PyYAML makes of `!!int x` and `!!bool x`
+        raise RecipeError(f"The recipe {path} is not valid YAML: {one_line(error)}.") from error
     base = recipe.pop("extends", None)
     if base is None:
         return recipe
