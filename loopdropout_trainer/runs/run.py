@@ -187,6 +187,7 @@ class Run:
             result = trainer.train(resume_from_checkpoint=checkpoint)
             progress = trainer.progress()
             trainer.save_model()  # before anything else can go wrong
+            trainer.save_state()  # the learning curve
         except NonFiniteLossError as error:
             if is_main:  # for a sweep: this rate is out, the others go on
                 write_atomically(diverged, json.dumps({"error": str(error), "step": trainer.state.global_step}) + "\n")
