@@ -51,16 +51,29 @@ def write_training(folder, settings, **measured):
 
 def answers(name, total, right, missing=()):
     """Predictions on `total` problems, right where `right` says so."""
-    made = lambda i: Prediction(f"{name} {i}", f"it is {i}", str(i), None if i in missing else str(i), bool(right[i]), id=str(i))
+    made = lambda i: Prediction(
+        f"{name} {i}", f"it is {i}", str(i), None if i in missing else str(i), bool(right[i]), id=str(i)
+    )
     return BenchmarkResult(name, [made(i) for i in range(total)])
 
 
 def write_evaluation(folder, adapter, results, depth=4, **settings):
     folder.mkdir(parents=True, exist_ok=True)
-    meta = {"model": "x/m", "adapter_path": adapter and str(adapter), "num_loops": depth, "gates": None, "readout": None}
-    entries = {each.name: {**each.as_json(), "settings": {"max_new_tokens": 10, "adapter": str(adapter), **settings}} for each in results}
+    meta = {
+        "model": "x/m",
+        "adapter_path": adapter and str(adapter),
+        "num_loops": depth,
+        "gates": None,
+        "readout": None,
+    }
+    entries = {
+        each.name: {**each.as_json(), "settings": {"max_new_tokens": 10, "adapter": str(adapter), **settings}}
+        for each in results
+    }
     row = {"meta_info": meta, "train_info": {}, "benchmarks": entries}
-    (folder / "evaluation.json").write_text(json.dumps({"format": 2, "rows": {adapter.name if adapter else "base": row}}))
+    (folder / "evaluation.json").write_text(
+        json.dumps({"format": 2, "rows": {adapter.name if adapter else "base": row}})
+    )
 
 
 def settings_of(recipe, rule=None):
@@ -115,7 +128,10 @@ def write_diagnostics(sweep, rng):
     measured = {
         "single_loop": lambda: {"frozen": 1.0, "only": rng.random(4).tolist(), "all_on": 0.4},
         "single_loop_generation": lambda: {
-            "metamath_gsm8k": {"total": 40, "only": [{"correct": 4, "missing": 1, "score": 10.0 + i} for i in range(4)]}
+            "metamath_gsm8k": {
+                "total": 40,
+                "only": [{"correct": 4, "missing": 1, "score": 10.0 + i} for i in range(4)],
+            }
         },
         "readouts": lambda: {"losses": rng.random(4).tolist()},
         "answers": lambda: {"metamath_math500": {"groups": groups, "total": 63}},
@@ -153,7 +169,9 @@ def test_every_table_comes_out_of_what_its_sweeps_leave(path, table):
     assert filled.missing == []
     cells, paper = ([each for row in rows for each in row] for rows in (filled.cells, filled.paper))
     markdown, lines = specs.markdown(filled), specs.numbers(filled)
-    assert all(cell.text.replace("|", "\\|") in markdown for cell in cells) and list(lines["text"]) == [c.text for c in cells]
+    assert all(cell.text.replace("|", "\\|") in markdown for cell in cells) and list(lines["text"]) == [
+        c.text for c in cells
+    ]
     assert all(printed in markdown for printed in paper) and list(lines["paper"]) == paper
     tex = specs.latex(filled)
     assert tex.count(r"\begin{tabular}") == tex.count(r"\toprule") == 1 and rf"\label{{{filled.spec.label}}}" in tex
@@ -186,13 +204,19 @@ def test_bold_is_the_papers(table):
     for path in TABLES:
         filled = build_table(load_spec(path), table)
         pairs = [pair for row in zip(filled.cells, filled.paper, strict=True) for pair in zip(*row, strict=True)]
-        printed = [Cell(text, Average((float(text.split()[0]),), (0,)), cell.bold) for cell, text in pairs if cell.bold is not None]
+        printed = [
+            Cell(text, Average((float(text.split()[0]),), (0,)), cell.bold)
+            for cell, text in pairs
+            if cell.bold is not None
+        ]
         found = sorted(cell.text.split()[0] for cell in best_cells(printed))
         assert found == sorted(want.pop(path.stem, "").split()), path.stem
     assert not want
     filled = build_table(load_spec(ROOT / "recipes/tables/mask_controls.yaml"), table)
     best = max((row[0] for row in filled.cells), key=lambda cell: cell.found.mean)
-    assert rf"\textbf{{{best.text}}}".replace("±", r"$\pm$") in specs.latex(filled) and f"**{best.text}**" in specs.markdown(filled)
+    assert rf"\textbf{{{best.text}}}".replace("±", r"$\pm$") in specs.latex(
+        filled
+    ) and f"**{best.text}**" in specs.markdown(filled)
 
 
 def test_a_benchmark_with_two_metrics_gives_each_column_its_own(tmp_path):
@@ -206,7 +230,10 @@ def test_a_benchmark_with_two_metrics_gives_each_column_its_own(tmp_path):
         results = []
         for name, other in pairs.items():
             first = "ifeval_strict" if name == "ifeval" else name
-            rows = [Prediction(f"{i}", "", "", "x", i < 10, id=str(i), values={first: float(i < 10), other: float(i < 30)}) for i in range(40)]
+            rows = [
+                Prediction(f"{i}", "", "", "x", i < 10, id=str(i), values={first: float(i < 10), other: float(i < 30)})
+                for i in range(40)
+            ]
             metric = {m: specs_metric(rows, m) for m in (first, other)}
             results.append(BenchmarkResult(name, rows, metric))
         results += [answers(name, 40, [True] * 40) for name in ("mmlu", "bbh", "truthfulqa_mc2")]
@@ -246,7 +273,11 @@ def test_the_papers_counts_give_what_it_printed(row, tmp_path):
     """Through folders, a table's file and a cell: 86.53 ± 0.44 is 1148, 1139 and 1137 of 1319."""
     for seed, correct in enumerate(row["per_seed_correct"]):
         write_training(tmp_path / str(seed), {"seed": seed, "rule": "lora"})
-        write_evaluation(tmp_path / str(seed) / "test", tmp_path / str(seed), [answers("b", row["n"], np.arange(row["n"]) < correct)])
+        write_evaluation(
+            tmp_path / str(seed) / "test",
+            tmp_path / str(seed),
+            [answers("b", row["n"], np.arange(row["n"]) < correct)],
+        )
     decimals = len(row["mean_printed"].split(".")[1])
     cell = only_cell(tmp_path, f"decimals: {decimals}")
     assert cell.text == f"{row['mean_printed']} ± {row['sd_printed']}"
@@ -267,7 +298,9 @@ def runs(tmp_path):
         for seed in (1, 2):
             folder = tmp_path / "runs" / rule / str(seed)
             write_training(folder, {**BASIC, "seed": seed, "rule": rule})
-            write_evaluation(folder / "test", folder, [answers("b", 30, np.arange(30) < 10 + seed + 5 * (rule != "lora"))])
+            write_evaluation(
+                folder / "test", folder, [answers("b", 30, np.arange(30) < 10 + seed + 5 * (rule != "lora"))]
+            )
     return tmp_path / "runs"
 
 
@@ -297,7 +330,12 @@ def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(runs, change,
     if setting != "seed 1":
         found = load_table([runs])
         accuracy = summary_tables(found)[0]
-        lora = [cell for names, row in zip(accuracy.names, accuracy.cells, strict=True) if names[0] == "LoRA" for cell in row]
+        lora = [
+            cell
+            for names, row in zip(accuracy.names, accuracy.cells, strict=True)
+            if names[0] == "LoRA"
+            for cell in row
+        ]
         assert {len(cell.found.seeds) for cell in lora if cell.found} == {1}
         with pytest.raises(ReportError, match=setting):
             points(found[found["metric"] == "b"], "depth", "method", None)
@@ -338,7 +376,11 @@ def test_what_is_not_a_number_is_not_left_out_of_a_mean(runs):
 def test_a_difference_is_paired_by_seed_and_its_interval_is_over_seeds_and_problems(tmp_path):
     rng = np.random.default_rng(1)
     shift = {1: 0.1, 2: 0.4, 3: 0.2}  # seeds differ far more than problems do
-    right = {(rule, seed): rng.random(400) < 0.4 + (shift[seed] if rule != "lora" else 0) for rule in ("lora", "loop_dropout") for seed in shift}
+    right = {
+        (rule, seed): rng.random(400) < 0.4 + (shift[seed] if rule != "lora" else 0)
+        for rule in ("lora", "loop_dropout")
+        for seed in shift
+    }
     for (rule, seed), values in right.items():
         folder = tmp_path / rule / str(seed)
         write_training(folder, {**BASIC, "seed": seed, "rule": rule})
@@ -355,7 +397,10 @@ def test_a_difference_is_paired_by_seed_and_its_interval_is_over_seeds_and_probl
     assert low == pytest.approx(gains.mean(axis=1).min(), abs=3) and high <= gains.mean(axis=1).max()
     table = load_table([tmp_path])
     rows = {m: select(table, {"method": m, "metric": "b"}) for m in ("LoRA", "Loop Dropout")}
-    parts = [difference(rows["Loop Dropout"], rows["LoRA"], "x", part).mean for part in ("both_extractable", "missing_in_either")]
+    parts = [
+        difference(rows["Loop Dropout"], rows["LoRA"], "x", part).mean
+        for part in ("both_extractable", "missing_in_either")
+    ]
     assert sum(parts) == pytest.approx(cell.found.mean)
     with pytest.raises(ReportError, match="seeds"):
         difference(rows["Loop Dropout"], rows["LoRA"].iloc[:2], "x")
@@ -383,7 +428,12 @@ def test_a_run_is_read_with_all_that_it_measured(tmp_path):
             single_loop={"frozen": 2.0, "only": [1.8, 1.6, 1.4, 1.0], "all_on": 0.5},
             single_loop_accuracy=[answers("b", 20, np.arange(20) < k).as_json() for k in range(4)],
         )  # fmt: skip
-        log = [{"loss": 2.0, "step": 5, "epoch": 0.1}, {"loss": 1.9, "step": 10, "epoch": 0.2}, {"eval_loss": 1.5, "step": 10, "epoch": 0.2}, {"train_loss": 1.0, "step": 10}]
+        log = [
+            {"loss": 2.0, "step": 5, "epoch": 0.1},
+            {"loss": 1.9, "step": 10, "epoch": 0.2},
+            {"eval_loss": 1.5, "step": 10, "epoch": 0.2},
+            {"train_loss": 1.0, "step": 10},
+        ]
         (run / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     table = load_table([tmp_path])
     lora = select(table, {"method": "LoRA"})
@@ -421,7 +471,15 @@ def test_gates_and_readout_of_an_evaluation_are_told_apart(runs):
 
 
 def test_a_diagnostic_of_ones_own_is_in_the_table(tmp_path):
-    runs = [{"method": "mine", "path": None, "seed": None, "measured": {"loss": 0.5 + i, "by_loop": [1.0, 2.0], "what": "x"}} for i in range(2)]
+    runs = [
+        {
+            "method": "mine",
+            "path": None,
+            "seed": None,
+            "measured": {"loss": 0.5 + i, "by_loop": [1.0, 2.0], "what": "x"},
+        }
+        for i in range(2)
+    ]
     (tmp_path / "diagnostics").mkdir()
     content = {"diagnostic": "last_two", "settings": {"num_loops": 2, "rows": {"source": "held_out"}}, "runs": runs}
     (tmp_path / "diagnostics" / "last_two.json").write_text(json.dumps(content))
@@ -493,7 +551,9 @@ def test_a_damaged_training_or_diagnostic_is_left_out_too(runs, name, content):
 
 def test_what_is_missing_is_named_and_not_invented(runs, tmp_path):
     path = tmp_path / "two.yaml"
-    path.write_text("label: tab:x\ntitle: X\nmade_by: [sweeps/x.yaml]\ncolumns: {B: {metric: b}}\nrows: [[LoRA], [Loop Dropout]]\n")
+    path.write_text(
+        "label: tab:x\ntitle: X\nmade_by: [sweeps/x.yaml]\ncolumns: {B: {metric: b}}\nrows: [[LoRA], [Loop Dropout]]\n"
+    )
     (runs / "lora" / "2" / "test" / "evaluation.json").unlink()
     filled = build_table(load_spec(path), load_table([runs]))
     assert filled.cells[0][0].text == "36.67"  # one seed is one seed
@@ -501,7 +561,9 @@ def test_what_is_missing_is_named_and_not_invented(runs, tmp_path):
     shutil.rmtree(runs / "lora")
     filled = build_table(load_spec(path), load_table([runs]))
     assert (filled.cells[0][0].text, filled.missing) == ("–", ["LoRA, B: no run with method LoRA, metric b"])
-    assert "no run with method LoRA" in specs.markdown(filled) and "loopdropout sweep sweeps/x.yaml" in specs.markdown(filled)
+    assert "no run with method LoRA" in specs.markdown(filled) and "loopdropout sweep sweeps/x.yaml" in specs.markdown(
+        filled
+    )
 
 
 @pytest.mark.parametrize(
@@ -533,7 +595,12 @@ def test_minutes_and_gigabytes_are_those_of_the_trainings(tmp_path):
     for seed, minutes in ((101, 111), (102, 106), (103, 113)):
         run = tmp_path / "metamath_gsm" / str(seed)
         cost = {"train_seconds": 60.0 * minutes, "peak_memory_gb": 45.36}
-        write_training(run, {"seed": seed, "rule": "lora"}, train_info=cost, benchmarks={"metamath_gsm8k": answers("metamath_gsm8k", 10, [1] * 10).as_json()})
+        write_training(
+            run,
+            {"seed": seed, "rule": "lora"},
+            train_info=cost,
+            benchmarks={"metamath_gsm8k": answers("metamath_gsm8k", 10, [1] * 10).as_json()},
+        )
     table = load_table([tmp_path])
     found = build_table(load_spec(ROOT / "recipes/tables/matched_expansion.yaml"), table).cells[0]
     assert [cell.text for cell in found[2:]] == ["110.0 ± 3.6", "45.36 ± 0.00"]
@@ -554,7 +621,9 @@ def test_a_report_of_any_runs(runs, tmp_path):
     assert "1.0" in (out / "tables" / "costs.md").read_text()
     assert "4 runs read" in written.summary and "Left out" in written.summary
     long = pd.read_csv(out / "long.csv")
-    assert {"method", "seed", "learning_rate", "benchmark", "metric", "depth", "gates", "readout", "value"} <= set(long)
+    assert {"method", "seed", "learning_rate", "benchmark", "metric", "depth", "gates", "readout", "value"} <= set(
+        long
+    )
     assert len(long) == len(load_table([runs]))
     evil = tmp_path / "evil"
     evil.mkdir()
@@ -570,7 +639,9 @@ def test_a_report_of_any_runs(runs, tmp_path):
 def test_without_its_packages_the_command_says_what_to_install(runs, tmp_path):
     code = "import sys; sys.modules['plotnine'] = None; sys.argv = ['report.py', *sys.argv[1:]]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
     code = code.replace("'report.py'", repr(str(ROOT / "recipes" / "report.py")))
-    done = subprocess.run([sys.executable, "-c", code, str(runs), "--output_dir", str(tmp_path / "r")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(runs), "--output_dir", str(tmp_path / "r")], capture_output=True, text=True
+    )
     assert done.returncode == 2 and "loopdropout-trainer[reports]" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "r").exists()
 
@@ -642,5 +713,3 @@ def test_the_page_works_in_a_browser(page, tmp_path, width):
     assert out["title"] == "My runs" and out["wide"]
     assert (out["ascending"], out["descending"]) == (["Loop Dropout", "LoRA"], ["LoRA", "Loop Dropout"])
     assert (out["problems"], out["fixed"]) == (30, 10)
-
-

@@ -87,8 +87,12 @@ def average(rows: pd.DataFrame, what: str) -> Average:
     """
     different = varying(rows, settings_of(rows))
     if different:
-        values = "; ".join(f"`{name}`: {', '.join(shown(each) for each in _few(rows[name]))}" for name in different[:4])
-        raise ReportError(f"{what} would average runs of different settings ({values}): filter them, or tell them apart.")
+        values = "; ".join(
+            f"`{name}`: {', '.join(shown(each) for each in _few(rows[name]))}" for name in different[:4]
+        )
+        raise ReportError(
+            f"{what} would average runs of different settings ({values}): filter them, or tell them apart."
+        )
     by_seed: dict[Any, Any] = {}
     for place, seed in enumerate(map(known, rows["seed"] if "seed" in rows else [None] * len(rows))):
         if seed in by_seed:
@@ -203,7 +207,9 @@ def check_alike(rows: pd.DataFrame, what: str) -> None:
         if different:
             name = next((each for each in different if each != "problems"), "problems")
             text = f"`{name.removeprefix('evaluation.')}`: {', '.join(shown(each) for each in _few(part[name]))}"
-            raise ReportError(f"{what} would compare results on {part['metric'].iloc[0]} that were evaluated differently ({text}).")
+            raise ReportError(
+                f"{what} would compare results on {part['metric'].iloc[0]} that were evaluated differently ({text})."
+            )
 
 
 def interval(gains: np.ndarray) -> tuple[float | None, float | None]:

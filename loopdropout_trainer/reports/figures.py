@@ -94,7 +94,9 @@ def _drawn(table: pd.DataFrame, x: str, metrics: Sequence[str] | None) -> pd.Dat
 
 def labelled(rows: pd.DataFrame, *x: str) -> pd.DataFrame:
     """Return rows with `label`, the method and what tells its runs apart, and `panel`, what is measured and how."""
-    settings = [name for name in settings_of(rows) if name not in (*x, "metric", "benchmark", "method", "gates", "readout")]
+    settings = [
+        name for name in settings_of(rows) if name not in (*x, "metric", "benchmark", "method", "gates", "readout")
+    ]
     how = [name for name in settings if is_protocol(name)]
     settings = [name for name in settings if name not in how and name not in ("depth", "loop", "other_loop", "dose", "group",
                 "pattern", "step")]  # fmt: skip
@@ -106,7 +108,10 @@ def labelled(rows: pd.DataFrame, *x: str) -> pd.DataFrame:
         known = [name for name in ("benchmark", "metric", *telling_how, *x) if name in part]
         named[method] = telling(part, settings, known)
         same += [name for name in named[method] if name not in same]
-    crowded = sum(len(list(groups(part, named[method]))) for method, part in rows.groupby(rows["method"].astype(str))) > MOST_LINES
+    crowded = (
+        sum(len(list(groups(part, named[method]))) for method, part in rows.groupby(rows["method"].astype(str)))
+        > MOST_LINES
+    )
     texts = lambda names, row: [f"{name.removeprefix('evaluation.')} = {shown(row[name])}" for name in names]
     several = rows["metric"].nunique() > 1 or rows["benchmark"].nunique() > 1
     labels, panels = [], []

@@ -102,7 +102,9 @@ def _plot(data: pd.DataFrame, x_label: str | None, y_label: str, title: str | No
     plot = ggplot(data) + theme() + labs(x=x_label, y=y_label, title=title)
     plot += scale_fill_manual(values=[look[0] for look in looks(names).values()], limits=names)
     if len(data["panel"].cat.categories) > 1:
-        plot += facet_wrap("panel", scales="free" if free else "free_x", ncol=min(3, len(data["panel"].cat.categories)))
+        plot += facet_wrap(
+            "panel", scales="free" if free else "free_x", ncol=min(3, len(data["panel"].cat.categories))
+        )
     return plot
 
 
@@ -220,7 +222,9 @@ def heat_plot(
     across, down = ([shown(each) for each in dict.fromkeys(data.sort_values(name)[name])] for name in ("x", "y"))
     data["x"], data["y"] = data["x"].map(shown), data["y"].map(shown)
     plot = ggplot(data, aes("x", "y")) + theme() + labs(x=x_label or x, y=y_label or y, fill=label, title=title)
-    plot = plot + geom_tile(aes(fill="mean")) + geom_text(aes(label="text", color="ink"), size=9) + scale_color_identity()
+    plot = (
+        plot + geom_tile(aes(fill="mean")) + geom_text(aes(label="text", color="ink"), size=9) + scale_color_identity()
+    )
     plot = plot + scale_x_discrete(limits=across) + scale_y_discrete(limits=down[::-1])
     if minus is None:
         plot += scale_fill_cmap("cividis")

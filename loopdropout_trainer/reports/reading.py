@@ -73,7 +73,9 @@ class Field:
     def refuse(self, wanted: str) -> ReportError:
         found = repr(self.value)
         found = found if len(found) < 60 else f"{found[:57]}..."
-        return ReportError(f"{self.file}: {f'`{self.name}`' if self.name else 'the file'} must be {wanted}; got {found}.")
+        return ReportError(
+            f"{self.file}: {f'`{self.name}`' if self.name else 'the file'} must be {wanted}; got {found}."
+        )
 
     def _at(self, key: Any, value: Any) -> Field:
         return Field(value, self.file, f"{self.name}.{key}" if self.name else str(key))
@@ -85,7 +87,11 @@ class Field:
 
     def get(self, key: str) -> Field | None:
         """Return a field that may be missing or null."""
-        return dict(self.items()).get(key) if isinstance(self.value, Mapping) and self.value.get(key) is not None else None
+        return (
+            dict(self.items()).get(key)
+            if isinstance(self.value, Mapping) and self.value.get(key) is not None
+            else None
+        )
 
     def __getitem__(self, key: str) -> Field:
         return self._at(key, None) if key not in dict(self.items()) else dict(self.items())[key]
@@ -153,7 +159,12 @@ def benchmark_rows(name: str, measured: Field, **how: Any) -> Iterator[Row]:
         }  # fmt: skip
     missing, total = measured.get("missing"), measured.get("total")
     if missing and total:
-        yield {**shared, "metric": "missing", "value": 100 * missing.integer() / total.integer(1), "total": total.value}
+        yield {
+            **shared,
+            "metric": "missing",
+            "value": 100 * missing.integer() / total.integer(1),
+            "total": total.value,
+        }
 
 
 def _verdicts(predictions: Sequence[Field], metric: str, is_first: bool) -> np.ndarray | None:
@@ -219,7 +230,13 @@ def diagnostic_rows(name: str, measured: Field, rows: str, num_loops: int) -> It
             active = [loop.integer(1) for loop in each["loops"].list()]
             gates = gates_text([float(loop in active) for loop in range(1, num_loops + 1)])
             value = each["reduction_percent"].number()
-            yield {**on_rows, "metric": "pattern_loss_reduction", "value": value, "gates": gates, "pattern": str(active)}
+            yield {
+                **on_rows,
+                "metric": "pattern_loss_reduction",
+                "value": value,
+                "gates": gates,
+                "pattern": str(active),
+            }
     elif name == "dose":
         doses = [dose.number() for dose in measured["doses"].list()]
         for key, metric in (("losses", "dose_loss"), ("reductions_percent", "dose_loss_reduction")):
@@ -266,7 +283,11 @@ def log_rows(state: Field) -> Iterator[Row]:
     for entry in state["log_history"].list():
         step = entry["step"].integer()
         for metric, value in entry.items():
-            if metric not in ("step", "total_flos") and not metric.startswith("train_") and isinstance(value.value, float):
+            if (
+                metric not in ("step", "total_flos")
+                and not metric.startswith("train_")
+                and isinstance(value.value, float)
+            ):
                 yield {"benchmark": TRAINING, "metric": metric, "value": value.number(), "step": step}
 
 
@@ -322,7 +343,10 @@ class _Reader:
             run = self._run_of(adapter and Path(adapter.text()), content.file) or f"{content.file.resolve()}#{name}"
             if run not in self.settings:
                 facts = _flat(train.value if train else {})
-                facts |= {"rank": facts.pop("r", None), "model": _model(meta["model"].value if meta.get("model") else None)}
+                facts |= {
+                    "rank": facts.pop("r", None),
+                    "model": _model(meta["model"].value if meta.get("model") else None),
+                }
                 facts.setdefault("num_loops", meta["num_loops"].value)
                 facts |= _method(facts) if adapter and facts.get("rule") else {"method": name}
                 self.settings[run] = {**facts, "sweep": _sweep_of(content.file.parent)}
@@ -356,7 +380,9 @@ class _Reader:
             method = entry["method"].text()
             place = seen[method] = seen.get(method, -1) + 1
             run = self._run_of(Path(entry["path"].text()) if entry.get("path") else None, content.file)
-            if run not in self.settings:  # of an adapter whose training is not here; without a path the name is all there is
+            if (
+                run not in self.settings
+            ):  # of an adapter whose training is not here; without a path the name is all there is
                 run = f"{run or f'{content.file.parent.resolve()}#{place}'}#{method}"
             facts = {key: _plain(entry.value.get(key)) for key in ("rule", "p", "seed")}
             facts["seed"] = place if facts["seed"] is None else facts["seed"]
@@ -382,7 +408,9 @@ def run_settings(content: Field, folder: Path) -> Row:
         "model": _model(settings.pop("model_name_or_path", None)),
         "sweep": _sweep_of(folder),
     }
-    facts = content.get("run") and content["run"].get("data")  # what the training rows are: their number and their hash
+    facts = content.get("run") and content["run"].get(
+        "data"
+    )  # what the training rows are: their number and their hash
     settings |= {f"data.{key}": _plain(value.value) for key, value in facts.items()} if facts else {}
     settings |= _method(settings)
     return {key: value for key, value in settings.items() if key not in _WITHOUT_EFFECT}
@@ -419,7 +447,9 @@ def _model(name: Any) -> str | None:
 
 def _sweep_of(folder: Path) -> str | None:
     """Return the name of the sweep that a run's folder is in: of the nearest parent with a file `sweep.*`."""
-    return next((each.name for each in (folder.resolve(), *folder.resolve().parents) if any(each.glob("sweep.*"))), None)
+    return next(
+        (each.name for each in (folder.resolve(), *folder.resolve().parents) if any(each.glob("sweep.*"))), None
+    )
 
 
 _READERS = (  # in this order: trainings first, since the others belong to them
@@ -470,8 +500,23 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     for run, row in reader.rows:
         defaults = {"gates": ALL, "depth": reader.settings[run].get("num_loops")}
         rows.append({**reader.settings[run], **defaults, **row, "run": run})
-    first = ["run", "method", "seed", "benchmark", "metric", "value", "total", "depth", "gates", "readout", "loop", "num_loops"]
-    table = pd.DataFrame(rows, columns=list(dict.fromkeys([*first, *(key for row in rows for key in row)])), dtype=object)
+    first = [
+        "run",
+        "method",
+        "seed",
+        "benchmark",
+        "metric",
+        "value",
+        "total",
+        "depth",
+        "gates",
+        "readout",
+        "loop",
+        "num_loops",
+    ]
+    table = pd.DataFrame(
+        rows, columns=list(dict.fromkeys([*first, *(key for row in rows for key in row)])), dtype=object
+    )
     table["value"] = table["value"].astype(float)
     table = _without_repeats(table)
     table.attrs["skipped"] = skipped

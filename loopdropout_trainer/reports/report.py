@@ -15,7 +15,16 @@ from loopdropout_trainer.reports import specs
 from loopdropout_trainer.reports.averaging import groups, is_protocol, settings_of, shown, telling
 from loopdropout_trainer.reports.figures import automatic_figures, paper_figure
 from loopdropout_trainer.reports.plots import save_figure
-from loopdropout_trainer.reports.reading import ALL, BASE, COSTS, OUTCOMES, TRAINING, ReportError, check_extra, load_table
+from loopdropout_trainer.reports.reading import (
+    ALL,
+    BASE,
+    COSTS,
+    OUTCOMES,
+    TRAINING,
+    ReportError,
+    check_extra,
+    load_table,
+)
 from loopdropout_trainer.reports.specs import FinishedTable, Spec, build_table, load_spec
 
 
@@ -55,14 +64,18 @@ def write_report(
     table = load_table(folders)
     skipped = table.attrs["skipped"]
     if not len(table):
-        raise ReportError(f"There are no results below {', '.join(map(str, folders))}: train, evaluate or sweep first.")
+        raise ReportError(
+            f"There are no results below {', '.join(map(str, folders))}: train, evaluate or sweep first."
+        )
     output_dir = Path(output_dir)
     try:
         (output_dir / "tables").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ReportError(f"`--output_dir` {output_dir} cannot be written to: {error.strerror}.") from None
     table.drop(columns=["predictions", "verdicts", "answered"], errors="ignore").to_csv(output_dir / LONG, index=False)
-    finished = [build_table(spec, table) for spec in described if not spec.figure] if described else summary_tables(table)
+    finished = (
+        [build_table(spec, table) for spec in described if not spec.figure] if described else summary_tables(table)
+    )
     for each in finished:
         stem = output_dir / "tables" / each.spec.name
         for ending, text in (("md", specs.markdown(each)), ("tex", specs.latex(each))):
@@ -70,7 +83,9 @@ def write_report(
         specs.numbers(each).to_csv(f"{stem}.csv", index=False)
     figures = {spec.name: paper_figure(spec, table) for spec in described if spec.figure}
     nothing = [name for name, plot in figures.items() if plot is None]
-    figures = {name: plot for name, plot in figures.items() if plot is not None} if described else automatic_figures(table)
+    figures = (
+        {name: plot for name, plot in figures.items() if plot is not None} if described else automatic_figures(table)
+    )
     pictures = {name: save_figure(plot, output_dir / "figures" / name)[2] for name, plot in figures.items()}
     write_page(output_dir / PAGE, title, finished, pictures, table, skipped)
     missing = sum(len(each.missing) for each in finished)
@@ -95,7 +110,11 @@ def summary_tables(table: pd.DataFrame) -> list[FinishedTable]:
     tables = []
     if len(rows):
         settings = [name for name in settings_of(rows) if not is_protocol(name)]
-        settings = [name for name in settings if name not in ("benchmark", "metric", "depth", "gates", "readout", "loop", "method")]
+        settings = [
+            name
+            for name in settings
+            if name not in ("benchmark", "metric", "depth", "gates", "readout", "loop", "method")
+        ]
         heads = ["method", *telling(rows, settings, ["method"])]
         columns: dict[str, dict[str, Any]] = {}
         protocols = [name for name in rows if is_protocol(name)]
@@ -113,14 +132,20 @@ def summary_tables(table: pd.DataFrame) -> list[FinishedTable]:
         body = [list(key.values()) for key, _ in groups(rows, heads)]
         body = [[None if value != value else value for value in row] for row in body]
         head = {name: name for name in heads}
-        tables.append(build_table(Spec("accuracy", "tab:accuracy", "Accuracy, %", heads=head, columns=columns, rows=body), rows))
+        tables.append(
+            build_table(Spec("accuracy", "tab:accuracy", "Accuracy, %", heads=head, columns=columns, rows=body), rows)
+        )
         tables += _differences(rows, head, columns, body)
     return tables + _costs(table)
 
 
 def _differences(rows: pd.DataFrame, head: dict, columns: dict, body: list) -> list[FinishedTable]:
     """Return each method's difference to the LoRA that is equal in all that the table tells apart, where there is one."""
-    others = [row for row in body if row[0] not in ("LoRA", BASE) and ["LoRA", *_less(row, head)] in [[r[0], *_less(r, head)] for r in body]]
+    others = [
+        row
+        for row in body
+        if row[0] not in ("LoRA", BASE) and ["LoRA", *_less(row, head)] in [[r[0], *_less(r, head)] for r in body]
+    ]
     if not others:
         return []
     changed = {name: None for name in head if name in ("p", "rule", "rule_args.m")}
@@ -142,13 +167,23 @@ def _costs(table: pd.DataFrame) -> list[FinishedTable]:
     runs = runs[runs[list(names)].notna().any(axis=1)] if names else runs.iloc[:0]
     if not len(runs):
         return []
-    of_run = [name for name in settings_of(table) if not is_protocol(name) and table.groupby("run")[name].nunique(dropna=False).max() == 1]
-    runs = runs[[name for name in table if name in (*of_run, *OUTCOMES)]].assign(depth=runs["num_loops"], gates=ALL, readout=None)
+    of_run = [
+        name
+        for name in settings_of(table)
+        if not is_protocol(name) and table.groupby("run")[name].nunique(dropna=False).max() == 1
+    ]
+    runs = runs[[name for name in table if name in (*of_run, *OUTCOMES)]].assign(
+        depth=runs["num_loops"], gates=ALL, readout=None
+    )
     runs = runs.assign(benchmark=TRAINING, metric="cost", value=0.0)
     heads = ["method", *telling(runs, [name for name in of_run if name != "method"], ["method"])]
     body = [[None if value != value else value for value in key.values()] for key, _ in groups(runs, heads)]
-    columns = {title: {"of": name, "scale": scale, "decimals": places} for name, (title, scale, places) in names.items()}
-    spec = Spec("costs", "tab:costs", "Cost of training", heads={name: name for name in heads}, columns=columns, rows=body)
+    columns = {
+        title: {"of": name, "scale": scale, "decimals": places} for name, (title, scale, places) in names.items()
+    }
+    spec = Spec(
+        "costs", "tab:costs", "Cost of training", heads={name: name for name in heads}, columns=columns, rows=body
+    )
     return [build_table(spec, runs)]
 
 
@@ -156,7 +191,12 @@ def _costs(table: pd.DataFrame) -> list[FinishedTable]:
 
 
 def write_page(
-    path: Path, title: str, tables: Sequence[FinishedTable], pictures: dict[str, Path], table: pd.DataFrame, skipped: Sequence[str]
+    path: Path,
+    title: str,
+    tables: Sequence[FinishedTable],
+    pictures: dict[str, Path],
+    table: pd.DataFrame,
+    skipped: Sequence[str],
 ) -> None:
     """Write one self-contained page: tables, figures, every problem with the answers of all methods, settings of every run.
 
@@ -170,14 +210,22 @@ def write_page(
         )
     for name, picture in pictures.items():
         data = base64.b64encode(picture.read_bytes()).decode()
-        parts["figures"].append(f'<figure id="figure-{html.escape(name)}"><img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}"></figure>')
+        parts["figures"].append(
+            f'<figure id="figure-{html.escape(name)}"><img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}"></figure>'
+        )
     for _, run in table.drop_duplicates("run").iterrows():
-        about = {name: run[name] for name in (*settings_of(table), "seed", *COSTS) if name in run and run[name] == run[name]}
+        about = {
+            name: run[name] for name in (*settings_of(table), "seed", *COSTS) if name in run and run[name] == run[name]
+        }
         about = {name: value for name, value in about.items() if value is not None and not is_protocol(name)}
         name = html.escape(f"{run['method']}, seed {shown(run['seed'])}: {run['run']}")
-        parts["runs"].append(f"<details><summary>{name}</summary><pre>{html.escape(json.dumps(about, indent=1, default=str))}</pre></details>")
+        parts["runs"].append(
+            f"<details><summary>{name}</summary><pre>{html.escape(json.dumps(about, indent=1, default=str))}</pre></details>"
+        )
     parts["skipped"] = [f'<p class="note">Left out: {html.escape(fault)}</p>' for fault in skipped]
-    parts["answers"] = json.dumps(_answers(table), ensure_ascii=False, default=str).replace("<", "\\u003c")  # closes no script
+    parts["answers"] = json.dumps(_answers(table), ensure_ascii=False, default=str).replace(
+        "<", "\\u003c"
+    )  # closes no script
     here = files("loopdropout_trainer.reports")
     page = (here / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
@@ -191,17 +239,31 @@ def _answers(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Return for each benchmark the problems, and for each run its verdicts and completions."""
     found: dict[tuple, dict[str, Any]] = {}
     rows = table[table["predictions"].notna()] if "predictions" in table else table.iloc[:0]
-    for _, row in rows[rows["metric"] != "missing"].drop_duplicates(["run", "benchmark", "depth", "gates", "problems"]).iterrows():
+    for _, row in (
+        rows[rows["metric"] != "missing"]
+        .drop_duplicates(["run", "benchmark", "depth", "gates", "problems"])
+        .iterrows()
+    ):
         predictions = row["predictions"][:MOST_PROBLEMS]
-        name = f"{row['benchmark']}, K = {shown(row['depth'])}" + ("" if row["gates"] == ALL else f", gates {row['gates']}")
+        name = f"{row['benchmark']}, K = {shown(row['depth'])}" + (
+            "" if row["gates"] == ALL else f", gates {row['gates']}"
+        )
         name = f"{row['benchmark']}, K = {shown(row['depth'])}" if row["method"] == BASE else name
-        entry = found.setdefault((name, row["problems"]), {"benchmark": name, "total": len(row["predictions"]), "methods": {}})
-        entry.setdefault("problems", [[p.get("id", ""), p["prompt"][-MOST_LETTERS:], p.get("reference", "")] for p in predictions])
+        entry = found.setdefault(
+            (name, row["problems"]), {"benchmark": name, "total": len(row["predictions"]), "methods": {}}
+        )
+        entry.setdefault(
+            "problems", [[p.get("id", ""), p["prompt"][-MOST_LETTERS:], p.get("reference", "")] for p in predictions]
+        )
         seed = "" if row["seed"] is None or row["seed"] != row["seed"] else f", seed {row['seed']}"
         name = f"{row['method']}{seed}"
         name = f"{name} ({Path(row['run']).name})" if name in entry["methods"] else name
         entry["methods"][name] = [
-            ["right" if p["correct"] else "missing" if p["extracted"] is None else "wrong", p["extracted"], str(p.get("completion", ""))[:MOST_LETTERS]]
+            [
+                "right" if p["correct"] else "missing" if p["extracted"] is None else "wrong",
+                p["extracted"],
+                str(p.get("completion", ""))[:MOST_LETTERS],
+            ]
             for p in predictions
         ]
     return list(found.values())

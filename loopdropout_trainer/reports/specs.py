@@ -26,7 +26,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.reports.averaging import Average, Difference, average, check_alike, difference, groups, is_protocol, select, shown
+from loopdropout_trainer.reports.averaging import (
+    Average,
+    Difference,
+    average,
+    check_alike,
+    difference,
+    groups,
+    is_protocol,
+    select,
+    shown,
+)
 from loopdropout_trainer.reports.reading import ALL, ReportError
 from loopdropout_trainer.settings.recipe import load_recipe
 
@@ -78,7 +88,9 @@ def load_spec(path: str | Path) -> Spec:
         if key not in known:
             raise ReportError(f"{path} has an unknown field `{key}`; valid are {', '.join(known)}.")
         wanted = {"s": str, "l": list, "d": dict}[known[key][0]]
-        if not isinstance(value, wanted) or (key in ("columns", "panels") and not all(isinstance(v, dict) for v in value.values())):
+        if not isinstance(value, wanted) or (
+            key in ("columns", "panels") and not all(isinstance(v, dict) for v in value.values())
+        ):
             raise ReportError(f"`{key}` in {path} must be a {known[key]}; got {value!r}.")
     for key in ("label", "title"):
         if not content.get(key):
@@ -95,9 +107,13 @@ def load_spec(path: str | Path) -> Spec:
             )
     for name, cell in spec.columns.items():
         if cell.get("average_of", True) in ([], None) or not isinstance(cell.get("average_of", []), list):
-            raise ReportError(f"`average_of` of the column {name!r} of {path} must name metrics; got {cell['average_of']!r}.")
+            raise ReportError(
+                f"`average_of` of the column {name!r} of {path} must name metrics; got {cell['average_of']!r}."
+            )
         if cell.get("show", "mean") not in ("mean", "seeds", "one"):
-            raise ReportError(f"`show` of the column {name!r} of {path} must be mean, seeds or one; got {cell['show']!r}.")
+            raise ReportError(
+                f"`show` of the column {name!r} of {path} must be mean, seeds or one; got {cell['show']!r}."
+            )
     return spec
 
 
@@ -136,7 +152,11 @@ def build_table(spec: Spec, table: pd.DataFrame) -> FinishedTable:
         ReportError: if a cell would average different settings, or two cells of one metric were not evaluated alike.
     """
     number = len(spec.heads)
-    common = {name: value for name, value in spec.filter.items() if not any(name in column for column in spec.columns.values())}
+    common = {
+        name: value
+        for name, value in spec.filter.items()
+        if not any(name in column for column in spec.columns.values())
+    }
     rows = select(table, common)
     names, cells, paper = [], [], []
     for row in spec.rows:
@@ -186,7 +206,9 @@ def _cell(wanted: Mapping[str, Any], where: Mapping[str, Any], rows: pd.DataFram
                 return Cell(missing=str(error).removeprefix(what).strip())
             raise
         form = f"+.{decimals}f"
-        text = f"{change.mean:{form}}" + ("" if change.low is None else f" [{change.low:{form}}, {change.high:{form}}]")
+        text = f"{change.mean:{form}}" + (
+            "" if change.low is None else f" [{change.low:{form}}, {change.high:{form}}]"
+        )
         return Cell(text, change, None, rows=found)
     if option.get("of") is not None:
         average(found, what)  # refuse what must not be pooled
@@ -229,11 +251,17 @@ def as_trained(wanted: Mapping[str, Any]) -> dict[str, Any]:
 def _averaged(rows: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
     """Return one row for each seed with the mean of several metrics, for the seeds that have them all."""
     found = []
-    for _, part in rows[(rows["depth"] == rows["num_loops"]) & rows["metric"].isin(metrics)].groupby("run", sort=False):
+    for _, part in rows[(rows["depth"] == rows["num_loops"]) & rows["metric"].isin(metrics)].groupby(
+        "run", sort=False
+    ):
         one = part.drop_duplicates("metric")
         if len(one) == len(set(metrics)) == len(part):
-            dropped = [name for name in one if name.startswith("evaluation.") or name in ("problems", "total", "verdicts")]
-            found.append(one.iloc[:1].drop(columns=dropped).assign(value=one["value"].mean(), metric="average", benchmark=""))
+            dropped = [
+                name for name in one if name.startswith("evaluation.") or name in ("problems", "total", "verdicts")
+            ]
+            found.append(
+                one.iloc[:1].drop(columns=dropped).assign(value=one["value"].mean(), metric="average", benchmark="")
+            )
     import pandas as pd
 
     return pd.concat(found) if found else rows.iloc[:0]
@@ -272,7 +300,10 @@ def grid(table: FinishedTable, escape: Any = str, strong: str = "{}") -> pd.Data
     import pandas as pd
 
     best = {id(cell) for cell in best_cells([cell for row in table.cells for cell in row])}
-    head, body = [escape(name) for name in table.spec.heads], [[escape(text) for text in names] for names in table.names]
+    head, body = (
+        [escape(name) for name in table.spec.heads],
+        [[escape(text) for text in names] for names in table.names],
+    )
     for place, title in enumerate(table.spec.columns):
         head.append(escape(title))
         for line, row in zip(body, table.cells, strict=True):
@@ -312,7 +343,9 @@ def notes(table: FinishedTable) -> list[str]:
     if table.missing:
         commands = [each if " " in each else f"loopdropout sweep {each}" for each in table.spec.made_by]
         nothing = len(table.missing) == sum(map(len, table.cells))
-        lines.append("Nothing of this table is in these folders." if nothing else f"Missing: {'; '.join(table.missing)}.")
+        lines.append(
+            "Nothing of this table is in these folders." if nothing else f"Missing: {'; '.join(table.missing)}."
+        )
         lines += [f"Made by: {' ; '.join(commands)}"] if commands else []
     return lines
 
@@ -336,7 +369,12 @@ def latex(table: FinishedTable) -> str:
     columns = "l" * len(table.spec.heads) + "c" * (texts.shape[1] - len(table.spec.heads))
     caption = escape(" ".join([f"{table.spec.title}.", *notes(table)]))
     return texts.style.hide(axis="index").to_latex(
-        hrules=True, caption=caption, label=table.spec.label, column_format=columns, position="t", position_float="centering"
+        hrules=True,
+        caption=caption,
+        label=table.spec.label,
+        column_format=columns,
+        position="t",
+        position_float="centering",
     )
 
 
@@ -353,7 +391,13 @@ def numbers(table: FinishedTable) -> pd.DataFrame:
     for names, cells, printed in zip(table.names, table.cells, table.paper, strict=True):
         for title, cell, paper in zip(table.spec.columns, cells, printed, strict=True):
             found = cell.found
-            line = {"row": " / ".join(names), "column": title, "text": cell.text, "paper": paper, "missing": cell.missing}
+            line = {
+                "row": " / ".join(names),
+                "column": title,
+                "text": cell.text,
+                "paper": paper,
+                "missing": cell.missing,
+            }
             if found is not None:
                 low, high = getattr(found, "low", None), getattr(found, "high", None)
                 line |= {"mean": found.mean, "sd": found.sd, "seeds": shown(found.seeds), "low": low, "high": high}
