@@ -12,18 +12,6 @@ from __future__ import annotations
 
 import os
 
-from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (
-    ("Model", "settings/arguments.py", "ModelArguments"),
-    ("Evaluation", "evaluation/run.py", "EvaluationArguments"),
-    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
-)
-if __name__ == "__main__":
-    answer_help(__doc__, HELP)  # before the imports that take seconds
-
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.averages import results_table
@@ -31,6 +19,7 @@ from loopdropout_trainer.evaluation.results import read_results
 from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
@@ -57,4 +46,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "evaluate.py")
+    run_command(main)

@@ -19,19 +19,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (("Study", "runs/study.py", "StudyArguments"),)
-if __name__ == "__main__":
-    answer_help(__doc__, HELP, recipe="STUDY.yaml")  # before the imports that take seconds
-
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
 from loopdropout_trainer.runs.measuring import measure_adapter
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.runs.study import Study, StudyArguments
 from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import RecipeError, build, load_recipe, parse_recipe
 
 
@@ -72,4 +65,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "study.py", interrupted="interrupted; the same command continues.")
+    run_command(main, interrupted="interrupted; the same command continues.")

@@ -18,15 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (("Sweep", "runs/sweep.py", "SweepArguments"),)
-if __name__ == "__main__":
-    answer_help(__doc__, HELP, recipe="[SWEEP.yaml | RECIPE.yaml]")  # before the imports that take seconds
-
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, sweep_command_line
+from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
@@ -48,4 +41,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "sweep.py", interrupted="interrupted; the same command continues.")
+    run_command(main, interrupted="interrupted; the same command continues.")

@@ -1,7 +1,9 @@
 """Data: what is trained on, token for token, through the real trainer; what is kept, dropped and refused."""
 
 import gzip
+import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ from trl import SFTConfig
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, DataError, chat_template, load_data
 from loopdropout_trainer.data.__main__ import main as show
+from loopdropout_trainer.data.arithmetic import arithmetic_problems, pretraining_texts
 from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
+from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -296,6 +300,36 @@ def test_arithmetic_problems(tokenizer):
     assert data.train[0]["prompt"] == f"Question: {data.train[0]['question']}\nAnswer:"
     more = load_data(DataArguments("arithmetic", num_train_examples=60, num_eval_examples=10), tokenizer)
     assert list(more.eval["question"]) == list(data.eval["question"])
+    named = DataArguments("arithmetic", num_train_examples=30, num_eval_examples=10, arithmetic_steps=[3, 5])
+    assert load_data(named, tokenizer).train.to_list() == data.train.to_list()
+
+
+TEST_SPLITS = {"easy_test": (1, 3), "medium_test": (2, 4), "test": (3, 5)}
+
+
+@pytest.mark.parametrize("steps", TEST_SPLITS.values())
+def test_arithmetic_of_chosen_steps_is_balanced_and_holds_no_test_problem(tokenizer, steps):
+    args = DataArguments("arithmetic", num_train_examples=1400, num_eval_examples=100, arithmetic_steps=list(steps))
+    data = load_data(args, tokenizer)
+    trained = [*data.train["question"], *data.eval["question"]]
+    num_steps = Counter(answer.count("\n") for answer in [*data.train["answer"], *data.eval["answer"]])
+    assert len(set(trained)) == 1500
+    assert set(num_steps) == {*range(steps[0], steps[1] + 1)} and min(num_steps.values()) > 430  # 500 on average
+    for split, wanted in TEST_SPLITS.items():
+        test = arithmetic_problems(split, 500)
+        assert (min(test["num_steps"]), max(test["num_steps"])) == wanted
+        assert not set(test["question"]) & set(trained)
+        shown = load_benchmark(f"arithmetic_{split}", limit=500)
+        assert shown.prompts == [f"Question: {question}\nAnswer:" for question in test["question"]]
+
+
+def test_arithmetic_texts_of_old_splits_are_as_they_were():
+    splits = ("train", "short", "test", "hard", "larger", "wording")
+    text = json.dumps([arithmetic_problems(split, 200, seed).to_list() for split in splits for seed in (0, 3)])
+    text += json.dumps(pretraining_texts(200))
+    assert (
+        hashlib.sha256(text.encode()).hexdigest() == "a7c1226f9b1d89c662948e54c02d702cc2f707b1af870cd7b492b6442ab3d801"
+    )
 
 
 def test_long_examples_are_dropped_not_cut(write, bytes_tokenizer, bpe_tokenizer, batch_of):
@@ -420,6 +454,9 @@ def test_refusals(tmp_path, write, tokenizer):
     refuse(
         "`num_train_examples` must be a whole number of at least 1; got -1", dataset_name="x", num_train_examples=-1
     )
+    for steps in ([3, 1], [0, 3], [1, 6], [2], [1, 2, 3], ["1", "3"], 3):
+        refuse("`arithmetic_steps` must be", preparation="arithmetic", arithmetic_steps=steps)
+    refuse("`arithmetic_steps` belongs to", preparation="gsm8k", dataset_name="x", arithmetic_steps=[1, 3])
     refuse("no.jsonl cannot be read", train_files=[str(tmp_path / "no.jsonl")])
     refuse("must end in .jsonl", train_files=[write("a.txt", ["x"])])
     refuse("is broken JSON .line 2", train_files=[write("a.json", ['[{"text": "x"}, {'])])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from loopdropout_trainer.settings.field_types import fits, json_of, shown
-from loopdropout_trainer.settings.ranges import check_list, check_whole
+from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
+from loopdropout_trainer.settings.ranges import check_integer, check_list, shown
 
 
 PREPARATIONS = {
@@ -17,6 +18,12 @@ PREPARATIONS = {
     "tulu2": "tulu2.Tulu2",
 }
 """Each preparation's file in this folder, and its class there: the one place that lists them."""
+
+COLUMNS = (
+    *("prompt", "completion", "messages", "conversations", "text", "chosen", "rejected"),  # of rows as they are
+    *("question", "answer", "query", "response", "type"),  # of the preparations
+)
+"""What rows are asked for by name; a `prompt_template` may ask for any other."""
 
 
 @dataclass
@@ -51,7 +58,7 @@ class DataArguments:
         default=None,
         metadata={"help": "Local files to evaluate on, instead of held-out training rows.", "nargs": "+"},
     )
-    column_mapping: dict[str, str] | str | None = field(
+    column_mapping: dict[str, str] | None = field(
         default=None,
         metadata={
             "help": "Where the expected columns are found in the rows, as {expected name: name in the rows}, "
@@ -80,6 +87,14 @@ class DataArguments:
     prompt_end: str = field(
         default="", metadata={"help": "Text between the prompt template and the target; part of the prompt."}
     )
+    arithmetic_steps: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Fewest and most steps of a problem of `preparation: arithmetic` (or `arithmetic_pairs`), such as "
+            "1 3 for the problems of `arithmetic_easy_test`. Default: 3 5.",
+            "nargs": 2,
+        },
+    )
     bad_rows: str = field(
         default="error",
         metadata={
@@ -89,12 +104,7 @@ class DataArguments:
     )
 
     def __post_init__(self):
-        if isinstance(self.column_mapping, str):
-            self.column_mapping = json_of("column_mapping", self.column_mapping)
-        if not fits(self.column_mapping, dict[str, str] | None):
-            raise ValueError(
-                f"`column_mapping` must be a mapping {{expected name: name in the rows}}; got {shown(self.column_mapping)}."
-            )
+        self._check_columns()
         check_list("train_files", self.train_files)
         check_list("eval_files", self.eval_files)
         if self.preparation is not None and self.preparation not in PREPARATIONS:
@@ -105,9 +115,48 @@ class DataArguments:
             raise ValueError(f"`bad_rows` must be error or skip; got {self.bad_rows!r}.")
         if not self.train_files and self.dataset_name is None and not str(self.preparation).startswith("arithmetic"):
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
+        both = {Path(name).resolve() for name in self.train_files or ()} & {
+            Path(name).resolve() for name in self.eval_files or ()
+        }
+        if both:
+            raise ValueError(
+                f"`eval_files` must name other files than `train_files`; got {min(map(str, both))} in both: "
+                "`num_eval_examples` holds out training rows."
+            )
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
+        self._check_arithmetic_steps()
         for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least)
-        check_whole("split_seed", self.split_seed, least=-(2**63))
+                check_integer(name, getattr(self, name), least)
+        check_integer("split_seed", self.split_seed, least=-(2**63))
+
+    def _check_arithmetic_steps(self) -> None:
+        steps = self.arithmetic_steps
+        if steps is None:
+            return
+        if self.preparation not in ("arithmetic", "arithmetic_pairs"):
+            raise ValueError(
+                "`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`; got "
+                f"`preparation: {self.preparation}`."
+            )
+        good = isinstance(steps, (list, tuple)) and [type(number) for number in steps] == [int, int]
+        if not (good and 1 <= steps[0] <= steps[1] <= MOST_TRAINED_STEPS):
+            raise ValueError(
+                f"`arithmetic_steps` must be the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]; "
+                f"got {shown(steps)}."
+            )
+
+    def _check_columns(self) -> None:
+        """Raise ValueError for a `column_mapping` that is none, or that names a column which nothing asks for."""
+        given = self.column_mapping or {}
+        if not isinstance(given, dict) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+            raise ValueError(
+                f"`column_mapping` must be a mapping {{expected name: name in the rows}}; got {shown(given)}."
+            )
+        unknown = [name for name in given if name not in COLUMNS and self.prompt_template is None]
+        if unknown:
+            raise ValueError(
+                f"`column_mapping` names {shown(unknown[0])}, which no row is asked for; valid are {', '.join(COLUMNS)}, or "
+                "what a `prompt_template` names."
+            )

@@ -27,7 +27,7 @@ from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, DataError, Row
 from loopdropout_trainer.data.source import Source
 from loopdropout_trainer.settings.command import one_line
-from loopdropout_trainer.settings.ranges import check_whole
+from loopdropout_trainer.settings.ranges import check_integer
 
 
 logger = logging.get_logger(__name__)
@@ -66,7 +66,7 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
         DataError: if the data cannot be used; it names the file and row.
     """
     if max_length is not None:
-        check_whole("max_length", max_length)
+        check_integer("max_length", max_length)
     preparation = preparation_class(args.preparation)(args)
     source = Source.open(args, preparation)
     key = _cache_key(args, source, tokenizer, max_length)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -16,14 +15,14 @@ from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.data import load_tokenizer
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import (
-    ADAPTER_METADATA,
+    adapter_folder,
     adapter_metadata,
     load_adapter,
     read_adapter_config,
 )
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import is_mendable, user_supplied
+from loopdropout_trainer.settings.command import is_user_error, user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -43,11 +42,11 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
         if adapter is None:
             return base.eval(), tokenizer
         with user_supplied(f"The adapter {adapter} cannot be loaded"):
-            adapted = load_adapter(base, local_folder(adapter))
+            adapted = load_adapter(base, adapter_folder(adapter))
         add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
         return adapted.eval(), tokenizer
     except ValueError as error:
-        if not is_mendable(error):
+        if not is_user_error(error):
             raise
         raise RecipeError(one_line(error)) from error
 
@@ -59,7 +58,7 @@ def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | N
     return {
         "model": arguments.base_name,
         "weights": sha256(folder.glob("*.safetensors")) if folder.is_dir() else commit,
-        "adapter": None if adapter is None else sha256(local_folder(adapter).glob("adapter_*")),
+        "adapter": None if adapter is None else sha256(adapter_folder(adapter).glob("adapter_*")),
         "dtype": arguments.dtype,
         "attn_implementation": arguments.attn_implementation,
     }
@@ -69,7 +68,7 @@ def train_info(adapter: str | None) -> dict[str, Any]:
     """Return how an adapter was trained, as far as it was saved with it; {} for none."""
     if adapter is None:
         return {}
-    folder = local_folder(adapter)
+    folder = adapter_folder(adapter)
     config = read_adapter_config(folder)
     targets = config.target_modules
     return {
@@ -79,13 +78,6 @@ def train_info(adapter: str | None) -> dict[str, Any]:
         "use_rslora": config.use_rslora,
         "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
     }
-
-
-def local_folder(adapter: str) -> Path:
-    """Return the folder of an adapter, downloaded if it is on the Hub."""
-    if Path(adapter).is_dir():
-        return Path(adapter)
-    return Path(snapshot_download(adapter, allow_patterns=["adapter_*", ADAPTER_METADATA]))
 
 
 @contextmanager

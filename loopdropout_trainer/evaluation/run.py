@@ -27,7 +27,6 @@ from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
-from loopdropout_trainer.settings.field_types import json_of
 from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import RecipeError, public_settings
 from loopdropout_trainer.settings.versions import library_versions
@@ -78,8 +77,6 @@ class EvaluationArguments(BenchmarkArguments):
         self.benchmark_files = self.benchmark_files or {}
         for name in self.benchmark_files:
             find_task(name)
-        if isinstance(self.averages, str):
-            self.averages = json_of("averages", self.averages)
         self.averages = self.averages or {}
         self.rows()
 

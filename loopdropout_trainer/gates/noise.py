@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.loop_dropout import MaskedRule
-from loopdropout_trainer.gates.probabilities import check_number, survival
+from loopdropout_trainer.gates.loop_dropout import MaskedRule, survival
+from loopdropout_trainer.gates.probabilities import check_number
 from loopdropout_trainer.gates.rule import Draw, register_rule
 
 

@@ -1,10 +1,8 @@
-"""Drop probabilities p: one number for all loops, or one for each loop. And what masks have in common: b and 1/q."""
+"""Drop probabilities p: one number for all loops, or one for each loop; and the ranges of other numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
 
 
 def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
@@ -40,11 +38,6 @@ def check_p_length(p: float | tuple[float, ...], num_loops: int) -> None:
         raise ValueError(
             f"`p` has {len(p)} values, but the model runs {num_loops} loops: give one for each, or one for all."
         )
-
-
-def survival(p: float | Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Return q = 1 - p as a float64 column, [1, 1] or [K, 1]."""
-    return 1 - torch.as_tensor(p, dtype=torch.float64).view(-1, 1)
 
 
 def check_number(value: float, name: str, low: float, high: float, whole: bool = False) -> None:

@@ -4,14 +4,12 @@ The three never import one another: they meet here, in one small tensor.
 """
 
 from loopdropout_trainer.looped.costs import launch_flops, launches_pay
-from loopdropout_trainer.looped.differentiation import first_order
 from loopdropout_trainer.looped.model import (
     LoopedModelMixin,
     NotLoopedError,
     TrainingPolicy,
     check_num_loops,
     find_looped_model,
-    project,
 )
 from loopdropout_trainer.looped.plan import (
     UNIT_GATES,
@@ -40,8 +38,6 @@ __all__ = [
     "example_starts",
     "find_looped_model",
     "first_active_loops",
-    "first_order",
     "launch_flops",
     "launches_pay",
-    "project",
 ]

@@ -70,6 +70,9 @@ class LoopDescription(LoopedModelMixin):
 
     # What follows from it.
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _reduced(self)
+
     def recurrent_linears(self) -> list[str]:
         layers = set(map(id, self.recurrent_layers()))
         inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
@@ -118,6 +121,17 @@ def _both(added: type, own: type) -> type:
     return type(own.__name__, (added, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
+def _reduced(module: nn.Module) -> tuple:
+    """Return what `torch.save` keeps of an instance of `_both`, a class that no module holds under its name."""
+    added, own = type(module).__bases__
+    return _empty, (added, own), module.__dict__
+
+
+def _empty(added: type, own: type) -> nn.Module:
+    cls = _both(added, own)
+    return cls.__new__(cls)
+
+
 class _Announcing:
     """Announces the running loop in `forward`.
 
@@ -126,6 +140,9 @@ class _Announcing:
     """
 
     looped_model: tuple[LoopDescription]  # in a tuple: nn.Module would take the model for a part of its layer
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _reduced(self)
 
     def forward(self, *args, **kwargs):
         (model,) = self.looped_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -78,17 +78,6 @@ class LoopedModelMixin:
     def compile_layers(self) -> bool:
         """Compile the repeated layer, for training: one program for all its runs. Return whether the model can do that."""
         return False
-
-
-def project(x: torch.Tensor, *linears: nn.Module) -> Sequence[torch.Tensor]:
-    """Return the linear maps of one input [..., in], each [..., out].
-
-    What adapts them may compute them together: a callable `project_together(x, linears)` on the first, which returns their
-    outputs, or None to leave them alone.
-    """
-    together = getattr(linears[0], "project_together", None)
-    outputs = None if together is None else together(x, linears)
-    return [linear(x) for linear in linears] if outputs is None else outputs
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:

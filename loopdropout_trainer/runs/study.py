@@ -21,7 +21,7 @@ from loopdropout_trainer.runs.replication import CLAIMS, text_around, write_docu
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, is_recipe
 from loopdropout_trainer.runs.workers import RAY_HELP, WORKERS_HELP, Job, do_jobs, make_workers
 from loopdropout_trainer.saving.files import write_atomically
-from loopdropout_trainer.saving.lock import only_process_in
+from loopdropout_trainer.saving.lock import folder_lock
 from loopdropout_trainer.settings.ranges import check_whole
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
 
@@ -232,7 +232,7 @@ class Study:
         """
         text_around(self.document, self.arguments.claims)  # not after hours
         self.write_recipes()
-        with only_process_in(self.output_dir):
+        with folder_lock(self.output_dir):
             self.claim()
             workers = make_workers(self.arguments.workers, self.arguments.ray_address)
             try:

@@ -21,10 +21,9 @@ from loopdropout_trainer.evaluation.statistics import summarize
 from loopdropout_trainer.looped import check_num_loops
 from loopdropout_trainer.runs.workers import RAY_HELP, WORKERS_HELP, Job, SweepError, do_jobs, make_workers
 from loopdropout_trainer.saving.files import write_atomically
-from loopdropout_trainer.saving.lock import only_process_in
+from loopdropout_trainer.saving.lock import folder_lock
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
-from loopdropout_trainer.settings.field_types import json_of
-from loopdropout_trainer.settings.ranges import check_folder, check_list, check_number, check_whole
+from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_list, check_number
 from loopdropout_trainer.settings.recipe import load_recipe
 from loopdropout_trainer.settings.secrets import public_settings, public_words
 from loopdropout_trainer.settings.versions import library_versions
@@ -73,10 +72,8 @@ class SweepArguments:
     )
 
     def __post_init__(self):
-        if isinstance(self.rate_factors, str):
-            self.rate_factors = json_of("rate_factors", self.rate_factors)
         check_folder("output_dir", self.output_dir)
-        check_whole("workers", self.workers, 1)
+        check_integer("workers", self.workers, 1)
         check_list("methods", self.methods)
         check_list("test_benchmarks", self.test_benchmarks)
         if self.test_depths is not None and not isinstance(self.test_depths, (list, tuple)):
@@ -90,7 +87,7 @@ class SweepArguments:
         for rate in self.learning_rates:
             check_number("learning_rates", rate, above=True)
         for seed in self.seeds:
-            check_whole("seeds", seed, 0)
+            check_integer("seeds", seed, 0)
         for factor in (self.rate_factors or {}).values():
             check_number("rate_factors", factor, above=True)
         self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
@@ -237,7 +234,7 @@ class Sweep:
             SweepError: if a job fails, or the folder belongs to another sweep.
             LockedError: if another process runs a sweep in the folder.
         """
-        with only_process_in(self.output_dir):
+        with folder_lock(self.output_dir):
             self.claim()
             workers = make_workers(self.arguments.workers, self.arguments.ray_address)
             do_jobs(self.ready_jobs, workers, after_each=self.save_summary)

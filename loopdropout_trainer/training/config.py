@@ -14,8 +14,7 @@ from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.settings.field_types import json_of
-from loopdropout_trainer.settings.ranges import check_whole
+from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.training.choices import make_choice
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
@@ -47,7 +46,7 @@ class LoopDropoutArguments:
             "nargs": "+",
         },
     )
-    rule_args: dict[str, Any] | str | None = field(
+    rule_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Further fields of the rule, as a mapping (JSON on the command line)."}
     )
     gate_seed: int | None = field(
@@ -127,8 +126,6 @@ class LoopDropoutArguments:
             )
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
-        if isinstance(self.rule_args, str):
-            self.rule_args = json_of("rule_args", self.rule_args)
         # Here already: transformers keeps a half-made DeepSpeed configuration, which would fail the process's next model.
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
@@ -200,14 +197,12 @@ class LoopLossArguments:
             "`weighted`, `exit` (by the model's exit gate) or `random` (docs/depth.md). Evaluation scores the final loop."
         },
     )
-    loop_loss_args: dict[str, Any] | str | None = field(
+    loop_loss_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fields of the loop loss, as a mapping (JSON on the command line)."}
     )
 
     def make_loop_loss(self) -> LoopLoss:
         """Build the loop loss that these arguments describe."""
-        if isinstance(self.loop_loss_args, str):
-            self.loop_loss_args = json_of("loop_loss_args", self.loop_loss_args)
         return make_choice("loop_loss", LOOP_LOSSES, self.loop_loss, self.loop_loss_args)
 
 
@@ -224,7 +219,7 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
             "`lognormal_poisson` or `weighted`, drawn for each optimizer step (docs/depth.md)."
         },
     )
-    depth_sampling_args: dict[str, Any] | str | None = field(
+    depth_sampling_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
     )
     live_diagnostics_steps: int = field(
@@ -254,8 +249,6 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
 
     def make_depth_sampler(self) -> DepthSampler:
         """Build the depth sampler that these arguments describe."""
-        if isinstance(self.depth_sampling_args, str):
-            self.depth_sampling_args = json_of("depth_sampling_args", self.depth_sampling_args)
         return make_choice("depth_sampling", DEPTH_SAMPLERS, self.depth_sampling, self.depth_sampling_args)
 
     def depth_limits(self, num_loops: int) -> tuple[int, int]:
@@ -264,11 +257,24 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
         return limits
 
 
+DPO_LOSSES = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+)
+"""The losses that TRL's DPO has; it refuses others in the first step only."""
+
+
 @dataclass
 class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
     """Training arguments of `LoopDropoutDPOTrainer`: everything that `DPOConfig` has, and how gates are drawn."""
 
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in self.loss_type:
+            if name not in DPO_LOSSES:
+                raise ValueError(f"`loss_type` must be among {', '.join(DPO_LOSSES)}; got {name!r}.")
 
 
 @dataclass
@@ -326,7 +332,7 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
             if getattr(self, name) not in valid:
                 raise ValueError(f"`{name}` must be {' or '.join(valid)}; got {getattr(self, name)!r}.")
         if self.completion_slots is not None:
-            check_whole("completion_slots", self.completion_slots)
+            check_integer("completion_slots", self.completion_slots)
         if self.make_loop_loss().name == "random":
             raise ValueError(
                 "`loop_loss: random` runs fewer loops than the completions were sampled with: choose 'final', 'uniform', "

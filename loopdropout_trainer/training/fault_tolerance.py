@@ -16,9 +16,9 @@ from transformers.utils import logging
 
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import save_adapter_card, save_adapter_metadata
-from loopdropout_trainer.saving.files import is_about_files, written_whole
+from loopdropout_trainer.saving.files import is_about_files, staged_files
 from loopdropout_trainer.saving.hub import push_error
-from loopdropout_trainer.saving.lock import only_process_in
+from loopdropout_trainer.saving.lock import folder_lock
 from loopdropout_trainer.training.checkpoints import (
     CheckpointError,
     newest_whole_checkpoint,
@@ -90,7 +90,7 @@ class FaultToleranceMixin(ResumingMixin):
             LockedError: if another run is at work there.
         """
         lock = ExitStack()
-        self.from_main_process(lambda: lock.enter_context(only_process_in(self.args.output_dir)))
+        self.from_main_process(lambda: lock.enter_context(folder_lock(self.args.output_dir)))
         with lock:
             yield
 
@@ -179,13 +179,13 @@ class FaultToleranceMixin(ResumingMixin):
             self._save_files(folder, state_dict, folder)
             return
         advice = f"{_what_is_safe(self._newest_checkpoint_here())} Free some space and resume or save again."
-        with written_whole(folder, "The adapter", advice) as partial:
+        with staged_files(folder, "The adapter", advice) as partial:
             self._save_files(partial, state_dict, folder)
 
     def _save_files(self, folder: Path, state_dict: dict | None, name: Path) -> None:
         super()._save(str(folder), state_dict)
         if self.args.should_save:
-            save_adapter_metadata(folder, **self._training_facts())
+            save_adapter_metadata(self.model, folder, **self._training_facts())
             save_adapter_card(self.model, folder, self.args.hub_model_id or str(name))
 
     def _training_facts(self) -> dict[str, Any]:

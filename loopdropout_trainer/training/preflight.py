@@ -15,7 +15,9 @@ from transformers import (
     AutoConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Trainer,
     TrainingArguments,
+    get_scheduler,
 )
 
 from loopdropout_trainer.adapters import check_adapter, check_peft_config
@@ -23,8 +25,7 @@ from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_loo
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
 from loopdropout_trainer.models.strict_loading import checkpoint_names
 from loopdropout_trainer.settings.command import user_supplied
-from loopdropout_trainer.settings.field_types import shown
-from loopdropout_trainer.settings.ranges import check_folder, check_number, check_whole
+from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_number, shown
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.depth import check_depths
 from loopdropout_trainer.training.distributed import check_arguments
@@ -98,6 +99,8 @@ def check_run(
     _check_numbers(args)
     check_folder("output_dir", args.output_dir)
     _check_machine(args)
+    _check_optimizer(args)
+    _check_schedule(args)
     config = _looped_config(model, args)
     check_attention((args.model_init_kwargs or {}).get("attn_implementation"), args.use_cpu)
     check_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)
@@ -140,9 +143,9 @@ def _check_numbers(args: TrainingArguments) -> None:
         "dataset_num_proc": 1,
     }.items():
         if getattr(args, name, None) is not None:
-            check_whole(name, getattr(args, name), least, 2**32 - 1 if name.endswith("seed") else None)
+            check_integer(name, getattr(args, name), least, 2**32 - 1 if name.endswith("seed") else None)
     if args.max_steps != -1:  # which leaves it to `num_train_epochs`
-        check_whole("max_steps", args.max_steps)
+        check_integer("max_steps", args.max_steps)
     check_number("learning_rate", args.learning_rate)
     check_number("weight_decay", args.weight_decay)
     check_number("warmup_steps", args.warmup_steps)
@@ -152,9 +155,42 @@ def _check_numbers(args: TrainingArguments) -> None:
     check_number("adam_epsilon", args.adam_epsilon)
     check_number("label_smoothing_factor", args.label_smoothing_factor, most=1)
     check_number("num_train_epochs", args.num_train_epochs, above=True)
+    check_number("neftune_noise_alpha", args.neftune_noise_alpha or 0)
     for name in ("save", "logging", "eval"):
         if getattr(args, f"{name}_strategy") == "steps":
             check_number(f"{name}_steps", getattr(args, f"{name}_steps"), above=True)
+
+
+def _check_optimizer(args: TrainingArguments) -> None:
+    """Raise ValueError for an optimizer that cannot be built, by building it for a single weight."""
+    if args.optim_target_modules:  # GaLore and the like, whose parameters are found in the model
+        return
+    layer, without = nn.Linear(1, 1), copy.copy(args)
+    without.optim_args = None
+    with user_supplied(f"`optim` {args.optim} with `optim_args` {shown(args.optim_args)} cannot be used"):
+        optimizer_class, keywords = Trainer.get_optimizer_cls_and_kwargs(args, layer)
+        if args.optim_args and keywords == Trainer.get_optimizer_cls_and_kwargs(without, layer)[1]:
+            raise ValueError(
+                f"`optim` {args.optim} reads nothing from `optim_args` {shown(args.optim_args)}: leave it out."
+            )
+        optimizer_class(layer.parameters(), **keywords)
+
+
+def _check_schedule(args: TrainingArguments) -> None:
+    """Raise ValueError for a learning rate schedule that cannot be built, by building and running a short one."""
+    name, keywords = (
+        str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        args.lr_scheduler_kwargs or {},
+    )
+    if keywords and name in ("constant", "constant_with_warmup"):  # for which transformers drops them
+        raise ValueError(f"`lr_scheduler_type` {name} takes no `lr_scheduler_kwargs`; got {shown(keywords)}.")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with user_supplied(f"`lr_scheduler_type` {name} with `lr_scheduler_kwargs` {shown(keywords)} cannot be used"):
+        scheduler = get_scheduler(name, optimizer, 2, 8, scheduler_specific_kwargs=dict(keywords))
+        for _ in range(8):
+            optimizer.step()
+            scheduler.step(*[1.0] * (name in ("reduce_lr_on_plateau", "greedy")))  # which look at the loss
+            check_number("lr_scheduler_kwargs", optimizer.param_groups[0]["lr"])
 
 
 def _check_machine(args: TrainingArguments) -> None:

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from loopdropout_trainer.looped import LoopState, project
-from loopdropout_trainer.models.attention import attend
+from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
-from loopdropout_trainer.models.layers import RMSNorm
+from loopdropout_trainer.models.layers import RMSNorm, attend, project
 from loopdropout_trainer.models.looped_modeling import RecurrentLayer
-from loopdropout_trainer.models.operations import rotate_halves, swiglu
-from loopdropout_trainer.models.recomputation import recomputable
+from loopdropout_trainer.models.operations import recomputable, rotate_halves, swiglu
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
