@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
-from loopdropout_trainer.diagnostics.plots import draw_curves, new_figure, save_figure
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.figures import Panel
 
 
 DOSES = tuple(step / 4 for step in range(9))
@@ -22,9 +22,6 @@ class Dose(Diagnostic):
     def settings(self, context: Context) -> dict[str, Any]:
         return {"doses": list(DOSES)}
 
-    def passes(self, context: Context) -> int:
-        return len(DOSES)
-
     def measure(self, context: Context) -> dict[str, Any]:
         losses = [context.scores([dose] * context.num_loops).loss for dose in DOSES]
         frozen = losses[DOSES.index(0)]
@@ -34,14 +31,9 @@ class Dose(Diagnostic):
             "reductions_percent": [100 * (frozen - loss) / frozen for loss in losses],
         }
 
-    def table(self, report: Report):
-        return report.table(
-            {f"c = {dose:g}": ("reductions_percent", place) for place, dose in enumerate(DOSES)}, ".1f"
-        )
+    def table(self, found: Measurements):
+        rows = {f"c = {dose:g}": ("reductions_percent", place) for place, dose in enumerate(DOSES)}
+        return found.table(rows, ".1f")
 
-    def draw(self, report: Report, path):
-        with new_figure() as (figure, axes):
-            draw_curves(axes, DOSES, report.series("losses"))
-            axes.axvline(1, color="black", linewidth=0.5, linestyle=":")
-            axes.set(xlabel="Gate of every loop", ylabel="Cross entropy (nats)")
-            return save_figure(figure, path, legend_of=axes)
+    def figures(self, found: Measurements):
+        return {"": [Panel(found.series("losses"), DOSES, "Gate of every loop", "Cross entropy (nats)", mark=1)]}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
-from loopdropout_trainer.diagnostics.plots import draw_curves, draw_heat_map, new_figure, save_figure
-from loopdropout_trainer.evaluation.statistics import mean_and_sd
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.figures import HeatMaps, Panel
 
 
 MOST_LOOPS = 6
 """Most loops of which all 2^K sets are measured."""
+
+Loops = tuple[int, ...]
 
 
 class Patterns(Diagnostic):
@@ -22,9 +24,6 @@ class Patterns(Diagnostic):
     name = "patterns"
     title = "Loss reduction with the adapter in some loops, %"
     needs_adapter = True
-
-    def passes(self, context: Context) -> int:
-        return len(loop_sets(context.num_loops))
 
     def measure(self, context: Context) -> dict[str, Any]:
         num_loops = context.num_loops
@@ -46,81 +45,64 @@ class Patterns(Diagnostic):
             ],
         }
 
-    def table(self, report: Report):
-        places = {tuple(each["loops"]): index for index, each in enumerate(report.runs[0]["measured"]["patterns"])}
-        named = {_name(loops): ("patterns", place, "reduction_percent") for loops, place in places.items() if loops}
-        return report.table(named, ".1f")
+    def table(self, found: Measurements):
+        rows = {
+            _name(each["loops"]): ("patterns", place, "reduction_percent")
+            for place, each in enumerate(found.first["patterns"])
+            if each["loops"]
+        }
+        return found.table(rows, ".1f")
 
-    def draw(self, report: Report, path):
-        patterns = report.runs[0]["measured"]["patterns"]
-        with new_figure(columns=2, sharey=True) as (figure, axes):
-            for axis, kind in zip(axes, ("prefix", "suffix"), strict=True):
-                places = sorted(
-                    (len(each["loops"]), index) for index, each in enumerate(patterns) if kind in each["kinds"]
-                )
-                lengths = [length for length, _ in places]
-                series = {
-                    method: tuple(None if part is None else part[[i for _, i in places]] for part in _reductions(each))
-                    for method in report.methods
-                    for each in [report.of(method)]
-                }
-                draw_curves(axis, lengths, series)
-                which = "First" if kind == "prefix" else "Last"
-                axis.set(xlabel=f"{which} loops that are adapted", xticks=lengths)
-            axes[0].set_ylabel("Loss reduction (%)")
-            files = save_figure(figure, f"{path}_prefixes", legend_of=axes[0])
-        if report.num_loops <= MOST_LOOPS:
-            files += self._heat_map(report, path)
-        return files
+    def figures(self, found: Measurements):
+        series = found.series("patterns", ..., "reduction_percent")
+        panels = []
+        for kind, which in (("prefix", "First"), ("suffix", "Last")):
+            of_kind = [
+                (len(each["loops"]), i) for i, each in enumerate(found.first["patterns"]) if kind in each["kinds"]
+            ]
+            lengths, places = (list(column) for column in zip(*sorted(of_kind), strict=True))
+            some = {m: tuple(part if part is None else part[places] for part in each) for m, each in series.items()}
+            panels.append(Panel(some, lengths, f"{which} loops that are adapted", "Loss reduction (%)"))
+        drawn: dict[str, list[Panel] | HeatMaps] = {"_prefixes": panels}
+        if found.num_loops <= MOST_LOOPS:
+            drawn[""] = self._all_sets(found, {method: mean for method, (mean, _) in series.items()})
+        return drawn
 
-    def _heat_map(self, report: Report, path):
-        """Draw all sets: what is adapted of the first half of the loops from top to bottom, of the second across."""
-        half = (report.num_loops + 1) // 2
-        early, late = (_sets(loops) for loops in (report.loops[:half], report.loops[half:]))
-        place = {tuple(each["loops"]): i for i, each in enumerate(report.runs[0]["measured"]["patterns"])}
-        means = {method: _reductions(report.of(method))[0] for method in report.methods}
-        low, high = (f(mean.min() if f is min else mean.max() for mean in means.values()) for f in (min, max))
-        columns = min(2, len(means))
-        rows = -(-len(means) // columns)
-        height = max(1.7, 0.24 * len(early) + 0.6)
-        width = None if columns == 1 else max(5.5, 0.36 * len(late) * columns + 1.6)
-        with new_figure(rows, columns, width=width, height=height, squeeze=False) as (figure, axes):
-            for axis in axes.flat[len(means) :]:
-                axis.remove()
-            for axis, (method, mean) in zip(axes.flat, means.items(), strict=False):
-                values = [[mean[place[first + last]] for last in late] for first in early]
-                image = draw_heat_map(axis, values, [_name(x) for x in late], [_name(x) for x in early], low, high)
-                axis.set(title=method, xlabel="Adapted late loops", ylabel="Adapted early loops")
-            drawn = list(axes.flat[: len(means)])
-            figure.colorbar(image, ax=drawn, label="Loss reduction (%)").outline.set_visible(False)
-            return save_figure(figure, path)
+    def _all_sets(self, found: Measurements, means: dict[str, np.ndarray]) -> HeatMaps:
+        """Return all sets: what is adapted of the first half of the loops from top to bottom, of the second across."""
+        half = (found.num_loops + 1) // 2
+        early, late = _sets(found.loops[:half]), _sets(found.loops[half:])
+        place = {tuple(each["loops"]): i for i, each in enumerate(found.first["patterns"])}
+        places = np.array([[place[first + last] for last in late] for first in early])
+        return HeatMaps(
+            {method: mean[places] for method, mean in means.items()},
+            rows=[_name(loops) for loops in early],
+            columns=[_name(loops) for loops in late],
+            xlabel="Adapted late loops",
+            ylabel="Adapted early loops",
+            label="Loss reduction (%)",
+        )
 
 
-def loop_sets(num_loops: int) -> list[tuple[int, ...]]:
+def loop_sets(num_loops: int) -> list[Loops]:
     """Return the sets of loops (from 1) that are measured, the empty one first: all, or the prefixes and suffixes."""
     every = tuple(range(1, num_loops + 1))
     if num_loops <= MOST_LOOPS:
         return _sets(every)
-    ends = [every[:length] for length in range(num_loops + 1)]
-    return ends + [every[start:] for start in range(num_loops - 1, 0, -1)]
+    prefixes = [every[:length] for length in range(num_loops + 1)]
+    return prefixes + [every[start:] for start in range(num_loops - 1, 0, -1)]
 
 
-def _sets(loops) -> list[tuple[int, ...]]:
+def _sets(loops: Sequence[int]) -> list[Loops]:
     return [chosen for length in range(len(loops) + 1) for chosen in combinations(loops, length)]
 
 
-def kinds(loops: tuple[int, ...], num_loops: int) -> list[str]:
+def kinds(loops: Loops, num_loops: int) -> list[str]:
     """Return which of `prefix` and `suffix` a set is; the empty and the full one are both."""
     every = tuple(range(1, num_loops + 1))
     found = {"prefix": every[: len(loops)], "suffix": every[num_loops - len(loops) :]}
     return [kind for kind, same in found.items() if loops == same]
 
 
-def _name(loops: tuple[int, ...]) -> str:
+def _name(loops: Sequence[int]) -> str:
     return ("+" if loops and max(loops) > 9 else "").join(map(str, loops)) or "none"
-
-
-def _reductions(runs: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return mean and sample standard deviation over seeds for each set."""
-    values = np.array([[each["reduction_percent"] for each in run["measured"]["patterns"]] for run in runs])
-    return mean_and_sd(values)

@@ -178,6 +178,16 @@ class RunArguments(BenchmarkArguments):
             "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
         },
     )
+    live_diagnostics_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Measure and log what the adapter does in each loop every so many steps and at the end, on a few "
+            "evaluation rows (docs/diagnostics.md); 0: never. Training is the same with and without it."
+        },
+    )
+    live_diagnostics_rows: int = field(
+        default=16, metadata={"help": "Evaluation rows, from the first on, that the live diagnostics measure on."}
+    )
     single_loop_accuracy: bool = field(
         default=False,
         metadata={"help": "Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."},
@@ -199,6 +209,8 @@ class RunArguments(BenchmarkArguments):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
         check_integer("single_loop_batches", self.single_loop_batches, 0)
+        check_integer("live_diagnostics_steps", self.live_diagnostics_steps, 0)
+        check_integer("live_diagnostics_rows", self.live_diagnostics_rows)
         for depth in self.depths or ():
             check_integer("depths", depth, 1, MOST_LOOPS)
         check_distinct("depths", self.depths or [])

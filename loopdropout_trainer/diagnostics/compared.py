@@ -1,0 +1,200 @@
+"""Which models are compared: the base model, adapters and merged models, and whether they can be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments
+from loopdropout_trainer.evaluation.loading import one_line, train_info
+from loopdropout_trainer.evaluation.results import read_results
+from loopdropout_trainer.saving.adapter_files import adapter_folder
+from loopdropout_trainer.saving.files import sha256
+from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.recipe import RecipeError
+
+
+BASE = "base"
+"""Name of the model without an adapter in every diagnostic and figure."""
+
+_DATA_SETTINGS = (
+    *("model_revision", "preparation", "dataset_name", "dataset_config", "dataset_revision", "dataset_split"),
+    *("train_files", "column_mapping", "num_train_examples", "split_seed", "prompt_template", "prompt_end"),
+    *("chat_template", "max_length"),
+)
+"""Settings of a training, beside the base model, that two adapters must share to be compared."""
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model that is measured.
+
+    Attributes:
+        method: its name in tables and figures; several models of one name are one method's seeds.
+        kind: `base`, `adapter` or `merged`.
+        path: folder or Hub name; None for the base.
+        seed, rule, p, train_num_loops: of its training, as far as its folder tells.
+        settings: of its training, as far as its folder tells.
+        evaluation: results by benchmark, of an `evaluation.json`, that are taken instead of generating them.
+        weights: hash of its own weight files; None for the base, and for a model on the Hub.
+    """
+
+    method: str
+    kind: str
+    path: str | None = None
+    seed: int | None = None
+    rule: str | None = None
+    p: Any = None
+    train_num_loops: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What stands in the results beside the measurement."""
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_IN_RESULTS}
+
+
+_NOT_IN_RESULTS = ("settings", "evaluation", "weights")
+
+
+def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel]:
+    """Return the base model, then the adapters and merged models that are given as `name=path`.
+
+    A name whose adapters were trained at several depths becomes one method for each depth.
+
+    Args:
+        arguments: what is given.
+        base: name or folder of the base model.
+
+    Raises:
+        RecipeError: for another form, a name of the base's, something that is no adapter or is given twice, adapters that
+            cannot be compared, or an evaluation that belongs to none of them.
+    """
+    evaluations: dict[str, list[str]] = {}
+    for given in arguments.evaluations:
+        method, file = _pair("evaluations", given)
+        evaluations.setdefault(method, []).append(file)
+
+    def next_evaluation(method: str) -> Mapping[str, Any]:
+        return _evaluated(evaluations[method].pop(0), method) if evaluations.get(method) else {}
+
+    found = [ComparedModel(BASE, "base", evaluation=next_evaluation(BASE))]
+    for option, kind in (("adapters", "adapter"), ("models", "merged")):
+        for given in getattr(arguments, option):
+            method, path = _pair(option, given)
+            if method == BASE:
+                raise RecipeError(f"`{option}` must not name one `{BASE}`: the base model is measured anyway.")
+            found.append(_read(method, kind, path, next_evaluation(method)))
+    left = next((f"{files[0]} for `{method}`" for method, files in evaluations.items() if files), None)
+    if left:
+        raise RecipeError(f"`evaluations` names {left}, which has no model left to belong to.")
+    _check_different(found)
+    _check_comparable([model for model in found if model.kind == "adapter" and model.settings], base)
+    depths: dict[str, set[int | None]] = {}
+    for model in found:
+        depths.setdefault(model.method, set()).add(model.train_num_loops)
+    return [
+        replace(model, method=with_depth(model.method, model.train_num_loops))
+        if len(depths[model.method]) > 1
+        else model
+        for model in found
+    ]
+
+
+def with_depth(method: str, num_loops: int | None) -> str:
+    """Return a method's name with the depth that it was trained at."""
+    depth = f" (K = {'unknown' if num_loops is None else num_loops})"
+    return method if method.endswith(depth) else method + depth
+
+
+def _pair(option: str, given: str) -> tuple[str, str]:
+    name, _, path = (part.strip() for part in given.partition("="))
+    if not (name and path):
+        raise RecipeError(f"`{option}` takes name=path; got {given!r}.")
+    return name, path
+
+
+def _read(method: str, kind: str, path: str, evaluation: Mapping[str, Any]) -> ComparedModel:
+    """Return what the folder of an adapter or a merged model tells."""
+    folder, facts, weights = Path(path), {}, None
+    if kind == "adapter":
+        with user_supplied(f"`adapters` names {path}, which cannot be loaded"):
+            facts, folder = train_info(path), adapter_folder(path)
+        weights = sha256(folder / "adapter_model.safetensors")
+    elif folder.is_dir():
+        weights = sha256(folder.glob("*.safetensors"))
+    settings = _training_settings(folder)
+    rule, p = (facts.get(name, settings.get(name)) for name in ("rule", "p"))
+    seed, depth = settings.get("seed"), facts.get("num_loops")
+    return ComparedModel(method, kind, path, seed, rule, p, depth, settings, evaluation, weights)
+
+
+def _evaluated(file: str, method: str) -> Mapping[str, Any]:
+    """Return the benchmarks of the only row of an `evaluation.json`, or of the row that is named as the method is."""
+    try:
+        rows = read_results(file)["rows"]
+        row = next(iter(rows.values())) if len(rows) == 1 else rows[method]
+        return dict(row["benchmarks"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(
+            f"`evaluations` names {file}, which has no results of `{method}`: {one_line(error)}."
+        ) from error
+
+
+def _training_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings that a training left beside its adapter in `results.json`, or {}."""
+    path = folder / "results.json"
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["run_info"]["settings"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise RecipeError(f"{path} is not the results file of a training: mend it, or remove it.") from None
+
+
+def _check_different(models: Sequence[ComparedModel]) -> None:
+    """Refuse one model under two names, or one adapter as two seeds: their spread would be none of the seeds'."""
+    kinds: dict[str, str] = {}
+    seen: dict[str, ComparedModel] = {}
+    for model in models:
+        if kinds.setdefault(model.method, model.kind) != model.kind:
+            raise RecipeError(f"`{model.method}` names an adapter and a merged model: give them different names.")
+        other = seen.setdefault(model.weights or str(model.path), model)
+        if other is not model:
+            raise RecipeError(
+                f"`{other.method}` ({other.path}) and `{model.method}` ({model.path}) hold the same weights: give each once."
+            )
+
+
+def _check_comparable(adapters: Sequence[ComparedModel], base: str) -> None:
+    """Refuse adapters of another base model, or that were trained on other data than the first one.
+
+    What an adapter's folder does not tell is not compared.
+    """
+    for model in adapters:
+        trained_on = model.settings.get("model_name_or_path")
+        if trained_on is not None and _last_part(trained_on) != _last_part(base):
+            raise RecipeError(
+                f"`{model.method}` ({model.path}) was trained on `model_name_or_path` {trained_on}, and the recipe has "
+                f"{base}: they cannot be compared."
+            )
+        first = adapters[0]
+        for key in _DATA_SETTINGS:
+            before, now = first.settings.get(key), model.settings.get(key)
+            if _last_part(before) != _last_part(now):
+                raise RecipeError(
+                    f"`{first.method}` ({first.path}) and `{model.method}` ({model.path}) cannot be compared: `{key}` was "
+                    f"{before!r} in one training and {now!r} in the other."
+                )
+
+
+def _last_part(value: Any) -> Any:
+    """Return files and folders, also in a list, by their names alone, since they move."""
+    if isinstance(value, list):
+        return [_last_part(each) for each in value]
+    return Path(value).name.replace("_", "-") if isinstance(value, str) else value
