@@ -4,9 +4,9 @@
     python recipes/report.py outputs/sweeps --tables math_main mask_controls --output_dir report
     python recipes/report.py outputs --tables all
 
-Without `--tables` it summarises whatever runs there are: accuracy by depth, differences, costs, and every figure that they have
-numbers for. A table or figure of the paper is a YAML file in recipes/tables/; a table is written as Markdown, LaTeX and CSV,
-with the paper's numbers in columns of their own, a figure as PNG, PDF and SVG. What has not been measured is listed as missing.
+Without `--tables` it summarises whatever runs there are: accuracy by depth, differences, costs, and every figure that they
+have numbers for. A table or figure of the paper is a YAML file in recipes/tables/; a table is written as Markdown, LaTeX and
+CSV, with the paper's numbers in columns of their own, a figure as PNG, PDF and SVG. What was not measured is listed as missing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from loopdropout_trainer.reports.reading import ReportError
-from loopdropout_trainer.reports.specs import FinishedTable, grid, notes
 from loopdropout_trainer.reports.report import write_report
+from loopdropout_trainer.reports.specs import FinishedTable, grid, notes
 from loopdropout_trainer.settings.command import run_command
 
 

@@ -20,7 +20,6 @@ from loopdropout_trainer.diagnostics import DIAGNOSTICS, Measurements, single_lo
 from loopdropout_trainer.diagnostics.answers import compare_seeds
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.compared import find_models
-from loopdropout_trainer.diagnostics.figures import draw_figure
 from loopdropout_trainer.diagnostics.rows import load_rows_to_score
 from loopdropout_trainer.diagnostics.single_loop import SingleLoop
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
@@ -123,8 +122,6 @@ def test_every_diagnostic_leaves_what_is_documented(everything):
         )
         for field in MEASURED[name] | {name}:
             assert f"`{field}`" in documented
-        pictures = sorted(file.name for file in folder.glob(f"{name}*.p*"))
-        assert {Path(file).suffix for file in pictures} == {".png", ".pdf"} and len(pictures) % 2 == 0
         assert DIAGNOSTICS[name].title.split()[0] in printed
     # but for the last line, which is a path
     assert max(map(len, printed.splitlines()[:-1])) <= 80
@@ -231,31 +228,6 @@ def test_adapters_of_several_training_depths_are_methods_of_their_own(saved, tmp
     assert methods(paths[1:]) == ["base", "LoRA", "LoRA"]
 
 
-def test_a_grid_of_pictures_may_have_an_empty_place(everything, tmp_path):
-    """Three methods in two columns, and matrices of training depth by evaluation depth."""
-    _, _, files = everything
-    for name in ("patterns", "similarity"):
-        content = copy.deepcopy(files[name])
-        content["runs"].append({**content["runs"][-1], "method": "Third"})
-        for ending, figure in DIAGNOSTICS[name]().figures(Measurements(content)).items():
-            assert all(file.stat().st_size > 1000 for file in draw_figure(figure, tmp_path / f"{name}{ending}"))
-    score = {"correct": 1, "missing": 0, "score": 50.0}
-    measured = {
-        "depths": [2, 4],
-        "relative_compute": [0.6, 1.0],
-        "benchmarks": {"math": {"total": 2, "results": [score] * 2}},
-    }
-    runs = [
-        {"method": f"LoRA (K = {depth})", "kind": "adapter", "train_num_loops": depth, "measured": measured}
-        for depth in (2, 4)
-    ]
-    report = Measurements({"title": "", "settings": {"num_loops": 4}, "runs": runs})
-    figures = DIAGNOSTICS["depth_generation"]().figures(report)
-    assert set(figures) == {"", "_matrix"}
-    for ending, figure in figures.items():
-        assert all(file.is_file() for file in draw_figure(figure, tmp_path / f"depth{ending}"))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -313,7 +285,7 @@ def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
     patterns = {tuple(each["loops"]): each["loss"] for each in files["patterns"]["runs"][0]["measured"]["patterns"]}
     (run,) = files["last_two"]["runs"]
     assert run["measured"]["losses"] == pytest.approx([patterns[3, 4], patterns[1, 2, 3, 4]])
-    assert (tmp_path / "diagnostics" / "last_two.png").is_file()
+    assert (tmp_path / "diagnostics" / "figures" / "last_two.png").is_file()
     printed = capsys.readouterr().out
     assert (
         "Loss with the adapter in the last two loops" in printed and f"{run['measured']['losses'][0]:.4f}" in printed

@@ -4,7 +4,6 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import HeatMaps, Panel
 from loopdropout_trainer.diagnostics.live import LiveDiagnosticsCallback
 from loopdropout_trainer.diagnostics.readouts import readout_losses
 from loopdropout_trainer.diagnostics.rows import evaluation_batches, labelled_batches
@@ -16,10 +15,8 @@ __all__ = [
     "DIAGNOSTICS",
     "Context",
     "Diagnostic",
-    "HeatMaps",
     "LiveDiagnosticsCallback",
     "Measurements",
-    "Panel",
     "Scores",
     "SingleLoopActivation",
     "evaluation_batches",

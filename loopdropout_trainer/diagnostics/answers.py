@@ -12,7 +12,6 @@ from typing import Any
 from loopdropout_trainer.diagnostics.compared import BASE
 from loopdropout_trainer.diagnostics.depth import counts
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements, shown
-from loopdropout_trainer.diagnostics.figures import Panel
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.statistics import decompose_difference, mean_and_sd, sign_test
 
@@ -68,17 +67,6 @@ class AnswerChanges(Diagnostic):
                 for label, cell in cells.items():
                     table.add_row(f"  {label}", *(cell if method == each["b"] else "" for method in found.methods))
         return table
-
-    def figures(self, found: Measurements):
-        drawn = {}
-        for name, measured in found.first.items():
-            for column, groups in measured["groups"].items():
-                series = found.series(name, "groups", column, ..., "score")
-                names = [group.replace(" ", "\n") for group in groups]
-                xlabel = column.replace("_", " ").capitalize()
-                panel = Panel(series, range(len(groups)), xlabel, f"{name} (%)", True, names, percent="from 0")
-                drawn[f"_{name}_{column}"] = [panel]
-        return drawn
 
 
 def _by_group(result: BenchmarkResult, names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -8,9 +8,7 @@ from typing import Any
 from torch import nn
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS
-from loopdropout_trainer.diagnostics.compared import with_depth
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import HeatMaps, Panel
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -50,19 +48,6 @@ class _AtDepths(Diagnostic):
     def settings(self, context: Context) -> dict[str, Any]:
         return {"depths": list(context.depths)}
 
-    def panel(self, found: Measurements, ylabel: str, *path: Any, percent: str | None = None) -> Panel:
-        """Return the curve of what stands at a path for each depth, with the relative work on the upper axis."""
-        compute = [f"{each:.2f}" for each in found.first["relative_compute"]]
-        return Panel(
-            found.series(*path),
-            found.first["depths"],
-            "Loops at evaluation",
-            ylabel,
-            mark=found.num_loops,
-            percent=percent,
-            above=("Relative work", compute),
-        )
-
 
 class Depth(_AtDepths):
     """Teacher-forced, with every loop adapted."""
@@ -87,10 +72,6 @@ class Depth(_AtDepths):
         rows = {f"{depth} loops": ("losses", place) for place, depth in depths}
         rows |= {f"{depth} loops, token accuracy %": ("accuracies_percent", place) for place, depth in depths}
         return found.table(rows)
-
-    def figures(self, found: Measurements):
-        labels = {"losses": "Cross entropy (nats)", "accuracies_percent": "Token accuracy (%)"}
-        return {"": [self.panel(found, label, key) for key, label in labels.items()]}
 
 
 class DepthGeneration(_AtDepths):
@@ -121,19 +102,3 @@ class DepthGeneration(_AtDepths):
             for place, depth in enumerate(found.first["depths"])
         }
         return found.table(rows, ".1f")
-
-    def figures(self, found: Measurements):
-        paths = {name: ("benchmarks", name, "results", ..., "score") for name in found.first["benchmarks"]}
-        panels = [self.panel(found, f"{name} (%)", *path, percent="around") for name, path in paths.items()]
-        drawn: dict[str, list[Panel] | HeatMaps] = {"": panels}
-        adapters = [method for method in found.methods if found.of(method)[0]["kind"] == "adapter"]
-        if len({found.of(method)[0]["train_num_loops"] for method in adapters}) > 1:  # trained at several depths
-            drawn["_matrix"] = HeatMaps(
-                {name: [found.series(*path)[method][0] for method in adapters] for name, path in paths.items()},
-                rows=[with_depth(method, found.of(method)[0]["train_num_loops"]) for method in adapters],
-                columns=[str(depth) for depth in found.first["depths"]],
-                xlabel="Loops at evaluation",
-                ylabel="",
-                label="Accuracy (%)",
-            )
-        return drawn

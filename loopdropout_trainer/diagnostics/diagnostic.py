@@ -1,4 +1,4 @@
-"""What a diagnostic is: something measured on one model, and a table and figures of all of them.
+"""What a diagnostic is: something measured on one model, and a table of all of them.
 
 A subclass of `Diagnostic` with a name is found by that name: one file is one diagnostic, and nothing else has to know it.
 """
@@ -18,7 +18,6 @@ from rich.table import Table
 from torch import nn
 
 from loopdropout_trainer.adapters import use_gates
-from loopdropout_trainer.diagnostics.figures import HeatMaps, Panel, Series
 from loopdropout_trainer.diagnostics.rows import Rows
 from loopdropout_trainer.diagnostics.scores import Batch, Scores, evaluating, score_final, total
 from loopdropout_trainer.evaluation.benchmark import Benchmark
@@ -82,10 +81,6 @@ class Diagnostic:
     def table(self, found: Measurements) -> Table | None:
         """Return the printed table, of at most 80 columns for a few methods; `found.table` makes one."""
         return None
-
-    def figures(self, found: Measurements) -> dict[str, list[Panel] | HeatMaps]:
-        """Return figures by the ending of their file's name; "" for a figure that is called as the diagnostic is."""
-        return {}
 
 
 @dataclass
@@ -203,7 +198,7 @@ class Measurements:
         """Return the numbers at a path in `measured` of all seeds, [seeds, ...]."""
         return np.asarray([_at(run["measured"], path) for run in self.of(method)], dtype=float)
 
-    def series(self, *path: Any) -> Series:
+    def series(self, *path: Any) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
         """Return for each method the mean over seeds and the sample standard deviation (None for one seed)."""
         return {method: mean_and_sd(self.values(method, *path)) for method in self.methods}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import Panel
 
 
 DOSES = tuple(step / 4 for step in range(9))
@@ -34,6 +33,3 @@ class Dose(Diagnostic):
     def table(self, found: Measurements):
         rows = {f"c = {dose:g}": ("reductions_percent", place) for place, dose in enumerate(DOSES)}
         return found.table(rows, ".1f")
-
-    def figures(self, found: Measurements):
-        return {"": [Panel(found.series("losses"), DOSES, "Gate of every loop", "Cross entropy (nats)", mark=1)]}

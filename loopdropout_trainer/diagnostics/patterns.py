@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-import numpy as np
-
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import HeatMaps, Panel
 
 
 MOST_LOOPS = 6
@@ -52,36 +49,6 @@ class Patterns(Diagnostic):
             if each["loops"]
         }
         return found.table(rows, ".1f")
-
-    def figures(self, found: Measurements):
-        series = found.series("patterns", ..., "reduction_percent")
-        panels = []
-        for kind, which in (("prefix", "First"), ("suffix", "Last")):
-            of_kind = [
-                (len(each["loops"]), i) for i, each in enumerate(found.first["patterns"]) if kind in each["kinds"]
-            ]
-            lengths, places = (list(column) for column in zip(*sorted(of_kind), strict=True))
-            some = {m: tuple(part if part is None else part[places] for part in each) for m, each in series.items()}
-            panels.append(Panel(some, lengths, f"{which} loops that are adapted", "Loss reduction (%)"))
-        drawn: dict[str, list[Panel] | HeatMaps] = {"_prefixes": panels}
-        if found.num_loops <= MOST_LOOPS:
-            drawn[""] = self._all_sets(found, {method: mean for method, (mean, _) in series.items()})
-        return drawn
-
-    def _all_sets(self, found: Measurements, means: dict[str, np.ndarray]) -> HeatMaps:
-        """Return all sets: what is adapted of the first half of the loops from top to bottom, of the second across."""
-        half = (found.num_loops + 1) // 2
-        early, late = _sets(found.loops[:half]), _sets(found.loops[half:])
-        place = {tuple(each["loops"]): i for i, each in enumerate(found.first["patterns"])}
-        places = np.array([[place[first + last] for last in late] for first in early])
-        return HeatMaps(
-            {method: mean[places] for method, mean in means.items()},
-            rows=[_name(loops) for loops in early],
-            columns=[_name(loops) for loops in late],
-            xlabel="Adapted late loops",
-            ylabel="Adapted early loops",
-            label="Loss reduction (%)",
-        )
 
 
 def loop_sets(num_loops: int) -> list[Loops]:

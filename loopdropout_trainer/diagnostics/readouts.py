@@ -9,7 +9,6 @@ import numpy as np
 from torch import nn
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import Panel
 from loopdropout_trainer.diagnostics.scores import Batch, Scores, evaluating, score_readouts, total
 from loopdropout_trainer.looped import find_looped_model
 
@@ -48,8 +47,3 @@ class Readouts(Diagnostic):
     def table(self, found: Measurements):
         rows = found.by_loop("loop {}", "losses")
         return found.table(rows | found.by_loop("loop {}, token accuracy %", "accuracies_percent"))
-
-    def figures(self, found: Measurements):
-        labels = {"losses": "Cross entropy (nats)", "accuracies_percent": "Token accuracy (%)"}
-        panels = [Panel(found.series(key), found.loops, "Readout loop", label) for key, label in labels.items()]
-        return {"": panels}

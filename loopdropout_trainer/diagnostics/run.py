@@ -1,4 +1,4 @@
-"""One run of diagnostics: every diagnostic on every model, kept on disk as they come, then tables and figures."""
+"""One run of diagnostics: every diagnostic on every model, kept on disk as they come, then tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from loopdropout_trainer.data import load_tokenizer
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.compared import ComparedModel, find_models
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic, GroupedBenchmark, Measurements
-from loopdropout_trainer.diagnostics.figures import draw_figure
 from loopdropout_trainer.diagnostics.rows import held_out_rows, load_rows_to_score, raw_rows
 from loopdropout_trainer.evaluation.answer_log import check_same
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
@@ -258,7 +256,7 @@ class _Run:
         )
 
     def publish(self, diagnostic: Diagnostic, report: Measurements, console: Console) -> None:
-        """Write the JSON file and the figures, and print the table."""
+        """Write the JSON file, and print the table."""
         report.content["comparison"] = diagnostic.compare(report)
         path = self.folder / diagnostic.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -267,6 +265,3 @@ class _Run:
         if table is not None:
             console.print(f"\n{diagnostic.title}", highlight=False)
             console.print(table)
-        if find_spec("matplotlib") is not None:
-            for ending, content in diagnostic.figures(report).items():
-                draw_figure(content, f"{path}{ending}")

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import Panel
 from loopdropout_trainer.diagnostics.scores import Batch, carries_states, target_states
 from loopdropout_trainer.looped import find_looped_model
 
@@ -49,7 +48,3 @@ class Settling(Diagnostic):
         rows = found.by_loop("state, loop {}", "state_distances")
         rows |= found.by_loop("readout KL, loop {}", "readout_divergences")
         return found.table(rows | found.by_loop("same token %, loop {}", "agreements_percent"))
-
-    def figures(self, found: Measurements):
-        labels = {"state_distances": "State: distance to last", "readout_divergences": "Readout: KL to last (nats)"}
-        return {"": [Panel(found.series(key), found.loops, "Loop", label) for key, label in labels.items()]}

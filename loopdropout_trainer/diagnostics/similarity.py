@@ -15,7 +15,6 @@ import torch
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
 from loopdropout_trainer.diagnostics.scores import Batch, carries_states, target_states
-from loopdropout_trainer.diagnostics.updates import loop_matrices
 
 
 MOST_TOKENS = 500
@@ -65,6 +64,3 @@ class Similarity(Diagnostic):
         rows = {f"loops {loop} and {loop + 1}": ("cka", loop - 1, loop) for loop in range(1, last)}
         rows |= {f"loops {loop} and {last}": ("cka", loop - 1, last - 1) for loop in range(1, last - 1)}
         return found.table(rows)
-
-    def figures(self, found: Measurements):
-        return {"": loop_matrices(found, "cka", "Linear CKA")}

@@ -17,7 +17,6 @@ from peft import PeftModel
 
 from loopdropout_trainer.adapters import use_gates
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import Panel
 from loopdropout_trainer.diagnostics.scores import Batch, Scores, evaluating, score_final, total
 from loopdropout_trainer.looped import find_looped_model
 
@@ -109,7 +108,3 @@ class SingleLoop(Diagnostic):
         rows = found.by_loop("only loop {}", "reductions_percent") | {"all loops": ("all_on_reduction_percent",)}
         rows |= found.by_loop("loss, only loop {}", "only")
         return found.table(rows | {"loss, all loops": ("all_on",), "loss, frozen": ("frozen",)})
-
-    def figures(self, found: Measurements):
-        series = found.series("reductions_percent")
-        return {"": [Panel(series, found.loops, "Only active adapter loop", "Loss reduction (%)", bars=True)]}

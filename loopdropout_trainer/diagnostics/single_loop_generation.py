@@ -8,7 +8,6 @@ import torch
 
 from loopdropout_trainer.diagnostics.depth import counts
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import Panel
 
 
 class SingleLoopGeneration(Diagnostic):
@@ -37,7 +36,3 @@ class SingleLoopGeneration(Diagnostic):
             rows |= {f"{name}, only loop {loop}": (name, "only", loop - 1, "score") for loop in found.loops}
             rows[f"{name}, all loops"] = (name, "all_on", "score")
         return found.table(rows, ".2f")
-
-    def figures(self, found: Measurements):
-        xlabel, series = "Only active adapter loop", lambda name: found.series(name, "only", ..., "score")
-        return {"": [Panel(series(n), found.loops, xlabel, f"{n} (%)", percent="from 0") for n in found.first]}

@@ -14,7 +14,6 @@ import torch
 from torch.nn import functional as F
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
-from loopdropout_trainer.diagnostics.figures import HeatMaps, Panel
 from loopdropout_trainer.diagnostics.scores import Batch, carries_states, target_states
 
 
@@ -53,14 +52,3 @@ class Updates(Diagnostic):
             f"cosine, loops {loop} and {loop + 1}": ("cosines", loop - 1, loop) for loop in range(1, found.num_loops)
         }
         return found.table(found.by_loop("size, loop {}", "relative_sizes") | pairs)
-
-    def figures(self, found: Measurements):
-        sizes = Panel(found.series("relative_sizes"), found.loops, "Loop", "Update / state")
-        return {"": [sizes], "_cosines": loop_matrices(found, "cosines", "Cosine of updates")}
-
-
-def loop_matrices(found: Measurements, key: str, label: str) -> HeatMaps:
-    """Return one loop x loop heat map for each method, on a colour scale that ends at 1."""
-    loops = [str(loop) for loop in found.loops]
-    matrices = {method: mean for method, (mean, _) in found.series(key).items()}
-    return HeatMaps(matrices, loops, loops, "Loop", "Loop", label, high=1.0, form=".2f")

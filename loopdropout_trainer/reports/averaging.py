@@ -15,7 +15,7 @@ from loopdropout_trainer.reports.reading import OUTCOMES, ReportError
 if TYPE_CHECKING:
     import pandas as pd
 
-FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate")
+FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate", "total", "evaluation.num_rows")
 """Settings that runs are told apart by before any others."""
 
 DRAWS = 2000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.reports.averaging import groups, is_protocol, select, settings_of, shown, telling
+from loopdropout_trainer.reports.averaging import groups, is_protocol, known, select, settings_of, shown, telling
 from loopdropout_trainer.reports.plots import bar_plot, heat_plot, line_plot
 from loopdropout_trainer.reports.reading import BASE, NONE, TRAINING, ReportError
 from loopdropout_trainer.reports.specs import Spec, as_trained
@@ -33,8 +33,8 @@ AUTOMATIC: tuple[tuple[str, str, str, str, str, tuple[str, ...] | None, str], ..
     ("depth_tokens", "Token accuracy by the loops that are run", "line", "depth", "loops K at inference",
      ("depth_token_accuracy",), ACCURACY),
     ("dose", "Loss by the gate of all loops", "line", "dose", "gate of every loop", ("dose_loss",), "loss (nats)"),
-    ("patterns", "Loss reduction, adapter in a set of loops", "bar", "pattern", "loops with the adapter",
-     ("pattern_loss_reduction",), "loss reduction (%)"),
+    ("prefixes", "Loss reduction, adapter in the first or last loops", "line", "loop", "number of loops with the adapter",
+     ("prefix_loss_reduction", "suffix_loss_reduction"), "loss reduction (%)"),
     ("groups", "Accuracy by group of problems", "bar", "group", "", ("by_subject", "by_level"), ACCURACY),
     ("learning_rates", "Accuracy by learning rate", "line", "learning_rate", "learning rate", None, ACCURACY),
     ("ranks", "Accuracy by rank of the adapter", "line", "rank", "rank", None, ACCURACY),
@@ -57,14 +57,57 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, ggplot]:
             rows = labelled(rows, x)
             draw = bar_plot if kind == "bar" else line_plot
             figures[name] = draw(rows, x, y_label, by="label", panel="panel", x_label=x_label, title=title)
-    for metric in dict.fromkeys(table["metric"] if "other_loop" in table else ()):
-        rows = table[(table["metric"] == metric) & table["other_loop"].notna()]
-        if len(rows):
-            rows = labelled(rows, "loop", "other_loop")
-            rows["panel"] = rows["label"]
-            name = metric.replace(".", "_")
-            figures[name] = heat_plot(rows, "loop", "other_loop", "", "panel", "loop", "loop", title=metric)
+    if "early" in table and table["early"].notna().any():
+        rows = labelled(table[table["early"].notna()], "early", "late")
+        title = "Loss reduction (%), adapter in a set of loops"
+        figures["patterns"] = heat_plot(rows, "late", "early", "", "label", "late loops", "early loops", title)
+    return figures | _any_figures(table)
+
+
+def _any_figures(table: pd.DataFrame) -> dict[str, ggplot]:
+    """Return figures of what diagnostics measure that have none of their own: lists by loop, matrices and single numbers."""
+    figures = {}
+    found = table[
+        table["metric"].str.contains(".", regex=False) & (table["benchmark"] != TRAINING) & table["total"].isna()
+    ]
+    for name, rows in found.groupby(found["metric"].str.split(".").str[0], sort=False):
+        matrix = rows["other_loop"].notna() if "other_loop" in rows else rows["loop"].isna() & rows["loop"].notna()
+        for metric, part in rows[matrix].groupby("metric", sort=False):
+            part = labelled(part, "loop", "other_loop")
+            figures[metric.replace(".", "_")] = heat_plot(
+                part, "loop", "other_loop", "", "label", "loop", "loop", metric
+            )
+        part = labelled(rows[~matrix & rows["loop"].notna()], "loop")
+        if len(part):
+            figures[name] = line_plot(part, "loop", "", "label", "panel", "loop", name)
+        part = labelled(rows[~matrix & rows["loop"].isna()])
+        if len(part) and not any(each.split("_")[0] == name for each in figures):
+            figures[name] = bar_plot(part, "metric", "", "label", None, "", name)
     return figures
+
+
+def overview_figure(table: pd.DataFrame) -> ggplot:
+    """Return one figure of a few runs: accuracy by depth, and loss reduction and accuracy with the adapter in one loop only.
+
+    It holds what these runs measured themselves, for the first benchmark.
+    """
+    import pandas as pd
+
+    table = table[table["source"].str.endswith("results.json")]
+    titles = {
+        "depth_accuracy": "accuracy (%) by loops K at inference",
+        "single_loop_accuracy": "accuracy (%), adapter in one loop",
+        "single_loop": "loss reduction (%), adapter in one loop",
+    }
+    parts = []
+    for name, _, _, x, _, metrics, _ in AUTOMATIC:
+        rows = _drawn(table, x, metrics) if name in titles else table.iloc[:0]
+        rows = rows[rows["benchmark"] == rows["benchmark"].iloc[0]] if len(rows) else rows
+        if len(rows):
+            parts.append(labelled(rows, x).assign(panel=titles[name], position=rows[x]))
+    if not parts:
+        raise ReportError("These runs measured nothing by depth or by loop.")
+    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops")
 
 
 def _drawn(table: pd.DataFrame, x: str, metrics: Sequence[str] | None) -> pd.DataFrame:
@@ -77,11 +120,11 @@ def _drawn(table: pd.DataFrame, x: str, metrics: Sequence[str] | None) -> pd.Dat
         rows = rows[rows["metric"].isin(metrics) | (rows["metric"].str.startswith(patterns) if patterns else False)]
     else:  # a benchmark's accuracy
         rows = rows[rows["total"].notna() & (rows["metric"] != "missing") & ~rows["metric"].str.startswith("by_")]
-    if x == "loop" and metrics != ("readout_loss",) and metrics != ("readout_token_accuracy",):
+    if x == "loop" and metrics in (None, ("loss_reduction",)):
         rows = rows[rows["gates"] != "all"]
-    elif x != "step" and x not in ("dose", "pattern", "loop"):
+    elif x not in ("step", "dose", "loop"):
         rows = select(rows, as_trained({"gates": ["all", NONE]}))
-    if x not in ("depth", "loop", "dose", "pattern", "step", "group"):  # a setting of the training
+    if x not in ("depth", "loop", "dose", "step", "group"):  # a setting of the training
         rows = rows[(rows["depth"] == rows["num_loops"]) & (rows["method"] != BASE)]
         rows = rows[rows[x].map(lambda value: isinstance(value, (int, float)))]
     several = rows.groupby(["metric"])[x].transform(lambda values: values.astype(str).nunique()) if len(rows) else []
@@ -98,31 +141,41 @@ def labelled(rows: pd.DataFrame, *x: str) -> pd.DataFrame:
         name for name in settings_of(rows) if name not in (*x, "metric", "benchmark", "method", "gates", "readout")
     ]
     how = [name for name in settings if is_protocol(name)]
-    settings = [name for name in settings if name not in how and name not in ("depth", "loop", "other_loop", "dose", "group",
-                "pattern", "step")]  # fmt: skip
+    places = ("depth", "loop", "other_loop", "dose", "group", "early", "late", "step")
+    settings = [name for name in settings if name not in how and name not in places]
     telling_how = []
     for _, part in groups(rows, ["benchmark", "metric"]):
         telling_how += [name for name in telling(part, how) if name not in telling_how]
     same, named = [], {}
     for method, part in rows.groupby(rows["method"].astype(str), sort=False):
-        known = [name for name in ("benchmark", "metric", *telling_how, *x) if name in part]
-        named[method] = telling(part, settings, known)
+        beside = [name for name in ("benchmark", "metric", *telling_how, *x) if name in part]
+        named[method] = telling(part, settings, beside)
         same += [name for name in named[method] if name not in same]
     crowded = (
         sum(len(list(groups(part, named[method]))) for method, part in rows.groupby(rows["method"].astype(str)))
         > MOST_LINES
     )
-    texts = lambda names, row: [f"{name.removeprefix('evaluation.')} = {shown(row[name])}" for name in names]
-    several = rows["metric"].nunique() > 1 or rows["benchmark"].nunique() > 1
+    texts = lambda names, row: ", ".join(
+        f"{name.removeprefix('evaluation.').replace('total', 'n')} = {shown(row[name])}"
+        for name in names
+        if known(row[name]) is not None
+    )
+    several = rows["metric"].nunique() > 1, rows["benchmark"].nunique() > 1 or rows["metric"].nunique() == 1
     labels, panels = [], []
     for _, row in rows.iterrows():
-        mine = named[str(row["method"])]
-        first = row["benchmark"] if row["benchmark"] == row["metric"] else f"{row['benchmark']}, {row['metric']}"
-        first = row["metric"] if row["benchmark"] == TRAINING else first
-        what = [first] if several or row["benchmark"] != TRAINING else []
-        labels.append(", ".join([str(row["method"]), *([] if crowded else texts(mine, row))]))
-        panels.append("\n".join(filter(None, [", ".join(what), ", ".join(texts(telling_how, row)),
-                                              ", ".join(texts(same, row)) if crowded else ""])))  # fmt: skip
+        mine = [] if crowded else named[str(row["method"])]
+        what = [
+            row["benchmark"] if several[1] and row["benchmark"] != TRAINING else "",
+            row["metric"].split(".")[-1] if several[0] else "",
+        ]
+        what = what[:1] if what[0] == what[1] else what
+        what = [
+            " ".join(filter(None, what)).replace("_", " "),
+            texts(telling_how, row),
+            texts(same, row) if crowded else "",
+        ]
+        labels.append(", ".join(filter(None, [str(row["method"]), texts(mine, row)])))
+        panels.append("\n".join(filter(None, what)))
     return rows.assign(label=labels, panel=panels)
 
 
@@ -177,6 +230,3 @@ def _gates_plot(spec: Spec) -> ggplot:
         for row, value in enumerate(of_loop)
     ]
     return heat_plot(pd.DataFrame(rows), "loop", "example", "gate", "panel", "loop", "example", title=spec.title)
-
-
-__all__ = ["AUTOMATIC", "ReportError", "automatic_figures", "labelled", "paper_figure"]

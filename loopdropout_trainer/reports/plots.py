@@ -1,16 +1,16 @@
 """Figures of the long table, by plotnine: one theme, one look for each method, mean and SD over seeds by construction.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; line and marker do the same in print without colour. Loop
-Dropout is the thick blue line and LoRA the orange dashed one, wherever they are drawn.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; line and marker do the same in print without colour.
+Loop Dropout is the thick blue line and LoRA the orange dashed one, wherever they are drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.reports.averaging import average, difference, groups, shown
+from loopdropout_trainer.reports.averaging import average, difference, groups, known, shown
 from loopdropout_trainer.reports.reading import BASE, ReportError, check_extra
 
 
@@ -22,7 +22,7 @@ GREY, BLACK, ORANGE, BLUE = "#7a7a7a", "#000000", "#E69F00", "#0072B2"
 GREEN, PURPLE, RED, SKY = "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
 
 LOOKS = {  # method: colour, line, marker, width of the line
-    BASE: (GREY, "dotted", "None", 0.9),
+    BASE: (GREY, "dotted", "x", 0.9),
     "LoRA": (ORANGE, "dashed", "o", 1.3),
     "Loop Dropout": (BLUE, "solid", "s", 1.6),
 }
@@ -41,9 +41,9 @@ _RC = {"svg.hashsalt": "loopdropout", "pdf.fonttype": 42}  # the same numbers gi
 
 def looks(names: Sequence[str]) -> dict[str, tuple[str, str, str, float]]:
     """Return colour, line, marker and width of each method; a known one looks the same in every figure."""
-    known = LOOKS | dict(zip(TITLES, OTHERS, strict=False))
+    fixed = LOOKS | dict(zip(TITLES, OTHERS, strict=False))
     free = iter(OTHERS[len(TITLES) :] * (1 + len(names)))
-    return {name: known.get(name) or next(free) for name in sorted(set(names), key=_order)}
+    return {name: fixed.get(name) or next(free) for name in sorted(set(names), key=_order)}
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -56,6 +56,7 @@ def theme() -> Any:
     from plotnine import element_blank, element_line, element_rect, element_text, theme, theme_minimal
 
     return theme_minimal(base_size=11) + theme(
+        plot_title=element_text(size=13, ha="left", weight="bold"),
         legend_position="top",
         legend_title=element_blank(),
         legend_text=element_text(size=11),
@@ -66,7 +67,7 @@ def theme() -> Any:
         axis_line_x=element_line(color="#555555", size=0.5),
         axis_ticks_major_x=element_line(color="#555555", size=0.5),
         axis_text=element_text(color="#222222", size=10),
-        strip_text=element_text(size=11, weight="bold", ha="left"),
+        strip_text=element_text(size=11, weight="bold", ha="left", linespacing=1.3),
         strip_background=element_blank(),
         plot_background=element_rect(fill="white", color="white"),
     )
@@ -87,12 +88,20 @@ def points(rows: pd.DataFrame, x: str, by: str, panel: str | None) -> pd.DataFra
     for key, part in groups(rows, ["panel", "by", x]):
         mean = average(part, f"{key['by']} at {x} = {shown(key[x])}")
         spread = 0.0 if mean.sd != mean.sd else mean.sd
-        found.append({**key, "x": key[x], "mean": mean.mean, "low": mean.mean - spread, "high": mean.mean + spread,
-                      "seeds": len(mean.values)})  # fmt: skip
+        low, high = mean.mean - spread, mean.mean + spread
+        if "total" in part and known(part["total"].iloc[0]) is not None:  # an accuracy
+            low, high = max(low, 0.0), min(high, 100.0)
+        found.append({**key, "x": key[x], "mean": mean.mean, "low": low, "high": high, "seeds": len(mean.values)})
     table = pd.DataFrame(found)
     table["panel"] = pd.Categorical(table["panel"], list(dict.fromkeys(rows["panel"])))
     table["by"] = pd.Categorical(table["by"], list(looks(list(table["by"]))))
     return table
+
+
+def _in_order(values: Iterable[Any]) -> list[str]:
+    """Return the names of positions: numbers ascend, names stay as they come."""
+    once = list(dict.fromkeys(values))
+    return [shown(each) for each in (once if any(isinstance(each, str) for each in once) else sorted(once))]
 
 
 def _plot(data: pd.DataFrame, x_label: str | None, y_label: str, title: str | None, free: bool) -> ggplot:
@@ -130,12 +139,23 @@ def line_plot(
         mark: where a vertical line is drawn, such as at the depth of training.
         free: whether each panel has a vertical axis of its own.
     """
-    from plotnine import aes, geom_line, geom_point, geom_ribbon, geom_vline, scale_color_manual, scale_linetype_manual
-    from plotnine import scale_shape_manual, scale_size_manual, scale_x_continuous, scale_x_log10
+    from plotnine import (
+        aes,
+        geom_line,
+        geom_point,
+        geom_ribbon,
+        geom_vline,
+        scale_color_manual,
+        scale_linetype_manual,
+        scale_shape_manual,
+        scale_size_manual,
+        scale_x_continuous,
+        scale_x_log10,
+    )
 
     data = points(rows, x, by, panel)
     data["x"] = data["x"].astype(float)
-    plot = _plot(data, x_label or x, y_label, title, free)
+    plot = _plot(data, x if x_label is None else x_label, y_label, title, free)
     look = looks(list(data["by"].cat.categories))
     for place, scale in enumerate((scale_color_manual, scale_linetype_manual, scale_shape_manual, scale_size_manual)):
         plot += scale(values=[each[place] for each in look.values()], limits=list(look))
@@ -163,15 +183,18 @@ def bar_plot(
     free: bool = True,
 ) -> ggplot:
     """Return groups of bars of the mean over seeds, with a line of one SD; the arguments are those of `line_plot`."""
-    from plotnine import aes, geom_col, geom_errorbar, geom_hline, position_dodge, scale_x_discrete
+    from plotnine import aes, element_text, geom_col, geom_errorbar, geom_hline, position_dodge, scale_x_discrete
+    from plotnine import theme as more
 
     data = points(rows, x, by, panel)
-    order = [shown(each) for each in sorted(set(data["x"]), key=lambda each: (isinstance(each, str), each))]
+    order = _in_order(data["x"])
     data["x"] = data["x"].map(shown)
     side = position_dodge(width=0.8)
-    plot = _plot(data, x_label or x, y_label, title, free) + scale_x_discrete(limits=order)
+    plot = _plot(data, x if x_label is None else x_label, y_label, title, free) + scale_x_discrete(limits=order)
     plot += geom_col(aes("x", "mean", fill="by"), position=side, width=0.74)
     plot += geom_hline(yintercept=0, color="#555555", size=0.4)
+    if max(map(len, order)) > 8:  # names, which would run into one another
+        plot += more(axis_text_x=element_text(rotation=30, ha="right"))
     if (data["high"] > data["low"]).any():
         plot += geom_errorbar(aes("x", ymin="low", ymax="high", group="by"), position=side, width=0.25, size=0.5)
     return plot
@@ -198,8 +221,20 @@ def heat_plot(
         minus: rows to subtract, paired by seed; the colours are then around zero.
     """
     import pandas as pd
-    from plotnine import aes, facet_wrap, geom_text, geom_tile, ggplot, labs, scale_fill_cmap, scale_fill_gradient2
-    from plotnine import scale_color_identity, scale_y_discrete, scale_x_discrete
+    from plotnine import (
+        aes,
+        element_text,
+        facet_wrap,
+        geom_text,
+        geom_tile,
+        ggplot,
+        labs,
+        scale_color_identity,
+        scale_fill_cmap,
+        scale_fill_gradient2,
+        scale_x_discrete,
+        scale_y_discrete,
+    )
     from plotnine import theme as more
 
     rows = rows[rows[x].notna() & rows[y].notna()].assign(panel="" if panel is None else rows[panel])
@@ -214,12 +249,13 @@ def heat_plot(
             mean = difference(part, minus[(minus[x] == key[x]) & (minus[y] == key[y])], what).mean
         found.append({"panel": key["panel"], "x": key[x], "y": key[y], "mean": mean})
     data = pd.DataFrame(found)
+    data["panel"] = pd.Categorical(data["panel"], sorted(set(data["panel"]), key=_order))
     top = data["mean"].abs().max() or 1.0
     spread = (data["mean"] - data["mean"].min()) / ((data["mean"].max() - data["mean"].min()) or 1.0)
     dark = spread < 0.5 if minus is None else data["mean"].abs() > 0.6 * top
     data["ink"] = dark.map({True: "white", False: "black"})
     data["text"] = data["mean"].map(lambda each: f"{each:+.1f}" if minus is not None else f"{each:.3g}")
-    across, down = ([shown(each) for each in dict.fromkeys(data.sort_values(name)[name])] for name in ("x", "y"))
+    across, down = _in_order(data["x"]), _in_order(data["y"])
     data["x"], data["y"] = data["x"].map(shown), data["y"].map(shown)
     plot = ggplot(data, aes("x", "y")) + theme() + labs(x=x_label or x, y=y_label or y, fill=label, title=title)
     plot = (
@@ -232,8 +268,6 @@ def heat_plot(
         plot += scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
     if len(set(data["panel"])) > 1:
         plot += facet_wrap("panel", ncol=min(3, len(set(data["panel"]))))
-    from plotnine import element_text
-
     return plot + more(legend_position="right", legend_title=element_text(size=10))
 
 
@@ -260,7 +294,7 @@ def save_figure(plot: ggplot, path: str | Path, width: float | None = None, heig
 
     number = panels_of(plot)
     columns, lines = min(3, number), -(-number // 3)
-    width, height = width or (5.2, 8.0, 9.6)[columns - 1], height or 0.7 + 2.9 * lines
+    width, height = width or (5.2, 8.0, 9.6)[columns - 1], height or 0.9 + 2.6 * lines
     paths = [Path(f"{path}.{ending}") for ending in ("png", "pdf", "svg")]
     paths[0].parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"backend": "agg", **_RC}):

@@ -39,14 +39,46 @@ COSTS = ("train_seconds", "step_seconds", "peak_memory_gb", "tokens_per_second",
 OUTCOMES = ("value", "correct", "verdicts", "answered", "predictions", "run", "source", "seed", "gate_seed", *COSTS)
 """Columns that are no settings: what was found, where, and by which seed. All other columns count as settings."""
 
-# Settings of a run that say where it is, what it prints, saves and measures, and how fast: its results are the same with others.
-_WITHOUT_EFFECT = {
-    "output_dir", "run_name", "logging_dir", "hub_model_id", "push_to_hub", "push_merged_to_hub", "merge", "dry_run", "report_to",
-    "logging_steps", "logging_strategy", "disable_tqdm", "resume_from_checkpoint", "resume_with_changed_settings", "save_steps",
-    "save_strategy", "save_total_limit", "eval_strategy", "eval_steps", "use_cpu", "decoding", "benchmarks", "benchmark_files",
-    "benchmark_batch_size", "evaluate_base", "compare_with", "depths", "single_loop_batches", "live_diagnostics_steps",
-    "live_diagnostics_rows", "per_device_eval_batch_size", "gradient_checkpointing", "dataloader_num_workers", "adapter_path",
-}  # fmt: skip
+# Settings of a run that say where it is, what it prints, saves and measures, and how fast: without effect on its results.
+_WITHOUT_EFFECT = set(
+    [
+        "output_dir",
+        "run_name",
+        "logging_dir",
+        "hub_model_id",
+        "push_to_hub",
+        "push_merged_to_hub",
+        "merge",
+        "dry_run",
+        "report_to",
+        "logging_steps",
+        "logging_strategy",
+        "disable_tqdm",
+        "resume_from_checkpoint",
+        "resume_with_changed_settings",
+        "save_steps",
+        "save_strategy",
+        "save_total_limit",
+        "eval_strategy",
+        "eval_steps",
+        "use_cpu",
+        "decoding",
+        "benchmarks",
+        "benchmark_files",
+        "benchmark_batch_size",
+        "evaluate_base",
+        "compare_with",
+        "depths",
+        "single_loop_batches",
+        "live_diagnostics_steps",
+        "live_diagnostics_rows",
+        "model_name_or_path",
+        "per_device_eval_batch_size",
+        "gradient_checkpointing",
+        "dataloader_num_workers",
+        "adapter_path",
+    ]
+)
 # Settings of a training recipe that are about its benchmarks.
 _OF_BENCHMARKS = ("max_new_tokens", "apply_chat_template", "system_instruction", "benchmark_limit")
 # Fields of an evaluation's settings that stand in columns of their own, or differ with the seed.
@@ -135,7 +167,7 @@ def only_loop(loop: int, num_loops: int) -> Row:
 def benchmark_rows(name: str, measured: Field, **how: Any) -> Iterator[Row]:
     """Yield a row for each metric of one benchmark's result, and the completions without an answer as metric `missing`.
 
-    `verdicts` and `answered` are what each problem counts, from 0 to 1, and whether its completion holds an answer, [problems].
+    `verdicts` [problems] is what each problem counts, from 0 to 1, and `answered` whether its completion holds an answer.
     """
     metrics = measured.get("metrics").items() if measured.get("metrics") else [(name, measured)]
     shared: Row = {"benchmark": name, **how}
@@ -229,14 +261,20 @@ def diagnostic_rows(name: str, measured: Field, rows: str, num_loops: int) -> It
         for each in measured["patterns"].list():
             active = [loop.integer(1) for loop in each["loops"].list()]
             gates = gates_text([float(loop in active) for loop in range(1, num_loops + 1)])
-            value = each["reduction_percent"].number()
+            value, half = each["reduction_percent"].number(), (num_loops + 1) // 2
+            text = lambda loops: "+".join(map(str, loops)) or NONE
+            early, late = (text([loop for loop in active if (loop <= half) == first]) for first in (True, False))
             yield {
                 **on_rows,
                 "metric": "pattern_loss_reduction",
                 "value": value,
                 "gates": gates,
-                "pattern": str(active),
+                "early": early,
+                "late": late,
             }
+            for kind in each["kinds"].list():
+                metric = f"{kind.text()}_loss_reduction"
+                yield {**on_rows, "metric": metric, "value": value, "gates": gates, "loop": len(active)}
     elif name == "dose":
         doses = [dose.number() for dose in measured["doses"].list()]
         for key, metric in (("losses", "dose_loss"), ("reductions_percent", "dose_loss_reduction")):
@@ -375,7 +413,7 @@ class _Reader:
         how = {"depth": num_loops}
         if on_rows:
             how |= {f"evaluation.{key}": _plain(value.value) for key, value in on_rows.items()}
-        protocols = {key: value for key, value in _parts(settings, "benchmarks")}
+        protocols = dict(_parts(settings, "benchmarks"))
         for entry in content["runs"].list():
             method = entry["method"].text()
             place = seen[method] = seen.get(method, -1) + 1
@@ -400,12 +438,12 @@ class _Reader:
 
 def run_settings(content: Field, folder: Path) -> Row:
     """Return every setting of a finished training as columns: those that were given, and what is known of its adapter."""
-    given, train = content["run_info"]["settings"], content["train_info"]
+    given, train, meta = content["run_info"]["settings"], content["train_info"], content.get("meta_info")
     settings = {**_flat(dict(given.items())), **_flat(dict(train.items()))}
     settings |= {
         "num_loops": train["num_loops"].integer(1),
         "rank": settings.pop("r", settings.get("lora_r", 16)),
-        "model": _model(settings.pop("model_name_or_path", None)),
+        "model": _model(meta["model"].value if meta and meta.get("model") else settings.get("model_name_or_path")),
         "sweep": _sweep_of(folder),
     }
     facts = content.get("run") and content["run"].get(
@@ -464,7 +502,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     """Read everything below the folders into one long table.
 
     Returns:
-        A row for each number (see the top of this file). `attrs["skipped"]`: a sentence about each file that could not be read.
+        A row for each number (see the top of this file). `attrs["skipped"]`: a sentence about each unreadable file.
 
     Raises:
         ReportError: if pandas is not installed, or a folder is missing.

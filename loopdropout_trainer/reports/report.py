@@ -100,6 +100,16 @@ def write_report(
     return Written(finished, "\n".join(lines))
 
 
+def write_figures(folders: Sequence[str | Path], output_dir: str | Path) -> list[Path]:
+    """Save every figure that the results below the folders have numbers for, as PNG, PDF and SVG.
+
+    Raises:
+        ReportError: if a package is missing, or runs would be averaged that must not be.
+    """
+    figures = automatic_figures(load_table(folders))
+    return [path for name, plot in figures.items() for path in save_figure(plot, Path(output_dir) / name)]
+
+
 # Without files: tables of whatever there is.
 
 
@@ -211,7 +221,8 @@ def write_page(
     for name, picture in pictures.items():
         data = base64.b64encode(picture.read_bytes()).decode()
         parts["figures"].append(
-            f'<figure id="figure-{html.escape(name)}"><img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}"></figure>'
+            f'<figure id="figure-{html.escape(name)}">'
+            f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}"></figure>'
         )
     for _, run in table.drop_duplicates("run").iterrows():
         about = {
@@ -267,6 +278,3 @@ def _answers(table: pd.DataFrame) -> list[dict[str, Any]]:
             for p in predictions
         ]
     return list(found.values())
-
-
-__all__ = ["TRAINING", "Written", "summary_tables", "write_page", "write_report"]

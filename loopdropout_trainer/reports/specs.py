@@ -103,7 +103,8 @@ def load_spec(path: str | Path) -> Spec:
     for row in spec.rows:
         if not isinstance(row, list) or len(row) not in (len(spec.heads), len(spec.heads) + len(spec.columns)):
             raise ReportError(
-                f"A row of {path} must have {len(spec.heads)} heads and, if any, {len(spec.columns)} numbers of the paper; got {row!r}."
+                f"A row of {path} must have {len(spec.heads)} heads and {len(spec.columns)} numbers of the paper, or none; "
+                f"got {row!r}."
             )
     for name, cell in spec.columns.items():
         if cell.get("average_of", True) in ([], None) or not isinstance(cell.get("average_of", []), list):
@@ -212,7 +213,7 @@ def _cell(wanted: Mapping[str, Any], where: Mapping[str, Any], rows: pd.DataFram
         return Cell(text, change, None, rows=found)
     if option.get("of") is not None:
         average(found, what)  # refuse what must not be pooled
-        found = found.assign(value=found[option["of"]] if option["of"] in found else None)
+        found = found.assign(value=found.get(option["of"]))
         if found["value"].isna().any():
             return Cell(missing=f"no `{option['of']}`")
     if option.get("show") == "one" or isinstance(found["value"].iloc[0], str):
@@ -244,7 +245,7 @@ def _selected(rows: pd.DataFrame, wanted: Mapping[str, Any], option: Mapping[str
 
 def as_trained(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is wanted, and unit gates and the last loop's readout where it says nothing of these."""
-    defaults: dict[str, Any] = {} if {"gates", "loop", "dose", "pattern"} & set(wanted) else {"gates": ALL}
+    defaults: dict[str, Any] = {} if {"gates", "loop", "dose", "early"} & set(wanted) else {"gates": ALL}
     return {**defaults, **({} if {"readout", "loop"} & set(wanted) else {"readout": None}), **wanted}
 
 
@@ -278,7 +279,7 @@ def _recipe_cell(option: Mapping[str, Any]) -> Cell:
 
 
 def _check_alike(table: FinishedTable) -> None:
-    """Refuse a table of results that were evaluated with other problems, tokens, turns or templates, for each metric and depth.
+    """Refuse a table of results that were evaluated with other problems, tokens, turns or templates, by metric and depth.
 
     Where columns say how they were evaluated, only the cells of one column must be alike.
     """
@@ -384,7 +385,7 @@ def page_table(table: FinishedTable) -> str:
 
 
 def numbers(table: FinishedTable) -> pd.DataFrame:
-    """Return a line for each cell, for the CSV: row, column, text, mean, SD, seeds, each value, interval, the paper's, missing."""
+    """Return a line for each cell, for the CSV."""
     import pandas as pd
 
     lines = []

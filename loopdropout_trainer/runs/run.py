@@ -391,8 +391,8 @@ def carry_out(run: Run) -> None:
     if not config.should_save:  # the other processes
         return
     if outcomes[0].single_loop is not None or outcomes[0].by_depth:
-        if find_spec("matplotlib") is None:
-            print('No figure without matplotlib: pip install -e ".[plots]"')
+        if find_spec("plotnine") is None:
+            print('No figure without plotnine: pip install -e ".[reports]"')
         else:
             outcomes[0].saved["figure"] = str(plot_results(outcomes, Path(config.output_dir) / "figure.png"))
     print_results(outcomes)
