@@ -6,7 +6,7 @@
 
 Without `--tables` it summarises whatever runs there are: accuracy by depth, differences, costs, and every figure that they
 have numbers for. A table or figure of the paper is a YAML file in recipes/tables/; a table is written as Markdown, LaTeX and
-CSV, with the paper's numbers in columns of their own, a figure as PNG, PDF and SVG. What was not measured is listed as missing.
+CSV, with the paper's numbers in columns of their own, a figure as PNG, PDF and SVG. What is missing is listed.
 """
 
 from __future__ import annotations

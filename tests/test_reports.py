@@ -263,6 +263,8 @@ def test_every_figure_comes_out_of_what_its_sweeps_leave(path, table, tmp_path):
         lora, loop_dropout = (matrix.cells[row][1].found.mean for row in (0, 3))  # trained at 4, evaluated at 6
         gain = plot.data[(plot.data["x"] == "6") & (plot.data["y"] == "4")]["mean"].item()
         assert gain == pytest.approx(loop_dropout - lora)
+    if path.stem == "figure_early_adaptation":
+        assert plot.data.groupby(["panel", "by"], observed=True).size().tolist() == [4] * 4
     if path.stem == "figure_overview":
         assert set(plot.data["mean"][plot.data["panel"] == "training"]) == {0.0, 2.0}
 

@@ -194,7 +194,7 @@ def paper_figure(spec: Spec, table: pd.DataFrame) -> ggplot | None:
     for title, wanted in (spec.panels or {"": {}}).items():
         for found, change in ((parts, {}), (minus, spec.minus)):
             part = select(rows, _defaults({**wanted, **change}, x, spec))
-            part = part[part["gates"] != "all"] if x == "loop" and "readout" not in wanted and len(part) else part
+            part = part[part["gates"] != "all"] if x == "loop" and "gates" not in wanted else part
             found.append(part.assign(panel=title))
     rows = pd.concat(parts)
     if not len(rows) or x not in rows or not rows[x].notna().any():
@@ -202,7 +202,7 @@ def paper_figure(spec: Spec, table: pd.DataFrame) -> ggplot | None:
     if spec.figure == "heat":
         ((y, y_label),) = spec.y.items()
         other = pd.concat(minus) if spec.minus else None
-        return heat_plot(rows, x, y, spec.title, "panel", x_label, y_label, minus=other)
+        return heat_plot(rows, x, y, "points" if spec.minus else "", "panel", x_label, y_label, spec.title, other)
     ((_, y_label),) = spec.y.items()
     draw = bar_plot if spec.figure == "bar" else line_plot
     return draw(rows, x, y_label, panel="panel", x_label=x_label)

@@ -249,7 +249,9 @@ def heat_plot(
             mean = difference(part, minus[(minus[x] == key[x]) & (minus[y] == key[y])], what).mean
         found.append({"panel": key["panel"], "x": key[x], "y": key[y], "mean": mean})
     data = pd.DataFrame(found)
-    data["panel"] = pd.Categorical(data["panel"], sorted(set(data["panel"]), key=_order))
+    data["panel"] = pd.Categorical(
+        data["panel"], sorted(dict.fromkeys(data["panel"]), key=lambda name: _order(name)[0])
+    )
     top = data["mean"].abs().max() or 1.0
     spread = (data["mean"] - data["mean"].min()) / ((data["mean"].max() - data["mean"].min()) or 1.0)
     dark = spread < 0.5 if minus is None else data["mean"].abs() > 0.6 * top
@@ -262,6 +264,8 @@ def heat_plot(
         plot + geom_tile(aes(fill="mean")) + geom_text(aes(label="text", color="ink"), size=9) + scale_color_identity()
     )
     plot = plot + scale_x_discrete(limits=across) + scale_y_discrete(limits=down[::-1])
+    if minus is not None and len(matched := data[data["x"] == data["y"]]):  # trained and evaluated alike
+        plot = plot + geom_tile(data=matched, fill="none", color="black", size=0.9)
     if minus is None:
         plot += scale_fill_cmap("cividis")
     else:

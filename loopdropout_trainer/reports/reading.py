@@ -40,45 +40,13 @@ OUTCOMES = ("value", "correct", "verdicts", "answered", "predictions", "run", "s
 """Columns that are no settings: what was found, where, and by which seed. All other columns count as settings."""
 
 # Settings of a run that say where it is, what it prints, saves and measures, and how fast: without effect on its results.
-_WITHOUT_EFFECT = set(
-    [
-        "output_dir",
-        "run_name",
-        "logging_dir",
-        "hub_model_id",
-        "push_to_hub",
-        "push_merged_to_hub",
-        "merge",
-        "dry_run",
-        "report_to",
-        "logging_steps",
-        "logging_strategy",
-        "disable_tqdm",
-        "resume_from_checkpoint",
-        "resume_with_changed_settings",
-        "save_steps",
-        "save_strategy",
-        "save_total_limit",
-        "eval_strategy",
-        "eval_steps",
-        "use_cpu",
-        "decoding",
-        "benchmarks",
-        "benchmark_files",
-        "benchmark_batch_size",
-        "evaluate_base",
-        "compare_with",
-        "depths",
-        "single_loop_batches",
-        "live_diagnostics_steps",
-        "live_diagnostics_rows",
-        "model_name_or_path",
-        "per_device_eval_batch_size",
-        "gradient_checkpointing",
-        "dataloader_num_workers",
-        "adapter_path",
-    ]
-)
+_WITHOUT_EFFECT = """
+output_dir run_name logging_dir hub_model_id push_to_hub push_merged_to_hub merge dry_run report_to logging_steps
+logging_strategy disable_tqdm resume_from_checkpoint resume_with_changed_settings save_steps save_strategy save_total_limit
+eval_strategy eval_steps use_cpu decoding benchmarks benchmark_files benchmark_batch_size evaluate_base compare_with depths
+single_loop_batches live_diagnostics_steps live_diagnostics_rows model_name_or_path per_device_eval_batch_size
+gradient_checkpointing dataloader_num_workers adapter_path
+"""
 # Settings of a training recipe that are about its benchmarks.
 _OF_BENCHMARKS = ("max_new_tokens", "apply_chat_template", "system_instruction", "benchmark_limit")
 # Fields of an evaluation's settings that stand in columns of their own, or differ with the seed.
@@ -451,7 +419,7 @@ def run_settings(content: Field, folder: Path) -> Row:
     )  # what the training rows are: their number and their hash
     settings |= {f"data.{key}": _plain(value.value) for key, value in facts.items()} if facts else {}
     settings |= _method(settings)
-    return {key: value for key, value in settings.items() if key not in _WITHOUT_EFFECT}
+    return {key: value for key, value in settings.items() if key not in _WITHOUT_EFFECT.split()}
 
 
 def _method(settings: Row) -> Row:
