@@ -18,7 +18,7 @@ from loopdropout_trainer.settings.recipe import RecipeError
 
 
 BASE = "base"
-"""Name of the model without an adapter in every diagnostic and figure."""
+"""Name of the model without an adapter in every diagnostic."""
 
 _DATA_SETTINGS = (
     *("model_revision", "preparation", "dataset_name", "dataset_config", "dataset_revision", "dataset_split"),
@@ -33,13 +33,13 @@ class ComparedModel:
     """A model that is measured.
 
     Attributes:
-        method: its name in tables and figures; several models of one name are one method's seeds.
+        method: its name in tables; several models of one name are one method's seeds.
         kind: `base`, `adapter` or `merged`.
         path: folder or Hub name; None for the base.
         seed, rule, p, train_num_loops: of its training, as far as its folder tells.
         settings: of its training, as far as its folder tells.
         evaluation: results by benchmark, of an `evaluation.json`, that are taken instead of generating them.
-        weights: hash of its own weight files; None for the base, and for a model on the Hub.
+        weights: hash of its own weight files; None for the base, and for a merged model on the Hub.
     """
 
     method: str
@@ -56,10 +56,8 @@ class ComparedModel:
     @property
     def facts(self) -> dict[str, Any]:
         """What stands in the results beside the measurement."""
-        return {name: value for name, value in asdict(self).items() if name not in _NOT_IN_RESULTS}
-
-
-_NOT_IN_RESULTS = ("settings", "evaluation", "weights")
+        left_out = ("settings", "evaluation", "weights")
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel]:
@@ -75,41 +73,31 @@ def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel
         RecipeError: for another form, a name of the base's, something that is no adapter or is given twice, adapters that
             cannot be compared, or an evaluation that belongs to none of them.
     """
-    evaluations: dict[str, list[str]] = {}
-    for given in arguments.evaluations:
-        method, file = _pair("evaluations", given)
-        evaluations.setdefault(method, []).append(file)
+    evaluations = [_pair("evaluations", given) for given in arguments.evaluations]
 
-    def next_evaluation(method: str) -> Mapping[str, Any]:
-        return _evaluated(evaluations[method].pop(0), method) if evaluations.get(method) else {}
+    def of_evaluation(method: str) -> Mapping[str, Any]:
+        place = next((place for place, (name, _) in enumerate(evaluations) if name == method), None)
+        return {} if place is None else _evaluated(evaluations.pop(place)[1], method)
 
-    found = [ComparedModel(BASE, "base", evaluation=next_evaluation(BASE))]
+    found = [ComparedModel(BASE, "base", evaluation=of_evaluation(BASE))]
     for option, kind in (("adapters", "adapter"), ("models", "merged")):
         for given in getattr(arguments, option):
             method, path = _pair(option, given)
             if method == BASE:
                 raise RecipeError(f"`{option}` must not name one `{BASE}`: the base model is measured anyway.")
-            found.append(_read(method, kind, path, next_evaluation(method)))
-    left = next((f"{files[0]} for `{method}`" for method, files in evaluations.items() if files), None)
-    if left:
-        raise RecipeError(f"`evaluations` names {left}, which has no model left to belong to.")
+            found.append(replace(_read(method, kind, path), evaluation=of_evaluation(method)))
+    for method, file in evaluations:
+        raise RecipeError(f"`evaluations` names {file} for `{method}`, which has no model left to belong to.")
     _check_different(found)
     _check_comparable([model for model in found if model.kind == "adapter" and model.settings], base)
-    depths: dict[str, set[int | None]] = {}
-    for model in found:
-        depths.setdefault(model.method, set()).add(model.train_num_loops)
+    several = {one.method for one in found for other in found if one.train_num_loops != other.train_num_loops
+               and one.method == other.method}  # fmt: skip
     return [
-        replace(model, method=with_depth(model.method, model.train_num_loops))
-        if len(depths[model.method]) > 1
+        replace(model, method=f"{model.method} (K = {model.train_num_loops or 'unknown'})")
+        if model.method in several
         else model
         for model in found
     ]
-
-
-def with_depth(method: str, num_loops: int | None) -> str:
-    """Return a method's name with the depth that it was trained at."""
-    depth = f" (K = {'unknown' if num_loops is None else num_loops})"
-    return method if method.endswith(depth) else method + depth
 
 
 def _pair(option: str, given: str) -> tuple[str, str]:
@@ -119,7 +107,7 @@ def _pair(option: str, given: str) -> tuple[str, str]:
     return name, path
 
 
-def _read(method: str, kind: str, path: str, evaluation: Mapping[str, Any]) -> ComparedModel:
+def _read(method: str, kind: str, path: str) -> ComparedModel:
     """Return what the folder of an adapter or a merged model tells."""
     folder, facts, weights = Path(path), {}, None
     if kind == "adapter":
@@ -130,35 +118,32 @@ def _read(method: str, kind: str, path: str, evaluation: Mapping[str, Any]) -> C
         weights = sha256(folder.glob("*.safetensors"))
     settings = _training_settings(folder)
     rule, p = (facts.get(name, settings.get(name)) for name in ("rule", "p"))
-    seed, depth = settings.get("seed"), facts.get("num_loops")
-    return ComparedModel(method, kind, path, seed, rule, p, depth, settings, evaluation, weights)
+    depth = facts.get("num_loops")
+    return ComparedModel(method, kind, path, settings.get("seed"), rule, p, depth, settings, weights=weights)
+
+
+def _training_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings that a training left beside its adapter in `results.json`, or {}."""
+    path = folder / "results.json"
+    try:
+        return dict(json.loads(path.read_bytes())["run_info"]["settings"]) if path.is_file() else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise RecipeError(f"{path} is not the results file of a training: mend it, or remove it.") from None
 
 
 def _evaluated(file: str, method: str) -> Mapping[str, Any]:
     """Return the benchmarks of the only row of an `evaluation.json`, or of the row that is named as the method is."""
     try:
         rows = read_results(file)["rows"]
-        row = next(iter(rows.values())) if len(rows) == 1 else rows[method]
-        return dict(row["benchmarks"])
+        return dict((next(iter(rows.values())) if len(rows) == 1 else rows[method])["benchmarks"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(
             f"`evaluations` names {file}, which has no results of `{method}`: {one_line(error)}."
         ) from error
 
 
-def _training_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings that a training left beside its adapter in `results.json`, or {}."""
-    path = folder / "results.json"
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["run_info"]["settings"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise RecipeError(f"{path} is not the results file of a training: mend it, or remove it.") from None
-
-
 def _check_different(models: Sequence[ComparedModel]) -> None:
-    """Refuse one model under two names, or one adapter as two seeds: their spread would be none of the seeds'."""
+    """Refuse one name for an adapter and a merged model, and weights that are given twice: they are no other seed."""
     kinds: dict[str, str] = {}
     seen: dict[str, ComparedModel] = {}
     for model in models:

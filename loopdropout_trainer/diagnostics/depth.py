@@ -67,11 +67,11 @@ class Depth(_AtDepths):
             "accuracies_percent": [each.accuracy_percent for each in scores],
         }
 
-    def table(self, found: Measurements):
+    def rows(self, found: Measurements):
         depths = list(enumerate(found.first["depths"]))
         rows = {f"{depth} loops": ("losses", place) for place, depth in depths}
         rows |= {f"{depth} loops, token accuracy %": ("accuracies_percent", place) for place, depth in depths}
-        return found.table(rows)
+        return rows
 
 
 class DepthGeneration(_AtDepths):
@@ -79,6 +79,7 @@ class DepthGeneration(_AtDepths):
 
     name = "depth_generation"
     title = "Accuracy by the number of loops that are run, %"
+    form = ".1f"
     needs = "benchmarks"
 
     def measure(self, context: Context) -> dict[str, Any]:
@@ -95,10 +96,9 @@ class DepthGeneration(_AtDepths):
             "benchmarks": found,
         }
 
-    def table(self, found: Measurements):
-        rows = {
+    def rows(self, found: Measurements):
+        return {
             f"{name}, {depth} loops": ("benchmarks", name, "results", place, "score")
             for name in found.first["benchmarks"]
             for place, depth in enumerate(found.first["depths"])
         }
-        return found.table(rows, ".1f")

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -29,7 +31,7 @@ from loopdropout_trainer.looped import find_looped_model
 
 Found = TypeVar("Found")
 Path = tuple[Any, ...]
-"""Where a number stands in `measured`: keys and indices; `...` stands for every entry of a list or mapping."""
+"""Keys and indices of a number in `measured`."""
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {}
 
@@ -42,12 +44,14 @@ class Diagnostic:
         title: above its table.
         needs: `rows` (teacher-forced targets) or `benchmarks` (evaluated by generation).
         needs_adapter: whether it gates an update, which the base and a merged model do not have apart from the weights.
+        form: of the numbers in its table; default: four digits.
     """
 
     name: ClassVar[str] = ""
     title: ClassVar[str] = ""
     needs: ClassVar[str] = "rows"
     needs_adapter: ClassVar[bool] = False
+    form: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -78,9 +82,13 @@ class Diagnostic:
         """Return what can only be told from several models together, or None."""
         return None
 
-    def table(self, found: Measurements) -> Table | None:
-        """Return the printed table, of at most 80 columns for a few methods; `found.table` makes one."""
-        return None
+    def rows(self, found: Measurements) -> dict[str, Path]:
+        """Return the rows of the printed table: the name of each, and where its number is found in `measured`."""
+        return {}
+
+    def table(self, found: Measurements) -> Table:
+        """Return the printed table, with a column for each method: mean ± SD over seeds."""
+        return found.table(self.rows(found), self.form)
 
 
 @dataclass
@@ -196,7 +204,7 @@ class Measurements:
 
     def values(self, method: str, *path: Any) -> np.ndarray:
         """Return the numbers at a path in `measured` of all seeds, [seeds, ...]."""
-        return np.asarray([_at(run["measured"], path) for run in self.of(method)], dtype=float)
+        return np.asarray([reduce(getitem, path, run["measured"]) for run in self.of(method)], dtype=float)
 
     def series(self, *path: Any) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
         """Return for each method the mean over seeds and the sample standard deviation (None for one seed)."""
@@ -220,15 +228,6 @@ class Measurements:
         for name, path in rows.items():
             table.add_row(name, *(shown(*each, form) for each in self.series(*path).values()))
         return table
-
-
-def _at(value: Any, path: Path) -> Any:
-    for place, key in enumerate(path):
-        if key is ...:
-            entries = value.values() if isinstance(value, Mapping) else value
-            return [_at(each, path[place + 1 :]) for each in entries]
-        value = value[key]
-    return value
 
 
 def shown(mean: float, sd: float | None, form: str | None = None) -> str:

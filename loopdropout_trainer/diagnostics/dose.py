@@ -16,6 +16,7 @@ class Dose(Diagnostic):
 
     name = "dose"
     title = "Loss reduction with the gate c in every loop, %"
+    form = ".1f"
     needs_adapter = True
 
     def settings(self, context: Context) -> dict[str, Any]:
@@ -30,6 +31,5 @@ class Dose(Diagnostic):
             "reductions_percent": [100 * (frozen - loss) / frozen for loss in losses],
         }
 
-    def table(self, found: Measurements):
-        rows = {f"c = {dose:g}": ("reductions_percent", place) for place, dose in enumerate(DOSES)}
-        return found.table(rows, ".1f")
+    def rows(self, found: Measurements):
+        return {f"c = {dose:g}": ("reductions_percent", place) for place, dose in enumerate(DOSES)}

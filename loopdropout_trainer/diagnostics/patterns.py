@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
@@ -12,14 +11,13 @@ from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Meas
 MOST_LOOPS = 6
 """Most loops of which all 2^K sets are measured."""
 
-Loops = tuple[int, ...]
-
 
 class Patterns(Diagnostic):
     """The update is applied at unit strength in a set of loops; the backbone runs all K."""
 
     name = "patterns"
     title = "Loss reduction with the adapter in some loops, %"
+    form = ".1f"
     needs_adapter = True
 
     def measure(self, context: Context) -> dict[str, Any]:
@@ -42,34 +40,30 @@ class Patterns(Diagnostic):
             ],
         }
 
-    def table(self, found: Measurements):
+    def rows(self, found: Measurements):
         rows = {
-            _name(each["loops"]): ("patterns", place, "reduction_percent")
+            ("+" if found.num_loops > 9 else "").join(map(str, each["loops"])): (
+                "patterns",
+                place,
+                "reduction_percent",
+            )
             for place, each in enumerate(found.first["patterns"])
             if each["loops"]
         }
-        return found.table(rows, ".1f")
+        return rows
 
 
-def loop_sets(num_loops: int) -> list[Loops]:
+def loop_sets(num_loops: int) -> list[tuple[int, ...]]:
     """Return the sets of loops (from 1) that are measured, the empty one first: all, or the prefixes and suffixes."""
     every = tuple(range(1, num_loops + 1))
     if num_loops <= MOST_LOOPS:
-        return _sets(every)
+        return [chosen for length in range(num_loops + 1) for chosen in combinations(every, length)]
     prefixes = [every[:length] for length in range(num_loops + 1)]
     return prefixes + [every[start:] for start in range(num_loops - 1, 0, -1)]
 
 
-def _sets(loops: Sequence[int]) -> list[Loops]:
-    return [chosen for length in range(len(loops) + 1) for chosen in combinations(loops, length)]
-
-
-def kinds(loops: Loops, num_loops: int) -> list[str]:
+def kinds(loops: tuple[int, ...], num_loops: int) -> list[str]:
     """Return which of `prefix` and `suffix` a set is; the empty and the full one are both."""
     every = tuple(range(1, num_loops + 1))
     found = {"prefix": every[: len(loops)], "suffix": every[num_loops - len(loops) :]}
     return [kind for kind, same in found.items() if loops == same]
-
-
-def _name(loops: Sequence[int]) -> str:
-    return ("+" if loops and max(loops) > 9 else "").join(map(str, loops)) or "none"

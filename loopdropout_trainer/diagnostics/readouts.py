@@ -44,6 +44,6 @@ class Readouts(Diagnostic):
             "accuracies_percent": [each.accuracy_percent for each in scores],
         }
 
-    def table(self, found: Measurements):
+    def rows(self, found: Measurements):
         rows = found.by_loop("loop {}", "losses")
-        return found.table(rows | found.by_loop("loop {}, token accuracy %", "accuracies_percent"))
+        return rows | found.by_loop("loop {}, token accuracy %", "accuracies_percent")

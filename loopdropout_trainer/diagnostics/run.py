@@ -1,4 +1,4 @@
-"""One run of diagnostics: every diagnostic on every model, kept on disk as they come, then tables."""
+"""One run of diagnostics: every diagnostic on every model, kept on disk as they come, then files and tables."""
 
 from __future__ import annotations
 
@@ -262,6 +262,6 @@ class _Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path.with_suffix(".json"), json.dumps(report.content, indent=1, ensure_ascii=False) + "\n")
         table = diagnostic.table(report)
-        if table is not None:
+        if table.row_count:
             console.print(f"\n{diagnostic.title}", highlight=False)
             console.print(table)

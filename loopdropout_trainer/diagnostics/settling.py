@@ -44,7 +44,7 @@ class Settling(Diagnostic):
         found = (distances, torch.stack(divergences), torch.stack(agreements))
         return np.stack([each.double().cpu().numpy() for each in found])
 
-    def table(self, found: Measurements):
+    def rows(self, found: Measurements):
         rows = found.by_loop("state, loop {}", "state_distances")
         rows |= found.by_loop("readout KL, loop {}", "readout_divergences")
-        return found.table(rows | found.by_loop("same token %, loop {}", "agreements_percent"))
+        return rows | found.by_loop("same token %, loop {}", "agreements_percent")

@@ -59,8 +59,8 @@ class Similarity(Diagnostic):
         chosen = torch.linspace(0, n - 1, min(most, n)).round().long()
         return states[:, chosen].float().cpu().numpy()
 
-    def table(self, found: Measurements):
+    def rows(self, found: Measurements):
         last = found.num_loops
         rows = {f"loops {loop} and {loop + 1}": ("cka", loop - 1, loop) for loop in range(1, last)}
         rows |= {f"loops {loop} and {last}": ("cka", loop - 1, last - 1) for loop in range(1, last - 1)}
-        return found.table(rows)
+        return rows

@@ -104,7 +104,7 @@ class SingleLoop(Diagnostic):
             "all_on_reduction_percent": found.reduction(found.all_on),
         }
 
-    def table(self, found: Measurements):
+    def rows(self, found: Measurements):
         rows = found.by_loop("only loop {}", "reductions_percent") | {"all loops": ("all_on_reduction_percent",)}
         rows |= found.by_loop("loss, only loop {}", "only")
-        return found.table(rows | {"loss, all loops": ("all_on",), "loss, frozen": ("frozen",)})
+        return rows | {"loss, all loops": ("all_on",), "loss, frozen": ("frozen",)}

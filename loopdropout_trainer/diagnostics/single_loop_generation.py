@@ -15,6 +15,7 @@ class SingleLoopGeneration(Diagnostic):
 
     name = "single_loop_generation"
     title = "Accuracy with the adapter in one loop only, %"
+    form = ".2f"
     needs = "benchmarks"
     needs_adapter = True
 
@@ -30,9 +31,9 @@ class SingleLoopGeneration(Diagnostic):
             }
         return found
 
-    def table(self, found: Measurements):
+    def rows(self, found: Measurements):
         rows = {}
         for name in found.first:
             rows |= {f"{name}, only loop {loop}": (name, "only", loop - 1, "score") for loop in found.loops}
             rows[f"{name}, all loops"] = (name, "all_on", "score")
-        return found.table(rows, ".2f")
+        return rows

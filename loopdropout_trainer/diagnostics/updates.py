@@ -47,8 +47,8 @@ class Updates(Diagnostic):
         cosines = torch.einsum("snh,tnh->nst", directions, directions)
         return sizes.T.double().cpu().numpy(), cosines.double().cpu().numpy()
 
-    def table(self, found: Measurements):
+    def rows(self, found: Measurements):
         pairs = {
             f"cosine, loops {loop} and {loop + 1}": ("cosines", loop - 1, loop) for loop in range(1, found.num_loops)
         }
-        return found.table(found.by_loop("size, loop {}", "relative_sizes") | pairs)
+        return found.by_loop("size, loop {}", "relative_sizes") | pairs
