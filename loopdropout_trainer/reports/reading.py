@@ -321,8 +321,10 @@ class _Reader:
                 raise measured.refuse("named by a number of loops")
             if int(loops) != depth:  # which is among `benchmarks`
                 rows += benchmark_rows(first, measured, **{**how, "depth": int(loops)})
-        accuracy = content.get("single_loop_accuracy")
-        for loop, measured in enumerate(accuracy.list() if accuracy else [], 1):
+        one_loop = content.get("single_loop_accuracy") or content.get(
+            "single_loop_benchmarks"
+        )  # the first one's, by loop
+        for loop, measured in enumerate(one_loop.list() if one_loop else [], 1):
             rows += benchmark_rows(first, measured, **how, **only_loop(loop, depth))
         if content.get("single_loop"):
             rows += single_loop_rows(content["single_loop"], "held_out")
