@@ -185,7 +185,9 @@ def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Mappi
             single_loop=SingleLoopActivation(**single_loop) if single_loop else None,
             by_depth={int(depth): BenchmarkResult.from_json(first, each) for depth, each in depths.items()},
             readout_losses=report["readout_losses"],
-            single_loop_benchmarks=[BenchmarkResult.from_json(first, each) for each in report["single_loop_benchmarks"]],
+            single_loop_benchmarks=[
+                BenchmarkResult.from_json(first, each) for each in report["single_loop_benchmarks"]
+            ],
             saved=report["saved"],
             rewards=training.get("rewards"),
         )
@@ -193,8 +195,13 @@ def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Mappi
         return None
 
 
+_OF_NO_RESULT = {
+    *("compare_with", "benchmark_batch_size", "dry_run", "live_diagnostics_steps", "live_diagnostics_rows")
+}
+
+
 def _asked_for(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that say what is to be measured and made of a trained adapter."""
-    names = {f.name for f in fields(RunArguments)} - {"compare_with", "benchmark_batch_size", "dry_run"}
+    names = {f.name for f in fields(RunArguments)} - _OF_NO_RESULT
     given = {name: settings[name] for name in sorted(names & set(settings)) if settings[name] is not None}
     return json.loads(json.dumps(given, default=str))
