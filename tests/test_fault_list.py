@@ -60,6 +60,7 @@ RECIPES = {
         "recipe": "training.yaml",
         "learning_rates": [1e-3],
         "methods": ["lora"],
+        "measure": {"benchmarks": ["arithmetic_test"]},
         "print_commands": True,
         "output_dir": "out",
     },
