@@ -18,8 +18,7 @@ from loopdropout_trainer.data import DataArguments, chat_template, load_data
 from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.data.lengths import token_lengths
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict.gsm8k_strict import normalize, score
-from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
-from loopdropout_trainer.settings.recipe import load_recipe, settings_yaml
+from loopdropout_trainer.settings.recipe import settings_yaml
 from loopdropout_trainer.settings.secrets import public_settings, public_words
 
 
@@ -193,19 +192,6 @@ def test_tokens_of_text_are_kept_and_those_of_the_hub_are_not():
     words = "--hub_token secret --hub_token=secret --eos_token <end> --hub_tokn secret --seed 1"
     hidden = "--hub_token *** --hub_token=*** --eos_token <end> --hub_tokn *** --seed 1"
     assert public_words(words.split()) == hidden.split()
-
-
-def test_a_sweep_keeps_no_token(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"model_name_or_path: m\nhub_token: {TOKEN}\nseed: 1\n")
-    arguments = SweepArguments(
-        recipe=str(recipe), learning_rates=[1e-3], methods=["lora"], output_dir=str(tmp_path / "out")
-    )
-    sweep = Sweep(arguments, tmp_path, ["--hub_token", TOKEN])
-    sweep.claim()
-    sweep.claim()  # and knows itself again
-    assert TOKEN not in (tmp_path / "out" / "sweep.json").read_text()
-    assert load_recipe(recipe)["hub_token"] == TOKEN
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------------
