@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +16,12 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
-from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
+from loopdropout_trainer.diagnostics import (
+    LiveDiagnosticsCallback,
+    evaluation_batches,
+    readout_losses,
+    single_loop_activation,
+)
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
@@ -178,6 +182,9 @@ class Run:
                 peft_config=self.peft_config,
                 **self.trainer_arguments(),
             )
+            if self.script.live_diagnostics_steps:
+                every, rows = self.script.live_diagnostics_steps, self.script.live_diagnostics_rows
+                trainer.add_callback(LiveDiagnosticsCallback(trainer, every, rows))
         checkpoint = self.checkpoint_for(config)
         if self.merges(config):  # before hours of training
             trainer.from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
@@ -206,6 +213,7 @@ class Run:
             result = trainer.train(resume_from_checkpoint=checkpoint)
             progress = trainer.progress()
             trainer.save_model()  # before anything else can go wrong
+            trainer.save_state()  # the learning curve
         except NonFiniteLossError as error:
             if is_main:  # for a sweep: this rate is out, the others go on
                 write_atomically(diverged, json.dumps({"error": str(error), "step": trainer.state.global_step}) + "\n")
@@ -235,9 +243,10 @@ class Run:
         outcome.benchmarks = self.evaluate(trainer, AFTER)
         outcome.by_depth = self.evaluate_depths(trainer, outcome.benchmarks)
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
-            batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
-            outcome.single_loop = single_loop_activation(trainer.model, batches)
-            outcome.readout_losses = readout_losses(trainer.model, batches)
+            num_rows = self.script.single_loop_batches * config.per_device_eval_batch_size
+            batches = evaluation_batches(trainer, num_rows)
+            outcome.single_loop = single_loop_activation(trainer.model, batches, over_processes=True)
+            outcome.readout_losses = readout_losses(trainer.model, batches, over_processes=True)
         if self.script.single_loop_accuracy:
             outcome.single_loop_benchmarks = self.evaluate_single_loops(trainer)
         if is_main:
@@ -386,8 +395,8 @@ def carry_out(run: Run) -> None:
     if not config.should_save:  # the other processes
         return
     if outcomes[0].single_loop is not None or outcomes[0].by_depth:
-        if find_spec("matplotlib") is None:
-            print('No figure without matplotlib: pip install -e ".[plots]"')
+        if find_spec("plotnine") is None:
+            print('No figure without plotnine: pip install -e ".[reports]"')
         else:
             outcomes[0].saved["figure"] = str(plot_results(outcomes, Path(config.output_dir) / "figure.png"))
     print_results(outcomes)

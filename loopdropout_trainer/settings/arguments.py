@@ -67,11 +67,11 @@ class ModelArguments:
         return {key: value for key, value in fields.items() if value is not None}
 
 
-def check_depths(depths: list[int] | None) -> None:
+def check_depths(name: str, depths: list[int] | None) -> None:
     """Raise ValueError unless recurrence depths, if there are any, are different integers from 1 to MOST_LOOPS."""
     for depth in depths or ():
-        check_integer("depths", depth, 1, MOST_LOOPS)
-    check_distinct("depths", depths or [])
+        check_integer(name, depth, 1, MOST_LOOPS)
+    check_distinct(name, depths or [])
 
 
 @dataclass
@@ -173,6 +173,14 @@ class RunArguments(BenchmarkArguments):
         default=None,
         help="Recurrence depths at which the first benchmark is evaluated after training, beside the training depth.",
     )
+    live_diagnostics_steps: int = HfArg(
+        default=0,
+        help="Measure and log what the adapter does in each loop every so many steps and at the end, on a few evaluation rows "
+        "(docs/diagnostics.md); 0: never. Training is the same with and without it.",
+    )
+    live_diagnostics_rows: int = HfArg(
+        default=16, help="Evaluation rows, from the first on, that the live diagnostics measure on."
+    )
     merge: bool = HfArg(default=False, help="Save the merged model in `output_dir`/merged.")
     push_merged_to_hub: bool = HfArg(default=False, help="Merge, and push the merged model to `hub_model_id`.")
     dry_run: bool = HfArg(default=False, help="Check everything, say what would be done, and stop.")
@@ -181,7 +189,9 @@ class RunArguments(BenchmarkArguments):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
         check_integer("single_loop_batches", self.single_loop_batches, 0)
-        check_depths(self.depths)
+        check_integer("live_diagnostics_steps", self.live_diagnostics_steps, 0)
+        check_integer("live_diagnostics_rows", self.live_diagnostics_rows)
+        check_depths("depths", self.depths)
 
 
 @dataclass

@@ -222,21 +222,8 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
     depth_sampling_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
     )
-    live_diagnostics_steps: int = field(
-        default=0,
-        metadata={
-            "help": "Measure and log what the adapter does in each loop every so many steps and at the end, on a few fixed "
-            "rows (docs/diagnostics.md); 0: never. Training is the same with and without it."
-        },
-    )
-    live_diagnostics_rows: int = field(
-        default=16, metadata={"help": "Evaluation rows, from the first on, that the live diagnostics measure on."}
-    )
 
     def __post_init__(self):
-        for name, least in (("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be at least {least}; got {getattr(self, name)}.")
         self.make_depth_sampler()
         if self.make_loop_loss().scores_all:
             for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
