@@ -14,7 +14,7 @@ _HOMES = {
     "LoopDropoutConfig": "training.config",
     "LoopDropoutDPOConfig": "training.config",
     "LoopDropoutDPOTrainer": "training.dpo_trainer",
-    "LoopDropoutGRPOConfig": "training.config",
+    "LoopDropoutGRPOConfig": "experimental.grpo_config",
     "LoopDropoutGRPOTrainer": "experimental.grpo_trainer",
     "LoopDropoutSFTTrainer": "training.sft_trainer",
     "check_loops": "looped.described",

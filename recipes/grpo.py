@@ -17,7 +17,7 @@ HELP = (
     ("Model", "settings/arguments.py", "ModelArguments"),
     ("Adapter", "settings/arguments.py", "AdapterArguments"),
     ("Rewards", "settings/arguments.py", "RewardArguments"),
-    ("Completions and gates", "training/config.py", "LoopDropoutGRPOConfig"),
+    ("Completions and gates", "experimental/grpo_config.py", "LoopDropoutGRPOConfig"),
     ("Rule and speed", "training/config.py", "LoopDropoutArguments"),
     ("Loops", "training/config.py", "LoopLossArguments"),
     ("Data", "data/arguments.py", "DataArguments"),

@@ -20,7 +20,7 @@ from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, fin
 from loopdropout_trainer.models import attention
 from loopdropout_trainer.models.attention import lengths_in_chunks
 from loopdropout_trainer.models.packed_loops import Part, Worth, schedule
-from loopdropout_trainer.training.distributed import may_skip_loops, whole_parameters
+from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -391,7 +391,7 @@ def test_optimisations_are_off_where_processes_share_parameters():
     for kind in DistributedType:
         accelerator = SimpleNamespace(distributed_type=kind)
         plain = kind == DistributedType.NO or kind.name.startswith("MULTI_")
-        assert whole_parameters(accelerator) == may_skip_loops(accelerator, args) == plain
+        assert has_unsharded_weights(accelerator) == may_skip_loops(accelerator, args) == plain
     args.ddp_static_graph = True
     assert not may_skip_loops(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU), args)
 

@@ -1,8 +1,7 @@
-"""TRL's `SFTConfig`, `DPOConfig` and `GRPOConfig` with the gate rule and its fields."""
+"""TRL's `SFTConfig` and `DPOConfig` with the gate rule and its fields."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +10,11 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from trl import DPOConfig, GRPOConfig, SFTConfig
+from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.settings.field_types import json_of
-from loopdropout_trainer.settings.ranges import check_whole
+from loopdropout_trainer.settings.ranges import check_number
 from loopdropout_trainer.training.choices import make_choice
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
@@ -109,8 +108,8 @@ class LoopDropoutArguments:
     resume_with_changed_settings: bool = field(
         default=False,
         metadata={
-            "help": "Resume also from a checkpoint of a run with other settings, data or weights, under those of now. It is "
-            "refused otherwise, and the differences are named."
+            "help": "Resume also from a checkpoint of a run with other settings, data or weights, or train in its folder. It "
+            "is refused otherwise, and the differences are named; training for longer is always allowed."
         },
     )
     loraplus_lr_ratio: float | None = field(
@@ -129,7 +128,7 @@ class LoopDropoutArguments:
             self.p = self.p[0]
         if isinstance(self.rule_args, str):
             self.rule_args = json_of("rule_args", self.rule_args)
-        # Here already: transformers keeps a half-made DeepSpeed configuration, which would fail the process's next model.
+        # Here already: transformers keeps an incomplete DeepSpeed configuration, which would fail the process's next model.
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
         rule = self.make_rule()
@@ -264,99 +263,22 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
         return limits
 
 
+DPO_LOSSES = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+)
+"""The losses of TRL's `DPOTrainer`, which itself finds out in the first step that it does not know one."""
+
+
 @dataclass
 class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
     """Training arguments of `LoopDropoutDPOTrainer`: everything that `DPOConfig` has, and how gates are drawn."""
 
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
 
-
-@dataclass
-class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig):
-    """Training arguments of `LoopDropoutGRPOTrainer`: what `GRPOConfig` has, how gates are drawn, which loops get credit.
-
-    docs/reinforcement.md says what each choice does to the importance ratio.
-    """
-
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "rule_args", "loop_loss_args"]
-
-    gates_per: str = field(
-        default="prompt",
-        metadata={
-            "help": "Who shares gates: all completions of a `prompt`, so that they are compared under one thinned model, or "
-            "none, each `completion` having its own.",
-            "choices": ["prompt", "completion"],
-        },
-    )
-    old_gates: str = field(
-        default="same",
-        metadata={
-            "help": "Gates of the old log-probabilities: the `same` as the current policy's (the importance ratio begins at "
-            "1), or `unit`, with which the completions were sampled (the ratio corrects for the gates).",
-            "choices": ["same", "unit"],
-        },
-    )
-    reference_gates: str = field(
-        default="unit",
-        metadata={
-            "help": "Gates of the reference's log-probabilities (with `beta`) if it is the copy of a pretrained adapter: "
-            "`unit`, or the `same` as the current policy's. A new adapter's reference is the base model, which has none.",
-            "choices": ["unit", "same"],
-        },
-    )
-    completion_decoding: str = field(
-        default="eager",
-        metadata={
-            "help": "How completions are decoded without vLLM: `eager` (continuous batching), `compiled` (the same with "
-            "compiled steps), or `generate` (transformers' own, as TRL does).",
-            "choices": ["eager", "compiled", "generate"],
-        },
-    )
-    completion_slots: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions that a process decodes at a time. Default: all that it generates at once. No completion "
-            "depends on it."
-        },
-    )
-
     def __post_init__(self):
-        for name in ("gates_per", "old_gates", "reference_gates", "completion_decoding"):
-            valid = type(self).__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in valid:
-                raise ValueError(f"`{name}` must be {' or '.join(valid)}; got {getattr(self, name)!r}.")
-        if self.completion_slots is not None:
-            check_whole("completion_slots", self.completion_slots)
-        if self.make_loop_loss().name == "random":
-            raise ValueError(
-                "`loop_loss: random` runs fewer loops than the completions were sampled with: choose 'final', 'uniform', "
-                "'progressive', 'weighted' or 'exit'."
-            )
+        check_number("beta", self.beta, 0, above=True)
         super().__post_init__()
-        if self.loop_loss != "final" and self.use_vllm and self.vllm_importance_sampling_correction:
-            raise ValueError(
-                "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to "
-                "false, or `loop_loss` to 'final'."
-            )
-
-    @property
-    def generates_every(self) -> int:
-        """Micro-batches between two generations: those for which one set of completions is used."""
-        return self.steps_per_generation * self.num_iterations
-
-    @property
-    def scores_old(self) -> bool:
-        """Whether TRL asks for the old log-probabilities; else they are the current ones at the same weights."""
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        return self.gradient_accumulation_steps % self.generates_every != 0 or corrects
-
-    def depth_limits(self, num_loops: int) -> tuple[int, int]:
-        self.make_loop_loss().check((num_loops, num_loops))
-        return num_loops, num_loops
-
-    @classmethod
-    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> LoopDropoutGRPOConfig:
-        if isinstance(args, GRPOConfig) and not isinstance(args, cls):
-            args = copy.copy(args)
-            args.generation_batch_size = None  # TRL worked out one of the two, and refuses both
-        return super().from_arguments(args, output_dir)
+        for name in self.loss_type:
+            if name not in DPO_LOSSES:
+                raise ValueError(f"`loss_type` must be among {', '.join(DPO_LOSSES)}; got {name!r}.")
