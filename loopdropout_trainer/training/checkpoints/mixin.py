@@ -218,9 +218,10 @@ class CheckpointsMixin:
         return fault is None
 
     def _load_complete_training(self) -> TrainOutput:
-        folder = Path(self.args.output_dir)
-        self._load_from_checkpoint(str(folder))
+        folder, adapter = Path(self.args.output_dir), self.model.active_adapters[0]
         with _reading(folder):
+            place = folder if adapter == "default" else folder / adapter  # as PEFT saves it
+            self.model.load_adapter(str(place), adapter, is_trainable=True)
             self._load_rule_state(folder)
             self.state = TrainerState.load_from_json(str(folder / _STATE))
             self._complete = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
