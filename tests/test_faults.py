@@ -31,6 +31,7 @@ from loopdropout_trainer.training.checkpoints.sealing import (
     fault_of_checkpoint,
     newest_complete_checkpoint,
     rotate,
+    run_of,
     seal,
 )
 
@@ -401,6 +402,33 @@ def test_a_refused_push_leaves_the_adapter_on_disk_and_never_tells_the_token(
     assert TOKEN not in json.dumps(trainer.args.to_dict(), default=str)
     assert TOKEN.encode() not in pickle.dumps(trainer.args)
     assert trainer.args.hub_token == TOKEN
+
+
+class Evil:
+    def __init__(self, proof):
+        self.proof = str(proof)
+
+    def __reduce__(self):
+        return (open, (self.proof, "w"))
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "progress.json"]
+)
+def test_a_crafted_file_of_a_checkpoint_is_one_sentence_and_runs_nothing(finished, make_trainer, tmp_path, name):
+    checkpoint, proof = finished[0] / "checkpoint-4", tmp_path / "ran"
+    pickles = {"code": Evil(proof), "other types": [1, 2], "other keys": {"state": 1}}
+    for content in (
+        ("", "\x80", "{", "[1]", "null", '{"a": 1}') if name.endswith("json") else ("", "#!/bin/sh", *pickles)
+    ):
+        if content in pickles:
+            torch.save(pickles[content], checkpoint / name)
+        else:
+            (checkpoint / name).write_text(content)
+        seal(checkpoint, run_of(checkpoint))
+        with pytest.raises(CheckpointError, match="checkpoint-4 cannot be used: a file in it is damaged") as error:
+            make_trainer().train(resume_from_checkpoint=str(checkpoint))
+        assert not proof.exists() and "\n" not in str(error.value)
 
 
 # --- strangers' files -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -448,6 +449,53 @@ def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(make_trainer
     resumed.train(resume_from_checkpoint=True)
     assert resumed.steps_taken == 3
     assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_after_the_last_step_a_script_ends_and_keeps_its_training(make_trainer, stop):
+    class Interrupted(Trainer):
+        def evaluation_loop(self, *args, **kwargs):
+            signal.raise_signal(stop)
+            return super().evaluation_loop(*args, **kwargs)
+
+    trainer = make_trainer(cls=Interrupted, eval_strategy="steps", eval_steps=STEPS, save_strategy="no")
+    with pytest.raises(TrainingInterrupted, match="Stopped after step 6 of 6. .*checkpoint-6"):
+        trainer.train()
+    resumed = make_trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.steps_taken == 0 and torch.equal(weights(resumed), weights(trainer))
+
+
+SEVERAL = """
+import sys
+from conftest import tiny_ouro, tokenizer
+from datasets import Dataset
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
+rows = Dataset.from_list([{"text": "abc"}] * 64)
+for index in range(3):
+    args = LoopDropoutConfig(f"{sys.argv[1]}/{index}", max_steps=10_000, use_cpu=True, bf16=False, report_to="none")
+    args.logging_steps, args.save_strategy = 1, "no"
+    make = getattr(tokenizer, "__wrapped__", None) or tokenizer._get_wrapped_function()
+    LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=rows, processing_class=make()).train()
+"""
+
+
+def test_a_plain_kill_ends_a_script_that_trains_several_times(tmp_path):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[1]))),
+    }
+    script = [sys.executable, "-u", "-c", SEVERAL, str(tmp_path)]
+    process = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "'loss'" in line:
+            process.terminate()
+            break
+    said += process.stdout.readlines()
+    assert process.wait(120) != 0 and "TrainingInterrupted: Stopped after step" in said[-1]
+    assert len(list(tmp_path.glob("0/checkpoint-*/manifest.json"))) == 1 and not (tmp_path / "1").exists()
 
 
 # --- one process in a folder ------------------------------------------------------------------------------------------
