@@ -40,8 +40,9 @@ from gpu_report import OUT_OF_MEMORY, report
 from torch.profiler import ProfilerActivity, profile
 
 from loopdropout_trainer.generation import decoding
-from loopdropout_trainer.models import attention, layers
+from loopdropout_trainer.models import layers
 from loopdropout_trainer.models.operations import rms_norm
+from loopdropout_trainer.models.speed import packed_attention
 from loopdropout_trainer.runs.plan import flops_per_token
 
 
@@ -205,13 +206,13 @@ def varlen_attention(preset: speed.Preset) -> dict[str, float]:
     """Return how far attention of all examples at once is from one by one in float32, and the time of both."""
     lengths = [len(example["input_ids"]) for example in speed.draw_examples(preset, STEP)]
     heads, head_dim = preset.num_heads, preset.hidden_size // preset.num_heads
-    packed = attention.Lengths(lengths, DEVICE)
+    packed = packed_attention.Lengths(lengths, DEVICE)
     drawn = torch.randn(4, 1, heads, sum(lengths), head_dim, device=DEVICE)
-    forms = {"one by one": attention._one_by_one, "at once": attention._at_once}
+    forms = {"one by one": packed_attention._one_by_one, "at once": packed_attention._at_once}
     results, seconds = {}, {}
     for name, dtype in (("exact", torch.float32), ("one by one", torch.bfloat16), ("at once", torch.bfloat16)):
         inputs = [x.to(dtype).requires_grad_() for x in drawn[:3]]
-        attend = partial(forms.get(name, attention._one_by_one), *inputs, packed, head_dim**-0.5)
+        attend = partial(forms.get(name, packed_attention._one_by_one), *inputs, packed, head_dim**-0.5)
         gradient = drawn[3].transpose(1, 2).to(dtype)
         for _ in range(3):
             speed.synchronize()

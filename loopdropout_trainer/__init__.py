@@ -3,30 +3,37 @@
 Importing this package registers the model families with transformers' Auto classes.
 """
 
-from loopdropout_trainer.lazy import import_models_in_time, late_imports
+import loopdropout_trainer.announcement
+import loopdropout_trainer.models  # noqa: F401  (registers the families)
+from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
+from loopdropout_trainer.experimental.grpo_trainer import LoopDropoutGRPOTrainer
+from loopdropout_trainer.looped.described import LoopDescription, check_loops, register_looped
+from loopdropout_trainer.saving.adapter_files import load_adapter
+from loopdropout_trainer.saving.hub import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig
+from loopdropout_trainer.training.dpo_trainer import LoopDropoutDPOTrainer
+from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.preflight import default_peft_config
+from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
 
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "GateSamplingMixin": "training.gate_sampling",
-    "LoopDescription": "looped.described",
-    "LoopDropoutConfig": "training.config",
-    "LoopDropoutDPOConfig": "training.config",
-    "LoopDropoutDPOTrainer": "training.dpo_trainer",
-    "LoopDropoutGRPOConfig": "experimental.grpo_config",
-    "LoopDropoutGRPOTrainer": "experimental.grpo_trainer",
-    "LoopDropoutSFTTrainer": "training.sft_trainer",
-    "check_loops": "looped.described",
-    "default_peft_config": "training.preflight",
-    "load_adapter": "saving.adapter_files",
-    "merge_and_save": "saving.hub",
-    "push_merged_to_hub": "saving.hub",
-    "register_looped": "looped.described",
-    "use_gates": "adapters",
-}
-
-__all__ = list(_HOMES)
-
-__getattr__ = late_imports(__name__, _HOMES)
-import_models_in_time(__name__)
+__all__ = [
+    "GateSamplingMixin",
+    "LoopDescription",
+    "LoopDropoutConfig",
+    "LoopDropoutDPOConfig",
+    "LoopDropoutDPOTrainer",
+    "LoopDropoutGRPOConfig",
+    "LoopDropoutGRPOTrainer",
+    "LoopDropoutSFTTrainer",
+    "check_loops",
+    "default_peft_config",
+    "load_adapter",
+    "merge_and_save",
+    "push_merged_to_hub",
+    "register_looped",
+    "use_gates",
+]

@@ -3,4 +3,5 @@
 from loopdropout_trainer.command_line import main
 
 
-main()
+if __name__ == "__main__":
+    main()

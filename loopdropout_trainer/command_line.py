@@ -10,13 +10,14 @@ same command in every process.
 from __future__ import annotations
 
 import ast
-import runpy
+import importlib.util
 import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from loopdropout_trainer.settings.command import SetupError, run_command
 from loopdropout_trainer.settings.shipped import recipe_path, recipes_folder
 
 
@@ -38,13 +39,16 @@ def summary(script: Path) -> str:
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Run a script of the recipes folder as the main program."""
-    first, *rest = [*arguments, ""]
-    if first and not first.startswith("-"):
-        arguments = [recipe_path(first), *rest[:-1]]
+    """Run a script of the recipes folder with a command line, in which a recipe may be named as it is listed."""
+    if arguments and not arguments[0].startswith("-"):
+        arguments = [recipe_path(arguments[0]), *arguments[1:]]
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))  # as `python SCRIPT` does
-    runpy.run_path(str(script), run_name="__main__")
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[script.stem] = module
+    spec.loader.exec_module(module)
+    module.main()
 
 
 def list_recipes() -> None:
@@ -66,13 +70,22 @@ def copy_recipes(destination: Path) -> None:
     """Copy scripts and recipes into a new folder.
 
     Raises:
-        FileExistsError: if there is something of that name, which is left as it is.
+        SetupError: if it cannot be made, or there is something of that name, which is left as it is.
     """
-    shutil.copytree(recipes_folder(), destination, ignore=shutil.ignore_patterns("__pycache__", "__init__.py"))
+    ignored = shutil.ignore_patterns("__pycache__", "__init__.py")
+    try:
+        shutil.copytree(recipes_folder(), destination, ignore=ignored)
+    except OSError as error:
+        raise SetupError(f"Cannot copy the recipes to {destination}: {error.strerror}.") from error
+    print(f"Scripts and recipes are in {destination}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def run(arguments: Sequence[str]) -> None:
+    """Do what a command line asks for.
+
+    Raises:
+        SetupError: for an unknown command.
+    """
     known = commands()
     match arguments:
         case [] | ["-h" | "--help" | "help", *_]:
@@ -84,22 +97,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             try:
                 print(version("loopdropout-trainer"))
             except PackageNotFoundError:
-                sys.exit("loopdropout: the package is not installed; it runs from its source folder.")
+                raise SetupError("The package is not installed; it runs from its source folder.") from None
         case ["recipes"]:
             list_recipes()
         case ["recipes", "copy", destination]:
-            try:
-                copy_recipes(Path(destination))
-            except OSError as error:
-                print(f"loopdropout: cannot copy the recipes to {destination}: {error.strerror}.", file=sys.stderr)
-                sys.exit(2)
-            print(f"Scripts and recipes are in {destination}")
+            copy_recipes(Path(destination))
         case [name, *rest] if name in known:
             run_script(known[name], rest)
-        case [name, *_]:
+        case _:
             valid = ", ".join([*known, "recipes"])
-            print(f"loopdropout: there is no command `{' '.join(arguments[:3])}`; valid are {valid}.", file=sys.stderr)
-            sys.exit(2)
+            raise SetupError(f"There is no command `{' '.join(arguments[:3])}`; valid are {valid}.")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command `loopdropout`; user errors end the process with one sentence."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    is_script = bool(arguments) and arguments[0] in commands()
+    run_command(lambda: run(arguments), f"loopdropout {arguments[0]}" if is_script else "loopdropout")
 
 
 if __name__ == "__main__":

@@ -11,26 +11,13 @@ from __future__ import annotations
 
 import os
 
-from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (
-    ("Model", "settings/arguments.py", "ModelArguments"),
-    ("Diagnostics", "diagnostics/arguments.py", "DiagnosticArguments"),
-    ("Rows", "diagnostics/arguments.py", "RowArguments"),
-    ("Data", "data/arguments.py", "DataArguments"),
-    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
-)
-if __name__ == "__main__":
-    answer_help(__doc__, HELP)  # before the imports that take seconds
-
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.run import FOLDER, run_diagnostics
 from loopdropout_trainer.evaluation.run import EvaluationArguments
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
@@ -48,4 +35,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "diagnose.py")
+    run_command(main)

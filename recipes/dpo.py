@@ -9,25 +9,11 @@ overrides it.
 
 from __future__ import annotations
 
-from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (
-    ("Model", "settings/arguments.py", "ModelArguments"),
-    ("Adapter", "settings/arguments.py", "AdapterArguments"),
-    ("Rule and speed", "training/config.py", "LoopDropoutArguments"),
-    ("Data", "data/arguments.py", "DataArguments"),
-    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
-    ("Around the training", "settings/arguments.py", "RunArguments"),
-)
-if __name__ == "__main__":
-    answer_help(__doc__, HELP, trains="dpo")  # before the imports that take seconds
-
 from datasets import Dataset
 
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer
 from loopdropout_trainer.runs.run import Run, carry_out
+from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -56,9 +42,12 @@ class DPORun(Run):
         return rows.select_columns([name for name in ("prompt", "chosen", "rejected") if name in rows.column_names])
 
 
+RUN = DPORun  # what recipes/sweep.py checks recipes with
+
+
 def main(argv: list[str] | None = None) -> None:
     carry_out(DPORun(argv, __doc__))
 
 
 if __name__ == "__main__":
-    run_command(main, "dpo.py")
+    run_command(main)

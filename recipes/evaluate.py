@@ -1,8 +1,9 @@
-"""Put benchmarks to a base model, a merged model or adapters, score the answers, and write the row of a table.
+"""Evaluate a base model, a merged model or adapters on benchmarks, and write the rows of a table.
 
     accelerate launch recipes/evaluate.py recipes/evaluation/metamath.yaml --adapter outputs/metamath_gsm
     accelerate launch recipes/evaluate.py recipes/evaluation/tulu2.yaml --adapter none lora=outputs/lora ours=outputs/tulu2
-    python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --num_loops 6
+    python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --depths 2 4 8
+    python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --gates 1-1-1-1 single_loop
 
 A recipe of sft.py will do, too: what concerns only the training is not read. `output_dir`/evaluation.json gets settings,
 versions, scores and every prediction (docs/results.md). The same command continues an evaluation that was killed.
@@ -12,25 +13,14 @@ from __future__ import annotations
 
 import os
 
-from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (
-    ("Model", "settings/arguments.py", "ModelArguments"),
-    ("Evaluation", "evaluation/run.py", "EvaluationArguments"),
-    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
-)
-if __name__ == "__main__":
-    answer_help(__doc__, HELP)  # before the imports that take seconds
-
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.averages import results_table
-from loopdropout_trainer.evaluation.results import read_results
+from loopdropout_trainer.evaluation.results import read_evaluation
 from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
@@ -48,13 +38,13 @@ def main(argv: list[str] | None = None) -> None:
         for row, benchmarks in results.items():
             for result in benchmarks:
                 print(
-                    f"{row}, {result.name}: {result.score:.2f}% of {result.total}, {result.missing_rate:.2f}% without an "
-                    f"answer, {result.errors} unreadable"
+                    f"{row}, {result.name}: {result.score:.2f} on {result.total} problems, {result.missing_rate:.2f}% without "
+                    f"an answer, {result.errors} that the scorer cannot read"
                 )
         path = os.path.join(arguments.output_dir, RESULTS_FILE)
-        print(f"\n{results_table(read_results(path)['rows'], list(results), list(arguments.averages))}\n")
+        print(f"\n{results_table(read_evaluation(path)['rows'], list(results), list(arguments.averages))}\n")
         print(f"Everything is in {path}")
 
 
 if __name__ == "__main__":
-    run_command(main, "evaluate.py")
+    run_command(main)

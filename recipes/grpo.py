@@ -9,24 +9,6 @@ sets the fields below; `--field value` overrides it.
 
 from __future__ import annotations
 
-from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (
-    ("Model", "settings/arguments.py", "ModelArguments"),
-    ("Adapter", "settings/arguments.py", "AdapterArguments"),
-    ("Rewards", "settings/arguments.py", "RewardArguments"),
-    ("Completions and gates", "experimental/grpo_config.py", "LoopDropoutGRPOConfig"),
-    ("Rule and speed", "training/config.py", "LoopDropoutArguments"),
-    ("Loops", "training/config.py", "LoopLossArguments"),
-    ("Data", "data/arguments.py", "DataArguments"),
-    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
-    ("Around the training", "settings/arguments.py", "RunArguments"),
-)
-if __name__ == "__main__":
-    answer_help(__doc__, HELP, trains="grpo")  # before the imports that take seconds
-
 from typing import Any
 
 from datasets import Dataset
@@ -35,6 +17,7 @@ from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer
 from loopdropout_trainer.experimental.rewards import REWARDS
 from loopdropout_trainer.runs.run import Run, carry_out
 from loopdropout_trainer.settings.arguments import RewardArguments
+from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -76,9 +59,12 @@ def _reference(row: dict[str, Any]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+RUN = GRPORun  # what recipes/sweep.py checks recipes with
+
+
 def main(argv: list[str] | None = None) -> None:
     carry_out(GRPORun(argv, __doc__))
 
 
 if __name__ == "__main__":
-    run_command(main, "grpo.py")
+    run_command(main)

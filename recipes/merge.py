@@ -13,20 +13,12 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loopdropout_trainer.settings.command import run_command, user_supplied
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (("Merging", __file__, "MergeArguments"), ("Model", "settings/arguments.py", "ModelArguments"))
-if __name__ == "__main__":
-    answer_help(__doc__, HELP)  # before the imports that take seconds
-
 from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.run import load_model
-from loopdropout_trainer.saving.adapter_files import adapter_metadata
-from loopdropout_trainer.saving.cards import ModelCardFields
+from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import parse_recipe
 
@@ -43,26 +35,20 @@ class MergeArguments:
     hub_private_repo: bool | None = field(default=None, metadata={"help": "Whether a new repository is private."})
 
 
-def facts_of_run(adapter: Path, model: ModelArguments) -> ModelCardFields:
-    """Return what the files beside an adapter tell about its training."""
-    trained = adapter_metadata(adapter)
+def facts_of_run(adapter: Path) -> ModelCardFields:
+    """Return what the files beside an adapter tell about its run."""
     recipe, results = adapter / "recipe.yaml", adapter / "results.json"
     scores, text = {}, None
     if results.is_file():
         with user_supplied(f"{results} cannot be read"):
-            measured = json.loads(results.read_text(encoding="utf-8"))["benchmarks"]
-            scores = {name: counts["score"] for name, counts in measured.items()}
+            measured = json.loads(results.read_text(encoding="utf-8"))
+            before = {name: each["score"] for name, each in measured.get("base_benchmarks", {}).items()}
+            for name, each in measured["benchmarks"].items():
+                scores[name] = CardScore(each["score"], each["total"], before.get(name))
     if recipe.is_file():
         with user_supplied(f"{recipe} cannot be read"):
             text = recipe.read_text(encoding="utf-8")
-    return ModelCardFields(
-        base_model=model.base_name,
-        rule=trained.get("rule"),
-        p=trained.get("p"),
-        num_loops=trained.get("num_loops"),
-        recipe=text,
-        results=scores,
-    )
+    return ModelCardFields(recipe=text, results=scores)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,12 +60,13 @@ def main(argv: list[str] | None = None) -> None:
     merged_dir = Path(merge.adapter) / "merged" if merge.merged_dir is None else merge.merged_dir
     check_folder("merged_dir", merged_dir)
     adapted, tokenizer = load_model(model, merge.adapter)
-    facts = facts_of_run(Path(merge.adapter), model)
-    folder = merge_and_save(adapted, merged_dir, tokenizer, facts, repo_id=merge.hub_model_id)
+    folder = merge_and_save(
+        adapted, merged_dir, tokenizer, facts_of_run(Path(merge.adapter)), repo_id=merge.hub_model_id
+    )
     print(f"Merged model in {folder}")
     if merge.hub_model_id is not None:
         print(f"Pushed to {push_merged_to_hub(folder, merge.hub_model_id, private=merge.hub_private_repo)}")
 
 
 if __name__ == "__main__":
-    run_command(main, "merge.py")
+    run_command(main)

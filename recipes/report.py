@@ -62,4 +62,4 @@ def table_files(names: list[str]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    run_command(main, "report.py")
+    run_command(main)

@@ -9,24 +9,11 @@ the run are printed at the end and saved in `output_dir`.
 
 from __future__ import annotations
 
-from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (
-    ("Model", "settings/arguments.py", "ModelArguments"),
-    ("Adapter", "settings/arguments.py", "AdapterArguments"),
-    ("Rule and speed", "training/config.py", "LoopDropoutArguments"),
-    ("Depth", "training/config.py", "LoopDropoutConfig"),
-    ("Loops", "training/config.py", "LoopLossArguments"),
-    ("Data", "data/arguments.py", "DataArguments"),
-    ("Benchmarks", "settings/arguments.py", "BenchmarkArguments"),
-    ("Around the training", "settings/arguments.py", "RunArguments"),
-)
-if __name__ == "__main__":
-    answer_help(__doc__, HELP, trains=True)  # before the imports that take seconds
-
 from loopdropout_trainer.runs.run import Run, carry_out
+from loopdropout_trainer.settings.command import run_command
+
+
+RUN = Run  # what recipes/sweep.py checks recipes with
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -34,4 +21,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "sft.py")
+    run_command(main)

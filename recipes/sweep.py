@@ -1,51 +1,44 @@
-"""Choose each method's learning rate on the development split, and train the other seeds with it.
+"""Compare methods: choose each one's learning rate on held-out rows, then train and measure all seeds with it.
 
     python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml
     python recipes/sweep.py recipes/gsm8k.yaml --learning_rates 1e-4 3e-4 --methods lora loop_dropout --seeds 101 102
-    python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --print_commands > commands.txt
+    python recipes/sweep.py recipes/studies/small.yaml --dry_run true
+    python recipes/sweep.py recipes/studies/ouro_1.4b.yaml --workers 8
+    python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --print_commands true > commands.txt
 
-The first seed is trained at every rate; held-out rows are answered by greedy generation; the rate with most correct
-answers (the smaller of equals) trains the other seeds, and all of them answer the recipe's benchmarks. What follows `--`
-goes to sft.py. The same command continues a sweep that was interrupted, or prints what a scheduler can start next.
+A run is a folder with its log.txt and results.json. The same command continues a sweep that was stopped, shares one that
+other processes are doing, or prints what a scheduler can start next.
 """
 
 from __future__ import annotations
 
-import shlex
-import signal
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, sweep_argv
+from loopdropout_trainer.runs.workers import stop_on_sigterm
 from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.help import answer_help
-
-
-HELP = (("Sweep", "runs/sweep.py", "SweepArguments"),)
-if __name__ == "__main__":
-    answer_help(__doc__, HELP, recipe="[SWEEP.yaml | RECIPE.yaml]")  # before the imports that take seconds
-
-from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, sweep_command_line
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv, passed_on = sweep_command_line(sys.argv[1:] if argv is None else argv)
-    (arguments,), _ = parse_recipe([SweepArguments], argv, description=__doc__)
-    sweep = Sweep(arguments, Path(__file__).parent, passed_on)
-    if arguments.print_commands:
-        sweep.claim()
-        for job in sweep.ready_jobs():
-            print(shlex.join(job.command))
+    (arguments,), _ = parse_recipe([SweepArguments], sweep_argv(sys.argv[1:] if argv is None else argv), __doc__)
+    sweep = Sweep(arguments, Path(__file__).parent)
+    if arguments.dry_run:
+        Console().print(sweep.plan_table())
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("sweep.py: asked to stop; the same command continues."))
+    if arguments.print_commands:
+        print("\n".join(sweep.commands()))
+        return
+    stop_on_sigterm()
     sweep.run()
     console = Console()
     for table in sweep.tables():
         console.print(table)
-    print(f"Everything is in {sweep.output_dir / 'summary.json'} and summary.md")
+    print(f"Everything is in {sweep.output_dir / 'summary.json'} and summary.txt")
 
 
 if __name__ == "__main__":
-    run_command(main, "sweep.py", interrupted="interrupted; the same command continues.")
+    run_command(main, interrupted="stopped; the same command continues.")

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets.config
+import huggingface_hub.constants
 import pytest
 import torch
 from datasets import Dataset
@@ -27,7 +29,8 @@ from loopdropout_trainer.models import (
 )
 
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for processes that tests start; this one has read it already
+huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = {

@@ -27,8 +27,8 @@ FAMILIES = {"ouro", "huginn", "loopus", "nanbeige", "hrm_text"}
 def public_names() -> dict[str, str]:
     """The folder of each name that the package itself hands on."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    homes = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "_HOMES")
-    return {name: home.split(".")[0] for name, home in ast.literal_eval(homes).items()}
+    found = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return {each.name: node.module.split(".")[1] for node in found for each in node.names}
 
 
 def imports(source: str, names: dict[str, str]) -> list[list[str]]:

@@ -1,5 +1,7 @@
 """Chat templates: what is rendered, what is trained, where generation stops, and that a trained model keeps all of it."""
 
+import json
+
 import pytest
 import torch
 from conftest import tiny_ouro
@@ -10,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
 from loopdropout_trainer.data import set_chat_template
-from loopdropout_trainer.data.templates import CHAT_TOKENS, check_turn_end
+from loopdropout_trainer.data.templates import CHAT_TOKENS, apply_chat_template, check_turn_end
+from loopdropout_trainer.runs.run import Run
+from loopdropout_trainer.settings.command import SetupError
 
 
 # First tokens of the published vocabularies; then one token a byte.
@@ -85,8 +89,66 @@ def test_ouro_gets_the_ids_that_a_chat_needs(chat_tokenizer):
 @pytest.mark.parametrize("name", CHAT_TOKENS)
 def test_a_role_that_the_template_does_not_know_is_refused(chat_tokenizer, name):
     set_chat_template(chat_tokenizer, name)
-    with pytest.raises(Exception, match="A role must be system, user or assistant; got 'tool'"):
-        chat_tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(SetupError, match="A role must be system, user or assistant; got 'tool'"):
+        apply_chat_template(chat_tokenizer, [{"role": "tool", "content": "x"}], tokenize=False)
+
+
+HARMFUL = {  # what a template tries: what its error says; None: it gets nothing at all
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "'__class__' of 'str' object is unsafe",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}": "'__class__' of 'list' object is unsafe",
+    "{{ messages | attr('__class__') }}{{ strftime_now.__globals__ }}": None,
+    "{{ '{m.__class__}'.format_map({'m': messages}) }}": None,
+    "{{ lipsum.__globals__['os'].system('touch EVIL') }}": "'__globals__' of 'function' object is unsafe",
+    "{{ cycler.__init__.__globals__.os.system('touch EVIL') }}": "'__init__' of 'type' object is unsafe",
+    "{{ self._TemplateReference__context }}{{ self.__init__.__globals__ }}": "is unsafe",
+    "{{ (messages | map('upper')).gi_frame.f_globals }}": "'gi_frame' of 'generator' object is unsafe",
+    "{% include '/etc/passwd' %}": "no loader",
+    "{% import 'EVIL' as evil %}": "no loader",
+    "{{ open('EVIL', 'w') }}": "'open' is undefined",
+    "{% set _ = messages.append({}) %}": "'append' of 'list' object is unsafe",
+    "{% set _ = messages[0].update({'content': 'evil'}) %}": "'update' of 'dict' object is unsafe",
+    "{% for i in range(10**9) %}{% endfor %}": "Range too big",
+    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}": "maximum recursion depth",
+    "{{ 'a' * 10**15 }}": "more memory than there is",
+    "{% for message in messages %}": "Unexpected end of template",  # broken ones
+    "{{ messages | nothing }}": "No filter named 'nothing'",
+    "{{ messages[5].content }}": "no element 5",
+    "{{ raise_exception('two\nlines') }}": "two lines",
+}
+
+
+@pytest.mark.parametrize(("template", "says"), HARMFUL.items())
+def test_a_harmful_or_broken_template_ends_in_one_sentence(chat_tokenizer, tmp_path, template, says):
+    evil, turns = tmp_path / "evil", [{"role": "user", "content": "question"}]
+    chat_tokenizer.chat_template = template.replace("EVIL", str(evil))
+    if says is None:
+        assert apply_chat_template(chat_tokenizer, turns, tokenize=False) == ""
+    else:
+        with pytest.raises(SetupError, match="The chat template of .* cannot be applied: ") as error:
+            apply_chat_template(chat_tokenizer, turns, tokenize=False)
+        assert says in str(error.value) and "\n" not in str(error.value)
+        (tmp_path / "own.jinja").write_text(chat_tokenizer.chat_template)
+        with pytest.raises(SetupError, match="own.jinja.* cannot be used|cannot be applied"):
+            set_chat_template(chat_tokenizer, str(tmp_path / "own.jinja"))
+    assert not evil.exists() and turns == [{"role": "user", "content": "question"}]
+
+
+def test_trls_chat_template_path_is_another_name_for_a_jinja_file(tmp_path):
+    template = "{% for m in messages %}{% generation %}{{ m.content ~ eos_token }}{% endgeneration %}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(template)
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(i)}]} for i in range(4)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = ["--model_name_or_path", "tiny-ouro", "--train_files", str(tmp_path / "rows.jsonl"), "--dtype", "float32"]
+    recipe += ["--output_dir", str(tmp_path / "run"), "--bf16", "false"]
+    run = Run([*recipe, "--chat_template_path", str(tmp_path / "own.jinja")])
+    run.load()
+    assert run.tokenizer.chat_template == template and len(run.data.train) == 4
+    with pytest.raises(ValueError, match="`chat_template_path` must be .* or the path of a Jinja file; got 'x/y'"):
+        Run([*recipe, "--chat_template_path", "x/y"]).load()
+    with pytest.raises(ValueError, match="`chat_template` and `chat_template_path` exclude each other"):
+        Run([*recipe, "--chat_template_path", "x.jinja", "--chat_template", "ouro"]).load()
 
 
 def test_a_tokenizer_without_the_tokens_is_refused(tokenizer, monkeypatch):
@@ -98,9 +160,7 @@ def test_a_tokenizer_without_the_tokens_is_refused(tokenizer, monkeypatch):
 def test_an_end_of_turn_that_does_not_stop_generation_is_refused(chat_tokenizer):
     set_chat_template(chat_tokenizer, "ouro")
     chat_tokenizer.eos_token = "<|endoftext|>"
-    with pytest.raises(
-        ValueError, match=r"ends an assistant's turn with '<\|im_end\|>', and generation stops at '<\|endof"
-    ):
+    with pytest.raises(ValueError, match=r"turn with '<\|im_end\|>', and generation stops at '<\|endof"):
         check_turn_end(chat_tokenizer)
 
 

@@ -46,18 +46,38 @@ def test_an_unknown_command_is_one_sentence(capsys):
         main(["train", "x.yaml"])
     assert exit.value.code == 2
     error = capsys.readouterr().err
-    assert "`train x.yaml`" in error
-    assert "sft" in error
+    assert error.startswith("loopdropout: ") and "`train x.yaml`" in error and "sft" in error
     assert error.count("\n") == 1
+
+
+def test_a_path_without_a_file_is_no_shipped_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["loopdropout"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as exit:
+        main(["sft", "./quickstart.yaml"])
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.startswith("loopdropout sft: The recipe quickstart.yaml cannot be read")
+
+
+def test_the_families_are_registered_and_a_reader_may_stop_early():
+    code = "from importlib.util import find_spec; find_spec('transformers'); import loopdropout_trainer\n"
+    code += "from transformers import AutoConfig; print([AutoConfig.for_model(n).model_type for n in ('ouro', 'lds')])"
+    run = lambda command: subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = run([sys.executable, "-c", code])
+    assert done.stdout == "['ouro', 'lds']\n" and not done.stderr  # in a user's program it is silent
+    done = run(["bash", "-c", f"{sys.executable} -m loopdropout_trainer recipes | head -1; exit ${{PIPESTATUS[0]}}"])
+    assert (done.returncode, done.stderr) == (0, "Loading ...\n")
 
 
 def test_a_file_of_the_users_goes_before_a_shipped_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart.yaml", "recipes/quickstart.yaml"):
         assert recipe_path(name) == str(recipes_folder() / "quickstart.yaml")
+    for name in ("./quickstart.yaml", "recipes/../quickstart.yaml", str(tmp_path / "quickstart.yaml"), "missing.yaml"):
+        assert recipe_path(name) == name  # a path is the user's own file, or none
     Path("quickstart.yaml").write_text("p: 0.1\n")
     assert recipe_path("quickstart.yaml") == "quickstart.yaml"
-    assert recipe_path("missing.yaml") == "missing.yaml"
 
 
 def test_a_sweep_finds_the_recipes_that_it_names_from_any_folder(tmp_path, monkeypatch):

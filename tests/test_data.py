@@ -1,7 +1,9 @@
 """Data: what is trained on, token for token, through the real trainer; what is kept, dropped and refused."""
 
 import gzip
+import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ from trl import SFTConfig
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, DataError, chat_template, load_data
 from loopdropout_trainer.data.__main__ import main as show
+from loopdropout_trainer.data.arithmetic import arithmetic_problems, pretraining_texts
 from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
+from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -296,6 +300,36 @@ def test_arithmetic_problems(tokenizer):
     assert data.train[0]["prompt"] == f"Question: {data.train[0]['question']}\nAnswer:"
     more = load_data(DataArguments("arithmetic", num_train_examples=60, num_eval_examples=10), tokenizer)
     assert list(more.eval["question"]) == list(data.eval["question"])
+    named = DataArguments("arithmetic", num_train_examples=30, num_eval_examples=10, arithmetic_steps=[3, 5])
+    assert load_data(named, tokenizer).train.to_list() == data.train.to_list()
+
+
+TEST_SPLITS = {"easy_test": (1, 3), "medium_test": (2, 4), "test": (3, 5)}
+
+
+@pytest.mark.parametrize("steps", TEST_SPLITS.values())
+def test_arithmetic_of_chosen_steps_is_balanced_and_holds_no_test_problem(tokenizer, steps):
+    args = DataArguments("arithmetic", num_train_examples=1400, num_eval_examples=100, arithmetic_steps=list(steps))
+    data = load_data(args, tokenizer)
+    trained = [*data.train["question"], *data.eval["question"]]
+    num_steps = Counter(answer.count("\n") for answer in [*data.train["answer"], *data.eval["answer"]])
+    assert len(set(trained)) == 1500
+    assert set(num_steps) == {*range(steps[0], steps[1] + 1)} and min(num_steps.values()) > 430  # 500 on average
+    for split, wanted in TEST_SPLITS.items():
+        test = arithmetic_problems(split, 500)
+        assert (min(test["num_steps"]), max(test["num_steps"])) == wanted
+        assert not set(test["question"]) & set(trained)
+        shown = load_benchmark(f"arithmetic_{split}", limit=500)
+        assert shown.prompts == [f"Question: {question}\nAnswer:" for question in test["question"]]
+
+
+def test_arithmetic_texts_of_old_splits_are_as_they_were():
+    splits = ("train", "short", "test", "hard", "larger", "wording")
+    text = json.dumps([arithmetic_problems(split, 200, seed).to_list() for split in splits for seed in (0, 3)])
+    text += json.dumps(pretraining_texts(200))
+    assert (
+        hashlib.sha256(text.encode()).hexdigest() == "a7c1226f9b1d89c662948e54c02d702cc2f707b1af870cd7b492b6442ab3d801"
+    )
 
 
 def test_long_examples_are_dropped_not_cut(write, bytes_tokenizer, bpe_tokenizer, batch_of):
@@ -341,9 +375,9 @@ def test_local_files_of_every_kind(tmp_path, tokenizer, name):
 
 def test_several_files_and_eval_files(write, tokenizer):
     first, second = (write(name, [{"text": name}] * 2) for name in ("a.jsonl", "b.jsonl"))
-    data = load(None, [first, second], tokenizer, eval_files=[second])
+    data = load(None, [first, second], tokenizer, eval_files=[write("c.jsonl", [{"text": "c"}] * 2)])
     assert list(data.train["text"]) == ["a.jsonl"] * 2 + ["b.jsonl"] * 2
-    assert list(data.eval["text"]) == ["b.jsonl"] * 2
+    assert list(data.eval["text"]) == ["c"] * 2
     assert data.description == "a.jsonl, b.jsonl: 4 examples, 2 held out"
 
 
@@ -351,7 +385,7 @@ def test_a_dataset_folder_by_name(tmp_path, tokenizer):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text('{"question": "Why?", "answer": "Because."}\n')
     args = DataArguments(
-        dataset_name=str(tmp_path / "mine"), column_mapping='{"prompt": "question", "completion": "answer"}'
+        dataset_name=str(tmp_path / "mine"), column_mapping={"prompt": "question", "completion": "answer"}
     )
     assert load_data(args, tokenizer).train.to_list() == [{"prompt": "Why?", "completion": "Because."}]
     with pytest.raises(DataError, match="The dataset `.*none` cannot be loaded"):
@@ -408,42 +442,44 @@ def test_a_bad_row_is_an_error_or_is_counted(write, tokenizer, line, fault):
     assert "some.jsonl, row 3" in str(data.report) and fault in str(data.report)
 
 
-def test_refusals(tmp_path, write, tokenizer):
-    def refuse(match, **fields):
-        with pytest.raises(ValueError, match=match):
-            load_data(DataArguments(**fields), tokenizer, 4096)
+NUMBERED = {f"{name}.jsonl": [{**GOOD, "prompt": name}] for name in "pq"}
+REFUSED = [  # settings, files, and what the error says; more of them are in faults.yaml
+    ({"preparation": "gsm9k"}, {}, "preparation.*must be one of arithmetic, arithmetic_pairs"),
+    ({"bad_rows": "ignore"}, {}, "`bad_rows` must be"),
+    *(
+        ({"preparation": "arithmetic", "arithmetic_steps": steps}, {}, "`arithmetic_steps` must be")
+        for steps in ([3, 1], [0, 3], [1, 6], [2], [1, 2, 3], ["1", "3"], 3)
+    ),
+    ({"preparation": "gsm8k", "dataset_name": "x", "arithmetic_steps": [1, 3]}, {}, "`arithmetic_steps` belongs to"),
+    ({}, {"a.jsonl": [GOOD, {"text": "x"}]}, "differ in kind: the first has prompt and completion, .* text"),
+    ({"num_eval_examples": 1, "num_train_examples": 2}, NUMBERED, "Too few rows.*1 and 1 are left"),
+    ({"preparation": "tulu2", "train_files": [str(SAMPLES / "tulu2.jsonl")]}, {}, "chat_template: tulu2"),
+    # Columns
+    ({"column_mapping": {"text": "b"}}, {"a.jsonl": [GOOD]}, "missing field `b` .*named by `column_mapping`"),
+    ({"prompt_template": "{b}"}, {"a.jsonl": [GOOD]}, "missing field `b`"),
+    *(
+        ({"prompt_template": template}, {"a.jsonl": [GOOD]}, "`prompt_template` must be .*{column}")
+        for template in ("{ prompt }", "{}", "{prompt.x}", "{prompt!r}", "Say it:", "", "Alpaca")
+    ),
+    ({"prompt_template": "{prompt}", "preparation": "gsm8k"}, NUMBERED, "`prompt_template` must be .*{question}"),
+    ({"column_mapping": {"promt": "prompt"}}, NUMBERED, "`column_mapping` maps `promt`, .* never read"),
+    ({"column_mapping": {"prompt": "question"}, "preparation": "gsm8k"}, NUMBERED, "may map answer, question"),
+    ({"column_mapping": {"a": "b"}, "prompt_template": "{c}"}, NUMBERED, "maps `a`.* may map c, completion"),
+    # Files
+    ({"train_files": ["p.jsonl", "p.jsonl"]}, NUMBERED, "`train_files` must name each of its values once"),
+    ({"train_files": ["p.jsonl", "copy.jsonl"]}, {**NUMBERED, "copy.jsonl": NUMBERED["p.jsonl"]}, "copy.jsonl, which"),
+    ({"train_files": ["p.jsonl"], "eval_files": ["link.jsonl"]}, NUMBERED, "`eval_files` names .* in `train_files`"),
+]
 
-    refuse("`dataset_name`.*or `train_files`")
-    refuse("preparation.*must be one of arithmetic, arithmetic_pairs", preparation="gsm9k", dataset_name="x")
-    refuse("bad_rows", bad_rows="ignore", dataset_name="x")
-    refuse("exclude each other", dataset_name="x", eval_files=["y"], num_eval_examples=3)
-    refuse(
-        "`num_train_examples` must be a whole number of at least 1; got -1", dataset_name="x", num_train_examples=-1
-    )
-    refuse("no.jsonl cannot be read", train_files=[str(tmp_path / "no.jsonl")])
-    refuse("must end in .jsonl", train_files=[write("a.txt", ["x"])])
-    refuse("is broken JSON .line 2", train_files=[write("a.json", ['[{"text": "x"}, {'])])
-    refuse("is not Parquet", train_files=[write("a.parquet", ["x"])])
-    refuse("cannot be read", train_files=[write("a.jsonl.gz", ["not gzip"])])
-    refuse("No usable row", train_files=[write("b.jsonl", [])])
-    rows = [GOOD, {"text": "x"}]
-    refuse("differ in kind: the first has prompt and completion, .* text", train_files=[write("c.jsonl", rows)])
-    refuse(
-        "Too few rows.*1 and 1 are left",
-        train_files=[write("d.jsonl", [GOOD, {**GOOD, "prompt": "q"}])],
-        num_eval_examples=1,
-        num_train_examples=2,
-    )
-    refuse("No example is left", train_files=[write("e.jsonl", [{"text": "x" * 5000}])])
-    refuse(
-        "missing field `b` .*named by `column_mapping`",
-        column_mapping={"text": "b"},
-        train_files=[write("f.jsonl", [GOOD])],
-    )
-    refuse("missing field `b`", prompt_template="{b}", train_files=[write("f.jsonl", [GOOD])])
-    chat = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
-    refuse("the tokenizer has no chat template", train_files=[write("g.jsonl", [chat])])
-    refuse("chat_template: tulu2", preparation="tulu2", train_files=[str(SAMPLES / "tulu2.jsonl")])
+
+@pytest.mark.parametrize(("fields", "files", "says"), REFUSED)
+def test_what_cannot_be_meant_is_refused(tmp_path, monkeypatch, write, tokenizer, fields, files, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.jsonl").symlink_to("p.jsonl")
+    for name, rows in files.items():
+        write(name, rows)
+    with pytest.raises(ValueError, match=says):
+        load_data(DataArguments(**{"train_files": list(files) or None, **fields}), tokenizer, 4096)
 
 
 def test_prepared_data_is_cached(write, tokenizer, bpe_tokenizer, cache, monkeypatch):

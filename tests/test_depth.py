@@ -338,7 +338,7 @@ def test_no_loops_logits_are_ever_in_memory_as_a_whole(train, monkeypatch):
             "`depth_sampling` must be one of fixed, lognormal_poisson, uniform, weighted; got 'poi",
         ),
         ({"depth_sampling": "uniform", "depth_sampling_args": {"hi": 3}}, "has no field 'hi' .* it takes low, high"),
-        ({"depth_sampling": "uniform", "depth_sampling_args": {"low": 0}}, "`low` must be a whole number from 1"),
+        ({"depth_sampling": "uniform", "depth_sampling_args": {"low": 0}}, "`low` must be an integer from 1"),
         ({"depth_sampling_args": {"low": 1}}, "`depth_sampling: fixed` has no field 'low' .* takes no fields"),
         ({"depth_sampling": "weighted"}, "`depths` must be a list of different numbers of loops; got None"),
         (

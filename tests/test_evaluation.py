@@ -14,6 +14,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import GOLDEN, tiny_ouro
 from peft import PeftModel
 from test_generation import PROMPTS, adapted, varied
@@ -23,9 +24,12 @@ from loopdropout_trainer.evaluation import (
     BENCHMARKS,
     BenchmarkResult,
     GeneratedBenchmark,
+    Metric,
     Prediction,
+    Subject,
     decompose_difference,
     evaluate_benchmark,
+    evaluate_subject,
     generate_greedy,
     load_benchmark,
     load_metric,
@@ -34,7 +38,7 @@ from loopdropout_trainer.evaluation import (
     summarize_groups,
     summarize_seeds,
 )
-from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
+from loopdropout_trainer.evaluation.answer_log import AnswerLog, SettingsChangedError
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict
 from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
 from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
@@ -286,6 +290,13 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
     for arguments, message in (
         (["--adapter", str(tmp_path / "nothing")], "nothing"),
         (["--benchmarks", "gsm9k"], "`benchmarks` must be among"),
+        (["--benchmarks", "gsm8k", "gsm8k"], "`benchmarks` must name each .* once"),
+        (["--averages", '{"a": []}'], "`averages` must give `a` a list of one or more metrics"),
+        (["--averages", '{"a": ["gsm9k"]}'], "`averages` has `gsm9k` in `a`, which must be among"),
+        (["--depths", "100000"], "`depths` must be .*from 1 to 1,024; got 100000"),
+        (["--depths", "2", "2"], "`depths` must name each .* once"),
+        (["--depths", "2", "4", "--gates", "1-0-0-0"], "`gates` must be single_loop where there are several `depths`"),
+        (["--depths", "2", "4", "--readout", "3"], "`readout` must be one of the loops of all `depths`"),
         (["--gates", "1-0", "--adapter", str(saved / "adapter")], "`gates` must be a number for each of the 4 loops"),
         (["--readout", "5"], "`readout` must be one of the loops 1 to 4; got 5"),
         (["--system_instruction", "Be brief."], "set `apply_chat_template` to true"),
@@ -295,9 +306,10 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
         (["--num_loops", "0"], "num_loops|total_ut_steps"),
         (["--benchmark_limits", "3"], "did you mean `--benchmark_limit`"),
     ):
-        with pytest.raises(RecipeError, match=message) as caught:
+        with pytest.raises(ValueError, match=message) as caught:
             evaluate_script.main([str(recipe), *arguments])
         assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run/answers/base").exists()  # nothing of it was begun
     with pytest.raises(RecipeError, match="`benchmarks` must name one or more"):
         evaluate_script.main([str(RECIPES / "gsm8k.yaml")])
     recipe.write_text(recipe.read_text() + "benchmark: gsm8k\n")
@@ -320,6 +332,56 @@ def test_an_adapter_gives_the_same_answers_in_bfloat16_as_at_the_end_of_its_trai
     want = generate_greedy(trainer.model, tokenizer, PROMPTS, 24, progress=False)
     assert generate_greedy(*load_model(base, trainer.args.output_dir), PROMPTS, 24, progress=False) == want
     assert generate_greedy(*load_model(base), PROMPTS, 24, progress=False) != want
+
+
+def test_depths_and_single_loops_are_rows_of_one_evaluation(saved, tokenizer, evaluate_script, tmp_path):
+    options = command(saved, tmp_path, adapter=saved / "adapter", benchmark_limit=2, max_new_tokens=8)
+    evaluate_script.main([*options, "--depths", "2", "3", "--gates", "single_loop"])
+    evaluate_script.main([*options, "--gates", "1-1-1-1", "0-1-0-0"])
+    rows = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
+    found = {name: (row["meta_info"]["num_loops"], row["meta_info"]["gates"]) for name, row in rows.items()}
+    assert found == {
+        **{f"adapter_K2_loop{t}": (2, [float(t == 1), float(t == 2)]) for t in (1, 2)},
+        **{f"adapter_K3_loop{t}": (3, [float(t == each) for each in (1, 2, 3)]) for t in (1, 2, 3)},
+        "adapter_gates_1-1-1-1": (4, None),
+        "adapter_gates_0-1-0-0": (4, [0, 1, 0, 0]),
+    }
+    model = PeftModel.from_pretrained(steady(), saved / "adapter")
+    model.get_base_model().config.num_loops = 3
+    benchmark = load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl", limit=2)
+    want = evaluate_subject(Subject(model, tokenizer, gates="0-1-0", max_new_tokens=8), benchmark, progress=False)
+    assert load_results(tmp_path / "evaluation.json", "adapter_K3_loop2")["gsm8k"] == want
+
+
+def test_weights_that_are_not_finite_are_refused_and_nan_is_never_written(saved, tokenizer, evaluate_script, tmp_path):
+    model = steady()
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = float("nan")
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    arguments = command(saved, tmp_path / "out", model_name_or_path=tmp_path / "base")
+    with pytest.raises(ValueError, match="base holds NaN or infinity in `lm_head.weight`") as caught:
+        evaluate_script.main(arguments)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out" / "evaluation.json").exists()
+    with pytest.raises(ValueError, match="not a finite number"):
+        Metric.of([1.0, float("nan")])
+    with pytest.raises(ValueError):
+        AnswerLog(tmp_path).keep([("a", float("nan"))])
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("line", ["{broken", "[]", '{"key": 1}', "\xff", '{"key": [1], "answer": 2}'])
+def test_a_damaged_line_of_a_log_is_named_and_an_unfinished_one_ignored(tmp_path, line):
+    log = AnswerLog(tmp_path)
+    log.read({"a": 1})
+    log.keep([(0, "x"), (1, "y")])
+    path = tmp_path / "00000.jsonl"
+    path.write_bytes(path.read_bytes() + line.encode("latin-1"))
+    assert AnswerLog(tmp_path).read({"a": 1}) == {0: "x", 1: "y"}
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(ValueError, match="00000.jsonl, line 3, .*remove") as caught:
+        AnswerLog(tmp_path).read({"a": 1})
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("path", [*sorted((RECIPES / "evaluation").glob("*.yaml")), RECIPES / "quickstart.yaml"])

@@ -22,17 +22,17 @@ from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.evaluation import (
     Subject,
     evaluate_benchmark,
+    evaluate_subject,
     generate_greedy,
     load_benchmark,
+    load_result_rows,
     load_results,
-    load_rows,
     make_benchmark,
-    put_to,
 )
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.averages import averages_of
 from loopdropout_trainer.evaluation.subject import end_of_turn
-from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
+from loopdropout_trainer.settings.recipe import load_recipe
 
 
 pytest.importorskip("lm_eval")
@@ -145,6 +145,14 @@ def test_tasks_are_scored_as_lm_eval_does_with_its_own_model_class(files, tokeni
     assert got.correct is None and 0 < got.score < 100 and got.first.sum == pytest.approx(got.score * got.total / 100)
 
 
+def test_a_missing_tokenizer_of_ifeval_is_refused_before_anything_is_generated(files, tmp_path):
+    code = f"from loopdropout_trainer.evaluation import load_benchmark; load_benchmark('ifeval', {files['ifeval']!r})"
+    environment = {**ENVIRONMENT, "NLTK_DATA": str(tmp_path), "HOME": str(tmp_path), "LOCAL_RANK": "1"}  # no download
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert "`ifeval` needs NLTK's data `punkt_tab`" in done.stderr.splitlines()[-1]
+    assert "python -m nltk.downloader punkt_tab" in done.stderr
+
+
 # Asking
 
 
@@ -160,7 +168,7 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
     model.resize_token_embeddings(len(tokenizer))
     benchmark = make_benchmark("gsm8k", [{"question": "1 + 1?", "answer": "#### 2"}])
     subject = Subject(model, tokenizer, apply_chat_template=True, system_instruction="Be brief.", max_new_tokens=12)
-    (prediction,) = put_to(subject, benchmark, progress=False).predictions
+    (prediction,) = evaluate_subject(subject, benchmark, progress=False).predictions
     assert prediction.prompt == "[system]Be brief.<|end|>[user]Question: 1 + 1?\nAnswer:<|end|>[assistant]"
     (plain,) = generate_greedy(model, tokenizer, [prediction.prompt], 12, progress=False)
     assert prediction.completion == plain != ""
@@ -170,10 +178,10 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
         model.lm_head.weight[first] = 0
     steps = []
     model.lm_head.register_forward_hook(lambda *_: steps.append(1))
-    assert put_to(subject, benchmark, progress=False).predictions[0].completion == "" and len(steps) <= 2
+    assert evaluate_subject(subject, benchmark, progress=False).predictions[0].completion == "" and len(steps) <= 2
     with pytest.raises(ValueError, match="has no chat template"):
         tokenizer.chat_template = None
-        put_to(subject, benchmark, progress=False)
+        evaluate_subject(subject, benchmark, progress=False)
 
 
 def test_gates_and_readouts_reach_every_kind_of_benchmark(files, tokenizer):
@@ -184,11 +192,10 @@ def test_gates_and_readouts_reach_every_kind_of_benchmark(files, tokenizer):
     with use_gates(model, [0.0, 0.0, 2.0, 0.0]):
         want = generate_greedy(model, tokenizer, generated.prompts, 8, progress=False)
         same = evaluate_benchmark(model, tokenizer, choices, progress=False)
-    assert [p.completion for p in put_to(gated, generated, progress=False).predictions] == want
-    assert (
-        put_to(gated, choices, progress=False) == same != evaluate_benchmark(model, tokenizer, choices, progress=False)
-    )
-    early = put_to(Subject(model, tokenizer, readout=2), choices, progress=False)
+    assert [p.completion for p in evaluate_subject(gated, generated, progress=False).predictions] == want
+    assert evaluate_subject(gated, choices, progress=False) == same
+    assert same != evaluate_benchmark(model, tokenizer, choices, progress=False)
+    early = evaluate_subject(Subject(model, tokenizer, readout=2), choices, progress=False)
     model.get_base_model().config.num_loops = 2
     assert early == evaluate_benchmark(model, tokenizer, choices, progress=False) != same
 
@@ -218,7 +225,7 @@ def test_any_task_of_lm_eval_runs_on_local_files_with_examples_of_another_split(
     write_rows(tmp_path / "gsm8k.train.jsonl", rows[2:])
     benchmark = load_benchmark("lm_eval:gsm8k", tmp_path)
     subject = Subject(roomy(), tokenizer, max_new_tokens=4)
-    result = put_to(subject, benchmark, tmp_path / "log", progress=False)
+    result = evaluate_subject(subject, benchmark, tmp_path / "log", progress=False)
     assert result.metrics.keys() == {"exact_match,strict-match", "exact_match,flexible-extract"}
     assert result.total == 2 and result.predictions[0].prompt.count("Question: ") == 6
     assert "0 + 0?" not in result.predictions[1].prompt.split("Question: 1 + 1?")[0]
@@ -233,17 +240,17 @@ def test_a_group_of_tasks_continues_inside_a_task_and_asks_nothing_twice(files, 
     model = roomy()
     benchmark = load_benchmark("mmlu", files["mmlu"])
     subject = Subject(model, tokenizer, batch_size=1)
-    want = put_to(subject, benchmark, tmp_path, progress=False)
+    want = evaluate_subject(subject, benchmark, tmp_path, progress=False)
     log = tmp_path / "00000.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     assert len(lines) == 4 * want.total == 60
     log.write_text("".join(lines[:22]) + lines[22][:-9])  # in the second task, while a line was written
     calls = []
     hook = model.model.register_forward_hook(lambda *_: calls.append(1))
-    assert put_to(subject, benchmark, tmp_path, progress=False) == want
+    assert evaluate_subject(subject, benchmark, tmp_path, progress=False) == want
     assert len(calls) == 10 and len(log.read_text().splitlines()) == 60  # the letters of one question are one row
     calls.clear()
-    assert put_to(subject, benchmark, tmp_path, progress=False) == want and not calls
+    assert evaluate_subject(subject, benchmark, tmp_path, progress=False) == want and not calls
 
     def interrupt(*_):
         calls.append(1)
@@ -253,12 +260,12 @@ def test_a_group_of_tasks_continues_inside_a_task_and_asks_nothing_twice(files, 
     hook.remove()
     hook = model.model.register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        put_to(subject, benchmark, tmp_path / "interrupted", progress=False)
+        evaluate_subject(subject, benchmark, tmp_path / "interrupted", progress=False)
     assert len((tmp_path / "interrupted" / "00000.jsonl").read_text().splitlines()) == 12  # three questions
     hook.remove()
     model.config.num_loops = 3
     with pytest.raises(SettingsChangedError, match="`num_loops` was 4 and is 3"):
-        put_to(Subject(model, tokenizer), benchmark, tmp_path, progress=False)
+        evaluate_subject(Subject(model, tokenizer), benchmark, tmp_path, progress=False)
 
 
 def command(saved, files, output_dir, **fields):
@@ -328,12 +335,11 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
     base = command(saved, {"truthfulqa_mc2": files["truthfulqa_mc2"]}, tmp_path)
     first = [*base, "--benchmarks", "truthfulqa_mc2"]
     evaluate_script.main(first)
-    sessions = (tmp_path / "sessions.jsonl").read_text()
     content = (tmp_path / "evaluation.json").read_text()
-    shutil.rmtree(tmp_path / "answers")
-    evaluate_script.main(first)  # with nothing but the results file to know it from
-    assert (tmp_path / "evaluation.json").read_text() == content
-    assert (tmp_path / "sessions.jsonl").read_text() == sessions and sessions.count("\n") == 2
+    num_answers = answers_in(tmp_path)
+    evaluate_script.main(first)
+    assert (tmp_path / "evaluation.json").read_text() == content and answers_in(tmp_path) == num_answers
+    assert (tmp_path / "sessions.jsonl").read_text().count("\n") == 4
 
     deeper = [*first, "--num_loops", "2"]
     with pytest.raises(SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2.*NAME=PATH"):
@@ -344,7 +350,7 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
         evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--num_loops", "2"])
     evaluate_script.main([*deeper, "--adapter", "shallow=none"])
     evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--adapter", "none"])
-    rows = load_rows(tmp_path / "evaluation.json")
+    rows = load_result_rows(tmp_path / "evaluation.json")
     assert {row: list(results) for row, results in rows.items()} == {
         "base": ["truthfulqa_mc2", "arithmetic_test"],
         "tuned": ["truthfulqa_mc2"],
@@ -353,11 +359,6 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
     assert rows["base"]["truthfulqa_mc2"] != rows["tuned"]["truthfulqa_mc2"] != rows["shallow"]["truthfulqa_mc2"]
     with pytest.raises(ValueError, match="`row` must be one of the rows"):
         load_results(tmp_path / "evaluation.json")
-    with pytest.raises(
-        RecipeError, match="runs programs that the model has written: set `allow_code_execution` to true"
-    ):
-        code = command(saved, {"humaneval_plus": files["humaneval_plus"]}, tmp_path, allow_code_execution="false")
-        evaluate_script.main([*code, "--benchmarks", "humaneval_plus"])
 
 
 @pytest.mark.slow
@@ -371,9 +372,9 @@ def test_two_processes_find_what_one_finds(saved, files, tokenizer, tmp_path):
     tokenizer.chat_template = chat_template("tulu2")
     try:
         for row, model in (("base", roomy()), ("tuned", adapted(roomy()))):
-            found = load_rows(tmp_path / "evaluation.json")[row]
+            found = load_result_rows(tmp_path / "evaluation.json")[row]
             for name in names:
-                want = put_to(
+                want = evaluate_subject(
                     Subject(model, tokenizer, max_new_tokens=5), load_benchmark(name, files[name]), progress=False
                 )
                 assert [p.completion for p in found[name].predictions] == [p.completion for p in want.predictions]

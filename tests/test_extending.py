@@ -118,7 +118,7 @@ def test_depth_is_read_and_set_as_everywhere(tmp_path):
         if num_loops <= 3:
             last = model.model(ids, use_cache=False).last_hidden_state
             assert torch.equal(last, readouts[num_loops - 1])
-    with pytest.raises(ValueError, match="whole number from 1 to 1,024"):
+    with pytest.raises(ValueError, match="integer from 1 to 1,024"):
         model.config.num_loops = 0
     model.save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_loops == 5

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, golden_adapted, golden_inputs, golden_model, submodule_name
+from conftest import (
+    CONVERSIONS,
+    NANBEIGE_3B,
+    TINY,
+    golden_adapted,
+    golden_inputs,
+    golden_model,
+    submodule_name,
+)
 from peft import get_peft_model
 from safetensors import safe_open
 from test_extending import tiny_hrm
@@ -20,6 +28,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops, default_peft_config, merge_and_save, use_gates
 from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig
 
 
 ROOT = Path(__file__).parents[1]
@@ -132,8 +141,9 @@ def test_losses_and_gradients_under_gates_agree_with_the_oracle(family, side, ch
     assert_gradients_agree(family, peft_model, gates, f"oracle/grad_{mean}")
 
 
+@pytest.mark.parametrize("mean", ["token_mean", "example_mean"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_examples_under_gates_agree_with_the_oracle(family, checkpointing):
+def test_packed_examples_under_gates_agree_with_the_oracle(family, checkpointing, mean):
     peft_model, inputs = golden_adapted(family), golden_inputs(family, "oracle/right")
     if checkpointing:
         peft_model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -146,9 +156,13 @@ def test_packed_examples_under_gates_agree_with_the_oracle(family, checkpointing
     gates = family.tensors["oracle/gates"].clone().requires_grad_()
     with use_gates(peft_model, gates, segments):
         out = peft_model(**packed)
-        out.loss.backward()
-    assert_close(out.loss, family.tensors["oracle/loss_token_mean"], atol=2e-5)
-    assert_gradients_agree(family, peft_model, gates, "oracle/grad_token_mean")
+        rows = zip(out.logits[0].split(lengths), packed["labels"][0].split(lengths), strict=True)
+        nll = torch.cat([example_nll(logits[None], labels[None]) for logits, labels in rows])
+        loss = out.loss if mean == "token_mean" else (nll / family.tensors["oracle/example_tokens"]).mean()
+        loss.backward()
+    assert_close(nll, family.tensors["oracle/example_nll"], atol=1e-4)
+    assert_close(loss, family.tensors[f"oracle/loss_{mean}"], atol=2e-5)
+    assert_gradients_agree(family, peft_model, gates, f"oracle/grad_{mean}")
 
 
 def test_zero_unit_and_single_loop_gates_agree_with_the_oracle(family):
@@ -180,6 +194,86 @@ def test_the_default_adapter_is_on_the_modules_of_the_oracle(family):
     assert find_looped_model(model).recurrent_linears() == want
     adapted = get_peft_model(model, default_peft_config(model, r=family.meta["lora"]["r"]))
     assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == family.meta["lora"]["num_params"]
+
+
+# What is published, and what is refused of it
+
+QWEN3_4B = {
+    "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 9728, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+PUBLISHED = {  # config, parameters, trained ones of the default adapter
+    "Ouro-1.4B": (OuroConfig, {"num_hidden_layers": 24}, 1_434_652_673, 15_138_816),
+    "Ouro-2.6B": (OuroConfig, {"num_hidden_layers": 48}, 2_667_974_657, 30_277_632),
+    "huginn-0125": (HuginnConfig, {}, 3_564_976_800, 6_397_440),
+    "LoopUS-4B": (LoopusConfig, {"base_config_dict": QWEN3_4B}, None, 917_504 * 33),
+    "Nanbeige4.2-3B": (NanbeigeConfig, NANBEIGE_3B, 4_169_800_704, 23_969_792),
+    **{name: (HuginnConfig, *numbers) for name, numbers in CONVERSIONS.items()},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_come_out(name):
+    config_class, fields, parameters, trained = PUBLISHED[name]
+    config = config_class(**fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        assert parameters in (None, sum(p.numel() for p in model.parameters()))
+        adapted = get_peft_model(model, default_peft_config(config))
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == trained
+    if name == "huginn-0125":
+        assert config.init_values["std"] == pytest.approx((2 / (5 * 5280)) ** 0.5)
+        assert (config.num_loops, config.bos_token_id, config.pad_token_id) == (32, 65504, 65509)
+
+
+NANBEIGE_SWITCHES = {
+    **dict.fromkeys(
+        ("enable_double_loop_split", "enable_hyper_connection", "enable_mhc", "enable_depth_attention"), True
+    ),
+    **dict.fromkeys(("enable_something_new", "loop_share_kv", "qk_layernorm", "mlp_bias", "attention_bias"), True),
+    "loop_middle_layers": [2, 3],
+    "insert_ngram_layer_idx": [3],
+    "ngram_vocab_size_ratio": 78.0,
+    "emb_neighbor_num": 4,
+    "emb_split_num": 4,
+}
+SPLIT = ("encoder_layer_indices", "reasoning_layer_indices", "decoder_layer_indices")
+REFUSED = [
+    *(("nanbeige", {name: value}, f"`{name}` .* must be off") for name, value in NANBEIGE_SWITCHES.items()),
+    (
+        "nanbeige",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "`rope_scaling` .* got one of type 'linear'",
+    ),
+    ("nanbeige", {"kv_channels": 16}, "`kv_channels` must equal `head_dim` = 12; got 16"),
+    ("huginn", {"injection_type": "add"}, "`injection_type`"),
+    ("huginn", {"state_init": "embed"}, "`state_init`"),
+    ("huginn", {"num_key_value_heads": 11}, "`num_key_value_heads`"),
+    ("huginn", {"bias": True}, "`bias`"),
+    ("huginn", {"n_layers": 5}, "`n_layers`"),
+    ("raven_olmo", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "`rope_scaling` of type 'yarn'"),
+    ("raven_olmo", {"initial_state_mode": "embed-init"}, "`initial_state_mode` .* must be 'random'"),
+    ("raven_olmo", {"qk_bias": True}, "`qk_bias` must be False"),
+    ("raven_olmo", {"num_key_value_heads": 3}, "`n_heads` must be a multiple of `num_key_value_heads`"),
+    ("raven_olmo", {"block_layout": "qwen"}, "`block_layout` .* must be 'huginn' or 'llama' or 'olmo'"),
+    ("raven_olmo", {"tie_word_embeddings": True}, "`tie_word_embeddings` must be False"),
+    ("loopus", {"base_config_dict": {"model_type": "llama"}}, "is of a 'llama' model"),
+    ("loopus", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "Only full attention"),
+    ("loopus", dict(zip(SPLIT, ([0], [2], [3]), strict=True)), "must share the 4 base layers"),
+    ("loopus", dict(zip(SPLIT, ([0, 1], [], [2, 3]), strict=True)), "at least one to loop"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), REFUSED, ids=str)
+def test_what_is_not_implemented_is_refused(name, fields, message):
+    with pytest.raises(ValueError, match=message):
+        TINY[name](**fields)
+
+
+@pytest.mark.parametrize("name", NANBEIGE_SWITCHES)
+def test_what_nanbeige_could_switch_on_may_be_off(name):
+    for off in (False, None) if NANBEIGE_SWITCHES[name] is True and name != "attention_bias" else (False,):
+        assert TINY["nanbeige"](**{name: off}).config.num_loops == 4
 
 
 # Loops, cache and checkpointing
@@ -312,7 +406,7 @@ def test_num_loops_is_a_keyword_of_from_pretrained(family, tmp_path):
     assert_close(model(**inputs).loss, family.tensors["unpadded/deep/loss"], atol=2e-5)
     model.config.num_loops = family.meta["loops"]
     assert_close(model(**inputs).loss, family.tensors["unpadded/loss"], atol=2e-5)
-    with pytest.raises(ValueError, match="whole number from 1 to 1,024"):
+    with pytest.raises(ValueError, match="integer from 1 to 1,024"):
         model.config.num_loops = 0
 
 

@@ -18,13 +18,11 @@ from peft import PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from loopdropout_trainer import LoopDropoutConfig, default_peft_config
-from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer import default_peft_config
 from loopdropout_trainer.data.__main__ import main as data_main
 from loopdropout_trainer.gates.__main__ import main as gates_main
-from loopdropout_trainer.settings import command, help
-from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.training.config import LoopDropoutArguments
+from loopdropout_trainer.settings import command
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +46,7 @@ TRAINING = {
 }
 RECIPES = {
     "sft": TRAINING,
+    "dpo": {**TRAINING, "preparation": "arithmetic_pairs"},
     "data": TRAINING,
     "evaluate": {
         "model_name_or_path": "tiny-ouro",
@@ -76,7 +75,7 @@ def script(name):
     return module.main
 
 
-MAINS = {name: script(name) for name in ("sft", "evaluate", "merge", "sweep")}
+MAINS = {name: script(name) for name in ("sft", "dpo", "evaluate", "merge", "sweep")}
 MAINS |= {"data": data_main, "gates": gates_main}
 
 
@@ -106,68 +105,39 @@ def without_optional_packages(folder, patch):
         )
 
 
-def model(folder, **config):
+def model(folder, patch=None, **config):
     """A copy of the packaged model, with other values in its config.json."""
     shutil.copytree(TINY_OURO_PATH, folder / "model")
-    path = folder / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    write_json(folder / "model" / "config.json", **config)
     return folder / "model"
+
+
+def adapter(folder, patch=None, **config):
+    """An untrained adapter of the packaged model, with other values in its adapter_config.json."""
+    base = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH, dtype=torch.float32)
+    get_peft_model(base, default_peft_config(base, r=2)).save_pretrained(folder / "adapter")
+    write_json(folder / "adapter" / "adapter_config.json", **config)
+    return folder / "adapter"
+
+
+def write_json(path, **fields):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def cut(path, length):
+    path.write_bytes(path.read_bytes()[:length])
+
+
+def pickled(path):
+    torch.save(load_file(path), path.with_suffix(".bin"))
+    path.unlink()
 
 
 def model_with_code(folder, patch):
     path = model(folder, model_type="stranger", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
     (path / "evil.py").write_text("open('ran', 'w')\n")
-    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
-    tokenizer |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.T", None]}}
-    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    write_json(path / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.T", None]})
     patch.setattr("builtins.input", lambda *args: "y")
-
-
-def pickled_model(folder, patch):
-    path = model(folder)
-    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
-    (path / "model.safetensors").unlink()
-
-
-def empty_model(folder, patch):
-    (folder / "model").mkdir()
-
-
-def model_without_loops(folder, patch):
-    LlamaConfig(num_hidden_layers=1).save_pretrained(folder / "model")
-
-
-def broken_config(folder, patch):
-    (model(folder) / "config.json").write_text('{"model_type": ')
-
-
-def config_of_words(folder, patch):
-    model(folder, hidden_size="wide")
-
-
-def config_without_heads(folder, patch):
-    model(folder, num_attention_heads=0)
-
-
-def config_of_a_billion_loops(folder, patch):
-    model(folder, total_ut_steps=10**9)
-
-
-def cut_weights(folder, patch):
-    path = model(folder) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
-
-
-def other_weights(folder, patch):
-    model(folder, intermediate_size=64)
-
-
-def no_weights(folder, patch):
-    (model(folder) / "model.safetensors").unlink()
-
-
-def broken_tokenizer(folder, patch):
-    (model(folder) / "tokenizer.json").write_text('{"version": ')
 
 
 def no_tokenizer(folder, patch):
@@ -176,26 +146,10 @@ def no_tokenizer(folder, patch):
     (path / "tokenizer_config.json").unlink()
 
 
-def jsonl_of_long_numbers(folder, patch):
-    (folder / "a.jsonl").write_text('{"prompt": ' + "9" * 5000 + "}\n")
-
-
-def jsonl_of_brackets(folder, patch):
-    (folder / "a.jsonl").write_text('{"prompt": ' + "[" * 200_000 + "\n")
-
-
-def jsonl_of_bytes(folder, patch):
-    (folder / "a.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-
-
 def damaged_gzip(folder, patch):
     content = bytearray(gzip.compress(b'{"prompt": "a", "completion": "b"}\n' * 100))
     content[15:40] = b"\xff" * 25
     (folder / "a.jsonl.gz").write_bytes(content)
-
-
-def cut_gzip(folder, patch):
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(os.urandom(1000).hex().encode())[:200])
 
 
 def damaged_parquet(folder, patch):
@@ -206,59 +160,42 @@ def damaged_parquet(folder, patch):
     path.write_bytes(content)
 
 
-def adapter(folder, patch, **config):
-    """An untrained adapter of the packaged model, with other values in its adapter_config.json."""
-    base = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH, dtype=torch.float32)
-    get_peft_model(base, default_peft_config(base, r=2)).save_pretrained(folder / "adapter")
-    path = folder / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    return folder / "adapter"
-
-
-def empty_adapter(folder, patch):
-    (folder / "adapter").mkdir()
-
-
-def pickled_adapter(folder, patch):
-    path = adapter(folder, patch)
-    torch.save(load_file(path / "adapter_model.safetensors"), path / "adapter_model.bin")
-    (path / "adapter_model.safetensors").unlink()
-
-
-def cut_adapter(folder, patch):
-    path = adapter(folder, patch) / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:3000])
-
-
-def adapter_of_words(folder, patch):
-    (adapter(folder, patch) / "adapter_config.json").write_text("words")
-
-
-def adapter_of_rank_zero(folder, patch):
-    adapter(folder, patch, r=0)
-
-
-def adapter_of_alpha_zero(folder, patch):
-    adapter(folder, patch, lora_alpha=0)
-
-
-def adapter_with_slow_pattern(folder, patch):
-    adapter(folder, patch, rank_pattern={"(.*)*x": 4})
-
-
 def adapter_of_another_base(folder, patch):
-    path = adapter(folder, patch) / "adapter_model.safetensors"
+    path = adapter(folder) / "adapter_model.safetensors"
     save_file({name: torch.zeros(2, 7) for name in load_file(path)}, path)
 
 
 def prefix_adapter(folder, patch):
-    config = json.loads((adapter(folder, patch) / "adapter_config.json").read_text())
-    PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM").save_pretrained(folder / "adapter")
-    assert config["peft_type"] == "LORA"
+    PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM").save_pretrained(adapter(folder))
 
 
-def adapter_with_broken_results(folder, patch):
-    (adapter(folder, patch) / "results.json").write_text('{"benchmarks": 5}')
+MAKE = {
+    "empty_model": lambda folder, patch: (folder / "model").mkdir(),
+    "model_without_loops": lambda folder, patch: LlamaConfig(num_hidden_layers=1).save_pretrained(folder / "model"),
+    "broken_config": lambda folder, patch: (model(folder) / "config.json").write_text('{"model_type": '),
+    "config_of_words": lambda folder, patch: model(folder, hidden_size="wide"),
+    "config_without_heads": lambda folder, patch: model(folder, num_attention_heads=0),
+    "config_of_a_billion_loops": lambda folder, patch: model(folder, total_ut_steps=10**9),
+    "pickled_model": lambda folder, patch: pickled(model(folder) / "model.safetensors"),
+    "cut_weights": lambda folder, patch: cut(model(folder) / "model.safetensors", 5000),
+    "other_weights": lambda folder, patch: model(folder, intermediate_size=64),
+    "no_weights": lambda folder, patch: (model(folder) / "model.safetensors").unlink(),
+    "broken_tokenizer": lambda folder, patch: (model(folder) / "tokenizer.json").write_text('{"version": '),
+    "jsonl_of_long_numbers": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "9" * 5000 + "}\n"),
+    "jsonl_of_brackets": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "[" * 200_000 + "\n"),
+    "jsonl_of_bytes": lambda folder, patch: (folder / "a.jsonl").write_bytes(b'{"prompt": "\xff"}\n'),
+    "cut_gzip": lambda folder, patch: (folder / "a.jsonl.gz").write_bytes(gzip.compress(os.urandom(2000))[:200]),
+    "empty_adapter": lambda folder, patch: (folder / "adapter").mkdir(),
+    "pickled_adapter": lambda folder, patch: pickled(adapter(folder) / "adapter_model.safetensors"),
+    "cut_adapter": lambda folder, patch: cut(adapter(folder) / "adapter_model.safetensors", 3000),
+    "adapter_of_words": lambda folder, patch: (adapter(folder) / "adapter_config.json").write_text("words"),
+    "adapter_of_rank_zero": lambda folder, patch: adapter(folder, r=0),
+    "adapter_of_alpha_zero": lambda folder, patch: adapter(folder, lora_alpha=0),
+    "adapter_with_slow_pattern": lambda folder, patch: adapter(folder, rank_pattern={"(.*)*x": 4}),
+    "adapter_with_broken_results": lambda folder, patch: (adapter(folder) / "results.json").write_text(
+        '{"benchmarks": 5}'
+    ),
+}
 
 
 # --- walking the list ---
@@ -275,7 +212,7 @@ def arguments_of(fault, folder, patch):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     if "make" in fault:
-        globals()[fault["make"]](folder, patch)
+        (MAKE.get(fault["make"]) or globals()[fault["make"]])(folder, patch)
     return fault.get("argv_only") or ["recipe.yaml", *fault.get("argv", [])]
 
 
@@ -304,60 +241,43 @@ def test_a_mistake_is_one_line_with_exit_code_2(fault, tmp_path, monkeypatch, ca
 
 
 def test_the_list_is_long():
-    assert len(FAULTS) >= 150
+    assert len(FAULTS) >= 300
     assert len({title(fault) for fault in FAULTS}) > 0.9 * len(FAULTS)
 
 
 # --- processes ---
 
-ENV = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-}
+
+def launched(folder, *command):
+    """What a command prints to both streams, in the order in which it comes, and its exit code."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    keywords = {"cwd": folder, "env": env, "text": True, "timeout": 240}
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **keywords)
+    return done.stdout, done.returncode
 
 
 def test_two_launched_processes_say_it_once(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**TRAINING, "lora_alpha": 0}))
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
-    launch += ["--config_file", str(ROOT / "recipes/accelerate/ddp.yaml")]
-    done = subprocess.run(
-        [*launch, str(ROOT / "recipes/sft.py"), "recipe.yaml"],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode != 0
-    assert done.stderr.count("`lora_alpha` must be a number above 0; got 0.") == 1
-    assert 'recipes/sft.py", line' not in done.stderr  # no traceback of ours; the launcher has its own words
-    assert re.search(r"exitcode\s*: 2", done.stderr)
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
+    launch += ["--config_file", str(ROOT / "recipes/accelerate/ddp.yaml"), str(ROOT / "recipes/sft.py"), "recipe.yaml"]
+    said, code = launched(tmp_path, *launch)
+    assert code != 0
+    assert said.count("`lora_alpha` must be a number above 0; got 0.") == said.count("Loading ...") == 1
+    assert 'recipes/sft.py", line' not in said  # no traceback of ours; the launcher has its own words
+    assert re.search(r"exitcode\s*: 2", said)
 
 
-def test_a_script_ends_with_exit_code_2_and_nothing_else(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "recipes/sweep.py"), "nowhere.yaml"],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert "sweep.py: The recipe nowhere.yaml cannot be read: No such file or directory." in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_help_answers_without_torch_and_shows_ours_first():
-    code = "import runpy, sys; sys.argv = ['sft.py', '--help']; runpy.run_path(sys.argv[0], run_name='__main__')"
-    code = code.replace("sys.argv[0]", repr(str(ROOT / "recipes/sft.py")))
-    code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, 'transformers' in sys.modules)); {code}"
-    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    assert done.stdout.endswith("False False\n")
-    assert done.stdout.index("  --lora_r") < done.stdout.index("  --learning_rate\n")
-    assert len(done.stdout.splitlines()) < 260
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [([str(ROOT / "recipes/sft.py")], "sft.py"), (["-m", "loopdropout_trainer", "sft"], "loopdropout sft")],
+)
+def test_the_first_line_comes_at_once_and_the_error_last_by_the_name_that_was_typed(tmp_path, command, name):
+    Path(tmp_path, "recipe.yaml").write_text(yaml.safe_dump({**TRAINING, "model_name_or_path": "nowhere"}))
+    said, code = launched(tmp_path, *command, "recipe.yaml")
+    lines = said.splitlines()
+    assert (code, lines[0]) == (2, "Loading ...")
+    assert lines[-1].startswith(f"{name}: The model nowhere cannot be loaded")
+    assert "Traceback" not in said
 
 
 # --- what the one place lets through, and what it does not ---
@@ -368,57 +288,40 @@ def run(main):
 
 
 def test_our_own_faults_keep_their_traceback():
-    def broken():
-        return {}["missing"]
-
-    def of_a_library():
-        torch.zeros(2) @ torch.zeros(3)
-
-    def of_a_builtin():
-        int("x")
-
-    for fault, kind in ((broken, KeyError), (of_a_library, RuntimeError), (of_a_builtin, ValueError)):
+    for fault, kind in (
+        (lambda: {}["missing"], KeyError),
+        (lambda: torch.zeros(2) @ torch.zeros(3), RuntimeError),
+        (lambda: int("x"), ValueError),
+    ):
         with pytest.raises(kind):
             run(fault)
 
 
-def test_ctrl_c_is_one_line(capsys):
-    def interrupted():
-        raise KeyboardInterrupt
+def raises(error):
+    def main():
+        raise error
 
-    with pytest.raises(SystemExit) as stop:
-        run(interrupted)
-    assert stop.value.code == 130
-    assert capsys.readouterr().err == "script: interrupted.\n"
+    return main
 
 
-def test_a_full_disk_and_a_missing_package_are_one_line(capsys):
-    def full():
-        raise OSError(28, "No space left on device", "/data/adapter")
+class Terminated(KeyboardInterrupt):
+    signal = "SIGTERM"
 
-    def missing():
-        import a_package_that_nobody_has  # noqa: F401
 
-    for fault, text in (
-        (full, "script: /data/adapter cannot be used: No space left on device.\n"),
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted."),
+        (Terminated("stopped after step 3."), 143, "stopped after step 3."),
+        (OSError(28, "No space left on device", "/data"), 2, "/data cannot be used: No space left on device."),
         (
-            missing,
-            "script: The Python package `a_package_that_nobody_has` is not installed, which these settings need.\n",
+            ModuleNotFoundError("No module named 'nobodys'", name="nobodys"),
+            2,
+            "The Python package `nobodys` is not installed, which these settings need.",
         ),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            run(fault)
-        assert stop.value.code == 2
-        assert capsys.readouterr().err == text
-
-
-def test_every_field_in_the_help_is_one_of_the_scripts():
-    for name in ("sft", "evaluate", "merge", "sweep"):
-        module = sys.modules[f"recipes_{name}"]
-        for _, file, cls in module.HELP:
-            assert help.fields_of(help.PACKAGE / file, cls), cls
-    assert set(help.TRAINER_FIELDS) <= set(LoopDropoutConfig.__dataclass_fields__)
-    shown = help.help_text("", sys.modules["recipes_sft"].HELP, True, "")
-    for cls in (RunArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutArguments):
-        for name in cls.__dataclass_fields__:
-            assert f"  --{name}\n" in shown, name
+    ],
+)
+def test_a_signal_a_full_disk_and_a_missing_package_are_one_line(capsys, error, code, text):
+    with pytest.raises(SystemExit) as stop:
+        run(raises(error))
+    assert (stop.value.code, capsys.readouterr().err) == (code, f"script: {text}\n")

@@ -1,28 +1,36 @@
-"""Gates on PEFT's LoRA layers: the brute-force oracle, bit-identity at unit gates, and what is refused."""
+"""Gates on PEFT's LoRA layers: bit-identity at unit gates, every adapter of every layer, and what is refused.
+
+`test_families.py` holds losses and gradients to the brute-force oracle.
+"""
 
 import copy
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import pytest
 import torch
-from conftest import golden_adapted, golden_ouro, tiny_ouro
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from conftest import TINY, tiny_ouro
+from peft import (
+    AdaLoraConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    get_peft_model,
+    initialize_lora_eva_weights,
+)
+from peft.tuners.lora import layer as lora_layer
+from peft.tuners.lora.config import BdLoraConfig, KasaConfig, VeloraConfig
+from test_extending import tiny_hrm
 
-from loopdropout_trainer import default_peft_config, use_gates
-from loopdropout_trainer.adapters import add_gates, check_peft_config, has_gates, remove_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, use_gates
+from loopdropout_trainer.adapters import adapted_layers, add_gates, check_peft_config, has_gates, remove_gates
+from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 
 
-def oracle_inputs(ouro, side):
-    return {name: ouro.tensors[f"oracle/{side}/{name}"] for name in ("input_ids", "attention_mask", "labels")}
-
-
-def example_losses(logits, labels):
-    """Sum of each example's target losses and their number, [B]; written out, independent of the model's own loss."""
-    log_probs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
-    targets = labels[:, 1:]
-    kept = targets != -100
-    nll = -log_probs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return (nll * kept).sum(dim=1), kept.sum(dim=1)
+@pytest.fixture(params=[*TINY, "hrm_text"])
+def make_any(request):
+    """Makes a tiny model of each family in turn, the described one among them."""
+    return {**TINY, "hrm_text": tiny_hrm}[request.param]
 
 
 def adapted(**config):
@@ -36,68 +44,6 @@ def adapted(**config):
 
 
 IDS = torch.arange(2, 42).view(4, 10)
-
-
-@pytest.mark.parametrize("reduction", ["token_mean", "example_mean"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("side", ["left", "right", "packed"])
-def test_losses_and_gradients_equal_the_brute_force_oracle(ouro, side, checkpointing, reduction):
-    model = golden_adapted(ouro).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    inputs = oracle_inputs(ouro, "left" if side == "packed" else side)
-    gates = ouro.tensors["oracle/gates"].clone().requires_grad_()
-    segments = None
-    if side == "packed":  # the same examples in one row, told apart by their positions
-        valid = inputs["attention_mask"].bool()
-        lengths = valid.sum(dim=1)
-        packed = {name: inputs[name][valid][None] for name in ("input_ids", "labels")}
-        packed["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-        segments = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
-        inputs = packed
-
-    with use_gates(model, gates, segments):
-        labels = inputs.pop("labels")
-        logits = model(**inputs, use_cache=False).logits
-        if side == "packed":
-            parts = zip(logits[0].split(lengths.tolist()), labels[0].split(lengths.tolist()), strict=True)
-            sums, counts = zip(*(example_losses(x[None], y[None]) for x, y in parts), strict=True)
-            nll, tokens = torch.cat(sums), torch.cat(counts)
-        else:
-            nll, tokens = example_losses(logits, labels)
-        loss = nll.sum() / tokens.sum() if reduction == "token_mean" else (nll / tokens).mean()
-        loss.backward()
-
-    want = ouro.tensors
-    torch.testing.assert_close(nll, want["oracle/example_nll"], atol=1e-4, rtol=0)
-    torch.testing.assert_close(loss, want[f"oracle/loss_{reduction}"], atol=2e-5, rtol=0)
-    got = {"gates": gates.grad}
-    for name in ouro.meta["lora"]["modules"]:
-        layer = find_looped_model(model).get_submodule(name)
-        got[f"lora_A/{name}"] = layer.lora_A["default"].weight.grad
-        got[f"lora_B/{name}"] = layer.lora_B["default"].weight.grad
-    for name, gradient in got.items():
-        reference = want[f"oracle/grad_{reduction}/{name}"]
-        assert torch.norm(gradient - reference) <= 1e-4 * torch.norm(reference) + 1e-6, name
-
-
-def test_unit_zero_and_single_loop_gates_equal_the_oracle(ouro):
-    model = golden_adapted(ouro).eval()
-    inputs = oracle_inputs(ouro, "left")
-    labels = inputs.pop("labels")
-    num_loops = model.config.num_loops
-
-    def losses(gates):
-        with torch.no_grad(), use_gates(model, gates):
-            nll, tokens = example_losses(model(**inputs, use_cache=False).logits, labels)
-        return nll / tokens
-
-    want = ouro.tensors
-    close = {"atol": 2e-5, "rtol": 0}
-    torch.testing.assert_close(losses(torch.ones(num_loops)), want["oracle/unit_gate/example_loss"], **close)
-    torch.testing.assert_close(losses(torch.zeros(num_loops)), want["oracle/zero_gate/example_loss"], **close)
-    for loop, expected in enumerate(want["oracle/single_loop/example_loss"]):
-        torch.testing.assert_close(losses(torch.eye(num_loops)[loop]), expected, **close)
 
 
 def test_unit_gates_are_pefts_own_computation_bit_for_bit():
@@ -195,39 +141,200 @@ def test_gates_of_a_wrong_shape_are_refused(gates, message):
         model(IDS)
 
 
-def test_gates_need_an_adapter(model):
+# Every adapter of every layer
+
+
+def two_adapters(gated_first=True):
+    """A model with adapters `default` and `second`; the second one reaches modules that the first does not."""
+    model = adapted(target_modules=["q_proj", "v_proj"]).eval()
+    if gated_first:
+        add_gates(model)
+    model.add_adapter("second", default_peft_config(model.get_base_model(), r=4))
+    for name, parameter in model.named_parameters():
+        if "lora_B.second" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def logits(model, gates=None, **inputs):
+    with torch.no_grad(), nullcontext() if gates is None else use_gates(model, gates):
+        return model(IDS, **inputs).logits
+
+
+@pytest.mark.parametrize("gated_first", [True, False], ids=["added to a gated model", "added before"])
+@pytest.mark.parametrize("active", ["second", ["default", "second"]], ids=str)
+def test_whatever_adapter_is_switched_on_is_gated(active, gated_first):
+    model = two_adapters(gated_first)
+    plain = logits(model)
+    model.base_model.set_adapter(active)
+    with model.disable_adapter():
+        frozen = logits(model)
+    assert torch.equal(logits(model, torch.zeros(4)), frozen)
+    assert not torch.equal(logits(model, torch.eye(4)[3]), frozen)
+    assert has_gates(model) == gated_first
+    assert not torch.allclose(logits(model), plain)  # outside of the block the adapter is as PEFT runs it
+
+    scaled = copy.deepcopy(model.double())
+    for name, parameter in scaled.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 1.7
+    torch.testing.assert_close(logits(model, torch.full((4,), 1.7)), logits(scaled), atol=1e-6, rtol=1e-5)
+
+
+def test_two_adapters_are_compared_loop_by_loop_after_a_training(config, dataset, tokenizer, tmp_path):
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(tmp_path)
+    model = trainer.model.eval()
+    model.load_adapter(str(tmp_path), "again")
+    for gates in torch.eye(4):
+        model.set_adapter("default")
+        want = logits(model, gates)
+        model.set_adapter("again")
+        torch.testing.assert_close(logits(model, gates), want, atol=1e-6, rtol=1e-6)
+    assert not torch.equal(want, logits(model, torch.zeros(4)))
+
+
+def test_each_row_of_a_batch_may_have_an_adapter_of_its_own():
+    model = two_adapters()
+    names = ["default", "second", "__base__", "second"]
+    for gates in (torch.zeros(4), torch.eye(4)[2], torch.ones(4)):
+        mixed = logits(model, gates, adapter_names=names)
+        for row, name in enumerate(names):
+            model.set_adapter(name if name != "__base__" else "default")
+            alone = logits(model, gates if name != "__base__" else torch.zeros(4))
+            torch.testing.assert_close(mixed[row], alone[row], atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_that_cannot_be_gated_cannot_be_added_to_a_gated_model():
+    model = adapted()
+    add_gates(model)
+    with pytest.raises(ValueError, match="DoraLinearVariant has its own forward"):
+        model.add_adapter("dora", LoraConfig(use_dora=True, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.add_adapter("mica", LoraConfig(init_lora_weights="mica", target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("mica")
+    assert {name.split(".lora_")[1][0] for name, p in model.named_parameters() if p.requires_grad} == {"A"}
+
+
+def test_gates_are_refused_where_they_reach_nothing(model):
     with pytest.raises(ValueError, match="wrap it with peft.get_peft_model first"), use_gates(model, torch.ones(4)):
         pass
+    for gated_first in (True, False):
+        merged = two_adapters(gated_first)
+        merged.merge_adapter()
+        with pytest.raises(ValueError, match="merged into the weights"), use_gates(merged, torch.zeros(4)):
+            pass
+        merged.unmerge_adapter()
+        with use_gates(merged, torch.zeros(4)):
+            pass
+
+
+class OwnForward(lora_layer.Linear):
+    """A LoRA layer that computes its update itself, as some over quantised weights do."""
+
+    def forward(self, x, *args, **kwargs):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def test_a_layer_that_computes_its_update_itself_is_refused_whatever_it_is():
+    model = adapted()
+    adapted_layers(model)[3].__class__ = OwnForward
+    for apply in (add_gates, lambda model: use_gates(model, torch.ones(4)).__enter__()):
+        with pytest.raises(
+            ValueError, match=r"`model.layers.0.self_attn.o_proj` is a .*OwnForward.* no gate would reach"
+        ):
+            apply(model)
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("config", "message"),
     [
-        ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"bias": "all"}, "`bias` must be 'none'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        *(
+            ({field: value}, field)
+            for field, value in {
+                "use_dora": True,
+                "use_qalora": True,
+                "alora_invocation_tokens": [3],
+                "velora_config": VeloraConfig(),
+                "kasa_config": KasaConfig(),
+                "use_bdlora": BdLoraConfig(),
+                "modules_to_save": ["lm_head"],
+                "trainable_token_indices": [3],
+                "lora_bias": True,
+                "bias": "all",
+                "init_lora_weights": "pissa",
+            }.items()
+        ),
+        *(
+            ({"init_lora_weights": init}, "init_lora_weights")
+            for init in ("pissa_niter_4", "olora", "corda", "lora_ga")
+        ),
         ({"target_modules": ["q_proj", "lm_head"]}, "`lm_head` is not a linear projection of the recurrent block"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
+        (AdaLoraConfig(total_step=10), "got a configuration of another kind, AdaLoraConfig"),
+        (PrefixTuningConfig(num_virtual_tokens=2), "another kind, PrefixTuningConfig"),
     ],
+    ids=str,
 )
-def test_adapters_without_a_gated_meaning_are_refused_in_one_sentence(model, fields, message):
-    config = LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **fields})
+def test_adapters_without_a_gated_meaning_are_refused_in_one_sentence(model, config, message):
+    if isinstance(config, dict):
+        config = LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **config})
     with pytest.raises(ValueError, match=message) as error:
         check_peft_config(config)
         add_gates(get_peft_model(model, config))
     assert "\n" not in str(error.value)
 
 
-def test_other_adapter_kinds_and_second_adapters_are_refused(model):
-    with pytest.raises(ValueError, match="gates LoRA adapters; got a PrefixTuningConfig"):
-        check_peft_config(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    peft_model = get_peft_model(model, default_peft_config(model))
-    peft_model.add_adapter("second", default_peft_config(model))
+def test_a_variant_that_peft_may_add_is_refused_by_its_mark():
+    @dataclass
+    class Config(LoraConfig):
+        brand_new: bool = field(default=True, metadata={"is_lora_variant": True})
+
+    with pytest.raises(ValueError, match="`brand_new` .*a forward of its own"):
+        check_peft_config(Config())
+
+
+def test_an_adapter_that_is_there_already_is_checked_as_well(model):
+    ada = get_peft_model(model, AdaLoraConfig(total_step=10, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="AdaLoraConfig"):
+        add_gates(ada)
+    peft_model = two_adapters()
     peft_model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(ValueError, match="Exactly one adapter must be active"):
-        add_gates(peft_model)
+    with pytest.raises(ValueError, match="Exactly one adapter must be active to be trained"):
+        add_gates(peft_model, rule=make_rule("loop_dropout"))
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva", "mica"])
+def test_initialisations_that_leave_the_base_alone_are_gated_and_train(init, make_tiny, config, dataset, tokenizer):
+    model = make_tiny().eval()
+    frozen = model(IDS).logits
+    peft_model = get_peft_model(model, default_peft_config(model, r=4, init_lora_weights=init))
+    if init == "eva":
+        batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+        initialize_lora_eva_weights(peft_model, [batch] * 2, show_progress_bar=False)
+    assert torch.equal(logits(peft_model.eval(), torch.zeros(4)), frozen)
+    before = {name: p.detach().clone() for name, p in peft_model.named_parameters()}
+    args = config(max_steps=1, learning_rate=1e-2)
+    LoopDropoutSFTTrainer(peft_model, args, train_dataset=dataset, processing_class=tokenizer).train()
+    moved = {
+        name.split(".lora_")[1][0] for name, p in peft_model.named_parameters() if not torch.equal(p, before[name])
+    }
+    assert moved == {"mica": {"A"}, False: {"A", "B"}, "orthogonal": {"A", "B"}}.get(init, {"B"})
+
+
+def test_pefts_default_is_the_recurrent_block_and_torch_save_keeps_the_model(make_any, tmp_path):
+    peft_model = get_peft_model(make_any().eval(), LoraConfig(r=2, init_lora_weights=False)).eval()
+    looped = find_looped_model(peft_model)
+    names = [name for name, module in looped.named_modules() if isinstance(module, lora_layer.LoraLayer)]
+    assert names == looped.recurrent_linears()
+    add_gates(peft_model, fused=True)
+    peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+    looped.enable_input_require_grads()
+    torch.save(peft_model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    gates = torch.eye(looped.config.num_loops)[0]
+    assert torch.equal(logits(again, gates), logits(peft_model, gates))
+    assert find_looped_model(again).loop_state is not looped.loop_state
 
 
 @pytest.mark.parametrize("fields", [{"use_rslora": True}, {"lora_dropout": 0.5}, {"target_modules": ["q_proj"]}])
@@ -239,12 +346,3 @@ def test_what_keeps_the_meaning_is_allowed(fields):
             parameter.data *= 1.7  # W + g Delta, with g folded into Delta by hand
     with torch.no_grad(), use_gates(model, torch.full((4,), 1.7)):
         torch.testing.assert_close(model(IDS).logits, reference(IDS).logits, atol=1e-5, rtol=1e-5)
-
-
-def test_golden_model_is_not_changed_by_its_adapter_at_first(ouro):
-    model = golden_ouro(ouro)
-    ids = ouro.tensors["unpadded/input_ids"]
-    before = model(ids).logits
-    adapted_model = get_peft_model(model, default_peft_config(model))
-    add_gates(adapted_model)
-    assert torch.equal(adapted_model(ids).logits, before)

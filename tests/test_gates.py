@@ -272,9 +272,9 @@ def test_uniforms_and_normals_are_what_they_say():
         ("adaptive", {"p": (0.5, 0.5)}, "one drop probability for all loops"),
         ("adaptive", {"direction": "up"}, "'more' or 'less'"),
         ("adaptive", {"p": 0.5, "p_max": 0.4}, "between `p_min` and `p_max`"),
-        ("exactly_m", {"m": 1.5}, "`m` must be a whole number"),
+        ("exactly_m", {"m": 1.5}, "`m` must be an integer"),
         ("parallel_noise", {"c": -1}, "`c` must be a number from 0"),
-        ("lora_dropout", {"num_masks": 0}, "`num_masks` must be a whole number from 1"),
+        ("lora_dropout", {"num_masks": 0}, "`num_masks` must be an integer from 1"),
         ("schedule", {"p_end": 2}, "`p_end` is a drop probability"),
         ("coto", {"ramp": 2}, "`ramp` must be a number from 0 to 1"),
     ],
@@ -287,7 +287,7 @@ def test_bad_rules_and_fields_are_refused_with_the_valid_ones(name, fields, mess
 def test_rules_are_checked_against_the_depth():
     with pytest.raises(ValueError, match="`p` has 2 values, but the model runs 4 loops"):
         make_rule("loop_dropout", p=(0.5, 0.5)).check(K)
-    with pytest.raises(ValueError, match="`m` must be a whole number from 1 to 4; got 5"):
+    with pytest.raises(ValueError, match="`m` must be an integer from 1 to 4; got 5"):
         make_rule("exactly_m", m=5).check(K)
     assert isinstance(make_rule("adaptive"), Adaptive)
 

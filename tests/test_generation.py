@@ -10,7 +10,7 @@ from peft import get_peft_model
 
 from loopdropout_trainer import default_peft_config, use_gates
 from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates
-from loopdropout_trainer.evaluation import decoding, generate_greedy
+from loopdropout_trainer.generation import decoding, generate_greedy
 from loopdropout_trainer.generation.generation import generate_batches
 from loopdropout_trainer.looped import find_looped_model
 
@@ -326,10 +326,10 @@ def test_other_models_are_left_to_transformers_generate(tokenizer, monkeypatch, 
     assert "generate, because OuroForCausalLM does not support static caches" in log.messages[-1]
     monkeypatch.undo()
     model.config._attn_implementation = "flex_attention"
-    assert "flex_attention" in decoding.why_not(model)
+    assert "flex_attention" in decoding.why_unsupported(model)
     model.config._attn_implementation = "sdpa"
     model.config.sliding_window, model.config.layer_types = 8, ["full_attention", "sliding_attention"]
-    assert decoding.why_not(model) == "some layers do not attend to all tokens"
+    assert decoding.why_unsupported(model) == "some layers do not attend to all tokens"
 
 
 def test_a_form_of_decoding_that_does_not_exist_is_refused(tokenizer):

@@ -1,8 +1,10 @@
-"""Merging at unit gates, the model card, and pushes that lose nothing."""
+"""Merging at unit gates, model cards, adapters of other bases, and pushes that lose nothing."""
 
 import ast
+import io
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_ouro
+from conftest import tiny_ouro, with_adapter
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -27,22 +29,50 @@ from loopdropout_trainer import (
     use_gates,
 )
 from loopdropout_trainer.adapters import add_gates
-from loopdropout_trainer.saving.cards import ModelCardFields
+from loopdropout_trainer.saving.adapter_files import base_sha256
+from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
 from loopdropout_trainer.saving.hub import PushError
 
 
 IDS = torch.arange(2, 42).view(4, 10)
 TOKEN = "hf_averysecrettokenaverysecrettoken12"
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def adapted(dtype=torch.float32, **lora):
-    base = tiny_ouro().to(dtype)
-    model = get_peft_model(base, default_peft_config(base, **lora))
-    torch.manual_seed(1)
+def adapted(model=None, **lora):
+    if not lora:
+        return with_adapter(model).eval()
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro(), **lora))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     return model.eval()
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A folder with a tiny Ouro and a card that names its license."""
+    tiny_ouro().save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def trained(base, config, dataset, tokenizer, tmp_path):
+    """`trained(base)`: folder of an adapter that the trainer saved, on the base in a folder."""
+
+    def make(folder=base, name="trained"):
+        args = config(output_dir=str(tmp_path / name), max_steps=1, save_strategy="steps", save_steps=1)
+        trainer = LoopDropoutSFTTrainer(str(folder), args, train_dataset=dataset, processing_class=tokenizer)
+        trainer.train()
+        trainer.save_model()
+        return tmp_path / name
+
+    return make
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"target_modules": ["q_proj", "down_proj"]}])
@@ -61,7 +91,7 @@ def test_merged_logits_are_those_of_unit_gates_and_the_model_stays_unmerged(tmp_
 
 
 def test_bfloat16_weights_are_rounded_once_and_logits_stay_within_their_precision(tmp_path):
-    model = adapted(torch.bfloat16)
+    model = adapted(tiny_ouro().to(torch.bfloat16))
     base = {name: tensor.float() for name, tensor in tiny_ouro().state_dict().items()}
     merge_and_save(model, tmp_path)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
@@ -80,9 +110,8 @@ def test_bfloat16_weights_are_rounded_once_and_logits_stay_within_their_precisio
 
 
 def test_the_folder_is_a_checkpoint_of_the_base_with_tokenizer_and_card(tmp_path, tokenizer):
-    facts = ModelCardFields(
-        "ByteDance/Ouro-1.4B", "loop_dropout", 0.5, recipe="p: 0.5\n", data="GSM8K", results={"gsm8k": 61.5}
-    )
+    facts = ModelCardFields("ByteDance/Ouro-1.4B", "loop_dropout", 0.5, recipe="p: 0.5\n", data="GSM8K")
+    facts.results = {"gsm8k": CardScore(61.5, 1319, 40.25), "mine": CardScore(0.5)}
     folder = merge_and_save(adapted(), tmp_path / "merged", tokenizer, facts, repo_id="someone/ouro-gsm8k")
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(tiny_ouro().state_dict())
@@ -98,20 +127,124 @@ def test_the_folder_is_a_checkpoint_of_the_base_with_tokenizer_and_card(tmp_path
         "| LoRA rank / alpha | 16 / 32 |",
         "| Recurrence depth K | 4 |",
         "| Training data | GSM8K |",
-        "| gsm8k | 61.5 |",
+        "| Benchmark | Score | n | Base model |",
+        "| gsm8k | 61.5 | 1319 | 40.25 |",
+        "| mine | 0.5 |  |  |",
         "p: 0.5",
         'AutoModelForCausalLM.from_pretrained("someone/ouro-gsm8k"',
     ):
         assert stated in card
 
 
-def test_the_cards_loading_code_runs_in_a_fresh_process(tmp_path, tokenizer):
-    model = adapted()
-    folder = merge_and_save(model, tmp_path / "merged", tokenizer, repo_id=str(tmp_path / "merged"))
+def code_of(folder):
+    """The code of a card, with a last line that prints the sum of the logits."""
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    code += "\nimport torch\nprint(model(torch.arange(2, 42).view(4, 10)).logits.double().sum().item())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
-    assert float(out.split()[-1]) == pytest.approx(model(IDS).logits.double().sum().item(), abs=1e-2)
+    return code + "\nimport torch\nprint(model(torch.arange(2, 42).view(4, 10)).logits.double().sum().item())"
+
+
+def test_the_code_of_cards_runs_in_a_fresh_process(tmp_path, trained, tokenizer):
+    folder = trained()
+    model = load_adapter(load(tmp_path / "base"), folder).eval()
+    merged = merge_and_save(model, tmp_path / "merged", tokenizer, repo_id=str(tmp_path / "merged"))
+    code = f"{code_of(merged)}\ndel model\n{code_of(folder)}"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    want = pytest.approx(model(IDS).logits.double().sum().item(), abs=1e-2)
+    assert [float(line) for line in run.stdout.split()] == [want, want]
+    for card in (merged / "README.md", folder / "README.md"):
+        assert "license: apache-2.0" in card.read_text() and str(tmp_path / "base") not in card.read_text()
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_merge_never_overwrites_other_weights(tmp_path, base, trained, monkeypatch):
+    folder = trained()
+    model = load_adapter(load(base), folder)
+    merged = merge_and_save(model, tmp_path / "merged")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "pytorch_model.bin").write_bytes(b"weights")
+    (tmp_path / "link").symlink_to(base)
+    on_merged = adapted(load(merged))  # a model that was merged is a base like any other
+    for each, target in [
+        *((model, target) for target in (base, folder, tmp_path / "other", tmp_path / "link")),
+        (on_merged, merged),
+        (adapted(), merged),
+    ]:
+        before = contents(target)
+        with pytest.raises(ValueError, match=r"holds (the base model|other weights) \(.*choose another folder"):
+            merge_and_save(each, target)
+        assert contents(target) == before
+    script = ["merge.py", "--model_name_or_path", str(base), "--adapter", str(folder), "--merged_dir", str(base)]
+    monkeypatch.setattr(sys, "argv", [*script, "--dtype", "float32"])
+    before = contents(base)
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "recipes/merge.py"), run_name="__main__")
+    assert stopped.value.code == 2 and contents(base) == before
+
+    base.rename(tmp_path / "renamed")  # the same base: merging again replaces what was merged before
+    again = load_adapter(load(tmp_path / "renamed"), folder)
+    for name, parameter in again.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 1
+    before = contents(merged)
+    assert merge_and_save(again, merged) == merged and contents(merged) != before
+
+
+def test_an_adapter_of_another_base_is_refused_and_a_moved_base_is_not(tmp_path, base, trained, caplog):
+    folder = trained()
+    saved = json.loads((folder / "loop_dropout.json").read_text())
+    assert saved["base_sha256"] == base_sha256(load(base)) is not None
+    assert base_sha256(tiny_ouro()) is None
+    shutil.copytree(base, tmp_path / "copy")
+    assert isinstance(load_adapter(load(tmp_path / "copy"), folder), PeftModel)
+    assert "it is put on" not in caplog.text
+
+    other = tiny_ouro()
+    other.model.layers[0].mlp.up_proj.weight.data[7, 5] += 1e-4  # one number
+    other.save_pretrained(tmp_path / "other")
+    shutil.rmtree(base)
+    shutil.copytree(tmp_path / "other", base)
+    for changed in (base, tmp_path / "other"):
+        with pytest.raises(ValueError, match="was trained on .*base.*another_base=True"):
+            load_adapter(load(changed), folder)
+        assert isinstance(load_adapter(load(changed), folder, another_base=True), PeftModel)
+
+    (folder / "loop_dropout.json").unlink()  # PEFT's own adapters: only names are left to go by
+    cases = [("x/y", "x/y", ""), ("x/y", "x/z", "refused"), ("x/y", "/no/folder", "warned"), ("a", "b", "warned")]
+    for on, base_name, outcome in [*cases, ("x/y", "", ""), (None, "x/z", "")]:
+        lora = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**lora, "base_model_name_or_path": on}))
+        model = tiny_ouro()
+        model.config.name_or_path = base_name
+        caplog.clear()
+        if outcome == "refused":
+            with pytest.raises(ValueError, match="was trained on x/y, not on x/z"):
+                load_adapter(model, folder)
+        else:
+            load_adapter(model, folder)
+        assert ("it is put on" in caplog.text) == (outcome == "warned")
+
+
+def test_weight_files_have_the_mode_of_their_neighbours(tmp_path, trained):
+    folder = trained()
+    merge_and_save(load_adapter(load(tmp_path / "base"), folder), tmp_path / "merged")
+    (tmp_path / "new").touch()
+    usual = (tmp_path / "new").stat().st_mode
+    files = [path for path in (*folder.rglob("*"), *(tmp_path / "merged").rglob("*")) if path.is_file()]
+    assert sum(path.suffix == ".safetensors" for path in files) == 3  # adapter, checkpoint, merged model
+    assert {path.name for path in files if path.stat().st_mode != usual} == set()
+
+
+def test_torch_saves_a_gated_model():
+    model = adapted()
+    add_gates(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(IDS).logits, model(IDS).logits)
 
 
 def test_a_push_uploads_the_merged_folder(tmp_path, monkeypatch):
@@ -311,7 +444,7 @@ def test_a_local_base_is_named_without_its_path(tmp_path):
 def test_nothing_that_a_card_quotes_breaks_out_of_its_place(tmp_path):
     recipe = "a: 1\n```\n<script>alert(1)</script>\n````\n# Not a heading"
     facts = ModelCardFields("x/y", "<img src=x onerror=alert(2)>", data="[a](javascript:b)|c", recipe=recipe)
-    facts.results = {"<b>acc</b>": "`1`"}
+    facts.results = {"<b>acc</b>": CardScore("`1`", "<i>")}
     name = 'x/y"); import os  # ```'
     folder = merge_and_save(adapted(), tmp_path / "merged", facts=facts, repo_id=name)
     before, _, block = (folder / "README.md").read_text().partition("`````yaml\n")

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from test_families import assert_close
 from transformers import AutoModel, AutoModelForCausalLM
 
-from loopdropout_trainer import default_peft_config
 from loopdropout_trainer.models import LoopusConfig, LoopusForCausalLM
 
 
@@ -96,20 +95,6 @@ def test_both_styles_of_rope_base_are_read(loopus):
     assert (config.num_hidden_layers, config.num_loops, config.tie_word_embeddings) == (5, 4, False)
 
 
-def test_what_is_not_implemented_is_refused():
-    with pytest.raises(ValueError, match="is implemented over Qwen3; `base_config_dict` is of a 'llama' model"):
-        LoopusConfig(base_config_dict={"model_type": "llama"})
-    with pytest.raises(ValueError, match="Only full attention"):
-        tiny_loopus(use_sliding_window=True, sliding_window=4, max_window_layers=1)
-
-
-def test_a_split_that_is_no_partition_is_refused():
-    with pytest.raises(ValueError, match="must share the 4 base layers"):
-        tiny_loopus(encoder_layer_indices=[0], reasoning_layer_indices=[2], decoder_layer_indices=[3])
-    with pytest.raises(ValueError, match="at least one to loop"):
-        tiny_loopus(encoder_layer_indices=[0, 1], reasoning_layer_indices=[], decoder_layer_indices=[2, 3])
-
-
 def test_an_empty_encoder_or_decoder_runs_with_a_cache():
     split = {"encoder_layer_indices": [], "reasoning_layer_indices": [0, 1, 2, 3], "decoder_layer_indices": []}
     model = tiny_loopus(**split).eval()
@@ -118,18 +103,8 @@ def test_an_empty_encoder_or_decoder_runs_with_a_cache():
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
-def test_published_sizes_come_out():
-    from peft import get_peft_model
-
-    base = {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
-    base.update(head_dim=128, intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True)
-    config = LoopusConfig(base_config_dict=base)
-    with torch.device("meta"):
-        model = LoopusForCausalLM(config)
-        adapted = get_peft_model(model, default_peft_config(config))
-    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == 917_504 * 33
-    # the published 1.7B: hidden size 2048, of which the float32 part is this many values
-    with torch.device("meta"):
+def test_the_published_float32_part_comes_out():
+    with torch.device("meta"):  # of the 1.7B: hidden size 2048
         small = LoopusForCausalLM(LoopusConfig(hidden_size=2048, num_hidden_layers=4)).model
     parts = [*small.reasoning.gate.parameters(), *small.q_head.parameters()]
     assert sum(p.numel() for p in parts) == 534_529

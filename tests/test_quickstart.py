@@ -166,7 +166,7 @@ def test_pretraining_twice_gives_the_same_bytes(tmp_path):
     for name in "ab":
         command = [
             sys.executable,
-            str(ROOT / "recipes/make_tiny_ouro.py"),
+            str(ROOT / "recipes/make_tiny_base.py"),
             "--steps",
             "20",
             "--output_dir",

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.looped import LoopedModelMixin
-from loopdropout_trainer.models.recomputation import recomputable, recomputation
+from loopdropout_trainer.models.operations import recomputable
+from loopdropout_trainer.models.speed.recomputation import recomputation
 
 
 class Ledger(TorchDispatchMode):

@@ -17,7 +17,7 @@ from peft import get_peft_model
 from transformers import EarlyStoppingCallback
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.saving.lock import LOCK_FILE, LockedError, only_process_in
+from loopdropout_trainer.saving.lock import LOCK_FILE, LockedError, folder_lock
 from loopdropout_trainer.training.checkpoints import CheckpointError, NonFiniteLossError, TrainingInterrupted
 from loopdropout_trainer.training.checkpoints.sealing import MANIFEST, rotate, seal
 
@@ -502,8 +502,8 @@ def test_a_plain_kill_ends_a_script_that_trains_several_times(tmp_path):
 
 HOLD = """
 import sys, time
-from loopdropout_trainer.saving.lock import only_process_in
-with only_process_in(sys.argv[1]):
+from loopdropout_trainer.saving.lock import folder_lock
+with folder_lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -526,8 +526,8 @@ def test_another_process_keeps_a_run_out_until_it_is_killed(make_trainer):
 
 
 def test_one_process_may_ask_for_its_folder_several_times(tmp_path):
-    with only_process_in(tmp_path):
-        with only_process_in(tmp_path):
+    with folder_lock(tmp_path):
+        with folder_lock(tmp_path):
             pass
         again = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
         assert "LockedError" in again.stderr

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.runs.result import RunResult, read_results, write_results
-from loopdropout_trainer.saving.files import WriteError, written_whole
+from loopdropout_trainer.saving.files import WriteError, staged_files
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 
@@ -255,12 +255,12 @@ def test_results_are_whole_or_as_they_were(disk, tmp_path):
     disk(1000)
     with (
         pytest.raises(WriteError, match="The results could not be written to"),
-        written_whole(tmp_path, "The results") as new,
+        staged_files(tmp_path, "The results") as new,
     ):
         (new / "recipe.yaml").write_text("new")
         (new / "results.json").write_text("x" * 2000)
     disk(None)
     assert content(tmp_path) == {str(tmp_path / "results.json"): b"old"}
-    with pytest.raises(ZeroDivisionError), written_whole(tmp_path, "The results") as new:
+    with pytest.raises(ZeroDivisionError), staged_files(tmp_path, "The results") as new:
         (new / "results.json").write_text(str(1 / 0))
     assert content(tmp_path) == {str(tmp_path / "results.json"): b"old"}

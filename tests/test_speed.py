@@ -17,9 +17,11 @@ from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model, first_active_loops
-from loopdropout_trainer.models import attention
-from loopdropout_trainer.models.attention import lengths_in_chunks
-from loopdropout_trainer.models.packed_loops import Part, Worth, schedule
+from loopdropout_trainer.models.looped_modeling import PlainRun
+from loopdropout_trainer.models.speed import packed_attention
+from loopdropout_trainer.models.speed.packed_attention import lengths_in_chunks
+from loopdropout_trainer.models.speed.packed_loops import Part, Thresholds, schedule
+from loopdropout_trainer.models.speed.run import FastRun
 from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
 
 
@@ -127,7 +129,7 @@ def test_optimisations_are_exact_with_a_float_mask():
 
 
 def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset, tokenizer, caplog):
-    assert not attention._at_once_agrees(torch.device("cpu"), torch.bfloat16, 8)  # a CPU has none
+    assert not packed_attention._at_once_agrees(torch.device("cpu"), torch.bfloat16, 8)  # a CPU has none
     model = tiny_ouro(attn_implementation="eager")
     assert model.can_pack
     model.config._attn_implementation = "flex_attention"
@@ -157,28 +159,28 @@ def test_examples_run_apart_where_that_is_worth_the_launches():
         [Part((3,), 0, frozen=True), Part((0, 1, 2), 2)],
         [Part((3,), 0, frozen=True), Part((1, 2, 0), 2)],
     ]
-    assert schedule(MIXED.bool().tolist(), lengths, Worth()) == apart
+    assert schedule(MIXED.bool().tolist(), lengths, Thresholds()) == apart
     four_wait = [[Part((0, 1, 2, 3), 2)], [Part((1, 2, 0, 3), 2)]]  # 4 tokens, from the third loop on
-    assert schedule(MIXED.bool().tolist(), lengths, Worth(waiting=5)) == apart[:2] + four_wait
+    assert schedule(MIXED.bool().tolist(), lengths, Thresholds(frozen=5)) == apart[:2] + four_wait
     together = [[Part((0, 1, 2, 3), 4)]] * 4
-    assert schedule(MIXED.bool().tolist(), lengths, Worth(waiting=100, resting=100)) == together
-    assert schedule([[False] * 4] * 2, lengths, Worth(100, 100)) == [[Part((0, 1, 2, 3), 0, frozen=True)]] * 2
+    assert schedule(MIXED.bool().tolist(), lengths, Thresholds(frozen=100, inactive=100)) == together
+    assert schedule([[False] * 4] * 2, lengths, Thresholds(100, 100)) == [[Part((0, 1, 2, 3), 0, frozen=True)]] * 2
+
+
+def thresholds(model):
+    run = FastRun(PlainRun(adapted(model).get_base_model().model), packs=True, recomputes=False)
+    return run.thresholds(torch.empty(0), [torch.empty(100)])
 
 
 def test_small_tensors_are_computed_together_and_large_ones_apart():
-    small, large = tiny_ouro(), tiny_ouro(hidden_size=256, intermediate_size=1024)
-    worth = [
-        adapted(model).get_base_model().model._worth(torch.empty(0), [torch.empty(100)]) for model in (small, large)
-    ]
-    assert worth[0].waiting > 20 * worth[1].waiting
+    small, large = thresholds(tiny_ouro()), thresholds(tiny_ouro(hidden_size=256, intermediate_size=1024))
+    assert small.frozen > 20 * large.frozen
 
 
 def test_the_number_of_cores_does_not_change_what_is_computed_together(monkeypatch):
-    model = adapted(tiny_ouro()).get_base_model().model
-    worth = [model._worth(torch.empty(0), [torch.empty(100)])]
+    few = thresholds(tiny_ouro())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    worth.append(model._worth(torch.empty(0), [torch.empty(100)]))
-    assert worth[0] == worth[1] and worth[0].waiting > 0
+    assert few == thresholds(tiny_ouro()) and few.frozen > 0
     assert [len(chunks) for chunks in lengths_in_chunks([8] * 4, torch.empty(0), 2, 8).chunks] == [4]
     assert [len(chunks) for chunks in lengths_in_chunks([400] * 4, torch.empty(0), 8, 64).chunks] == [1] * 4
 

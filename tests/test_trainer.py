@@ -273,7 +273,7 @@ def llama(folder):
     ("fields", "error", "message"),
     [
         ({"p": [0.1, 0.2]}, ValueError, "`p` has 2 values, but the model runs 4 loops"),
-        ({"model_init_kwargs": {"num_loops": 0}}, ValueError, "whole number from 1 to 1,024; got 0"),
+        ({"model_init_kwargs": {"num_loops": 0}}, ValueError, "integer from 1 to 1,024; got 0"),
         ({"packing": True, "packing_strategy": "wrapped"}, ValueError, "packing_strategy"),
         ({"peft": LoraConfig(use_dora=True, target_modules=["q_proj"])}, ValueError, "use_dora"),
         ({"model": "llama"}, NotLoopedError, "`llama` model, which is not looped"),

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import LoraVariant
+from peft.tuners.lora.variants import MiCALinearVariant
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from loopdropout_trainer.looped import find_looped_model
@@ -13,71 +19,109 @@ from loopdropout_trainer.looped import find_looped_model
 
 # Fields of LoraConfig that change more than the low-rank update, with what goes wrong under a gate.
 _REFUSED_FIELDS = {
-    "modules_to_save": "it trains whole modules, which no gate can switch off",
+    "modules_to_save": "it trains copies of base modules, which no gate can switch off",
     "trainable_token_indices": "it trains embeddings, which run outside the loops",
     "target_parameters": "it adapts parameters that are not linear layers",
     "layer_replication": "it copies layers, which a looped model shares instead",
-    "lora_bias": "the bias could not be merged: the base layers have none",
-    "use_dora": "it renormalises the adapted weight, so that a gate would not multiply the update",
+    "lora_bias": "a gate multiplies A x, so that it could not switch the bias of B off",
     "megatron_config": "Megatron's layers are not supported",
+    "use_qalora": "it pools the layer's input, which the gated layer does not",
+    "use_dora": "it renormalises the adapted weight, so that a gate would not multiply the update",
+    "velora_config": "it trains A by a compressed backward pass, which the gated layer does not have",
+    "alora_invocation_tokens": "it chooses tokens by their text, which the gated layer does not know",
+    "monteclora_config": "it draws the factors anew in every call, also where a loop is recomputed",
+    "use_bdlora": "its factors are block-diagonal, which the gated layer does not compute",
+    "arrow_config": "it mixes several adapters by a router",
+    "kasa_config": "it truncates the base weights: gate 0 would not be the pretrained model",
 }
-_INIT_KEEPS_BASE = (True, False, "gaussian", "orthogonal")
+_INITS_THAT_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
+_PLAIN_VARIANTS = (MiCALinearVariant,)  # whose forward and merge are plain LoRA's; it only freezes B
 
 
 def check_peft_config(config: PeftConfig) -> None:
     """Raise ValueError if the adapter described by `config` has no gated meaning; one sentence says why."""
-    if not isinstance(config, LoraConfig):
-        raise ValueError(f"Loop Dropout gates LoRA adapters; got a {type(config).__name__} ({config.peft_type}).")
+    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
+        name = type(config).__name__
+        raise ValueError(f"Loop Dropout gates LoRA adapters; got a configuration of another kind, {name}.")
     if not isinstance(config.r, int) or config.r < 1:
-        raise ValueError(f"The adapter's rank `r` must be a whole number of at least 1; got {config.r!r}.")
+        raise ValueError(f"The adapter's rank `r` must be an integer of at least 1; got {config.r!r}.")
     if not isinstance(config.lora_alpha, (int, float)) or not 0 < config.lora_alpha < math.inf:
         raise ValueError(f"The adapter's `lora_alpha` must be a number above 0; got {config.lora_alpha!r}.")
     if not isinstance(config.lora_dropout, (int, float)) or not 0 <= config.lora_dropout < 1:
         raise ValueError(f"The adapter's `lora_dropout` must lie in [0, 1); got {config.lora_dropout!r}.")
-    for field, reason in _REFUSED_FIELDS.items():
+    # PEFT marks the fields that give a layer another forward, so that one which it adds later is refused as well.
+    variants = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")}
+    for field in (*_REFUSED_FIELDS, *sorted(variants - _REFUSED_FIELDS.keys())):
         if getattr(config, field, None):
+            reason = _REFUSED_FIELDS.get(field, "it gives the layer a forward of its own")
             raise ValueError(f"`{field}` cannot be combined with gated LoRA: {reason}.")
     if config.bias != "none":
         raise ValueError(
             f"`bias` must be 'none' with gated LoRA, since a gate cannot switch biases off; got {config.bias!r}."
         )
-    if config.init_lora_weights not in _INIT_KEEPS_BASE:
+    if config.init_lora_weights not in _INITS_THAT_KEEP_BASE:
         raise ValueError(
-            f"`init_lora_weights` must be one of {', '.join(map(repr, _INIT_KEEPS_BASE))}, which leave the base weights "
-            f"alone: gate 0 is the pretrained model; got {config.init_lora_weights!r}."
+            f"`init_lora_weights` must be one of {', '.join(map(repr, _INITS_THAT_KEEP_BASE))}, which leave the base "
+            f"weights alone: gate 0 is the pretrained model; got {config.init_lora_weights!r}."
         )
 
 
-def check_adapter(model: nn.Module) -> str:
-    """Return the name of the one active adapter of a PEFT model if all of it can be gated.
+def check_variant(variant: LoraVariant) -> None:
+    """Raise ValueError if a layer's forward by PEFT is more than W x + s B A x, which a gate could multiply."""
+    if type(variant).__module__.startswith("peft.") and not isinstance(variant, _PLAIN_VARIANTS):
+        raise ValueError(f"PEFT's {type(variant).__name__} has its own forward, whose gated meaning is not defined.")
+
+
+def check_layers(model: nn.Module) -> None:
+    """Check that every adapter of a PEFT model, active or not, would pass through the gate wherever it is.
+
+    A layer passes if its forward leaves the update to the variant that is put on it. PEFT's LoRA layers do, over linear and
+    most quantised weights; what does not is refused whatever it is: another tuner's layer, a quantised layer with a forward
+    of its own, a wrapper that trains a copy of a module.
 
     Raises:
-        ValueError: naming the feature or module that cannot, in one sentence.
+        ValueError: naming the field or module, in one sentence.
     """
     if not isinstance(model, PeftModel):
         raise ValueError(
             f"Gates multiply a LoRA adapter, and {type(model).__name__} has none: wrap it with peft.get_peft_model first."
         )
-    if len(model.active_adapters) != 1:
-        raise ValueError(
-            f"Exactly one adapter must be active with gated LoRA; got {list(model.active_adapters)}. "
-            "Merge the others, or choose one with `set_adapter`."
-        )
-    adapter = model.active_adapters[0]
-    check_peft_config(model.peft_config[adapter])
-
+    for config in model.peft_config.values():
+        check_peft_config(config)
     recurrent = set(find_looped_model(model).recurrent_linears())
-    for name, layer in model.get_base_model().named_modules():
-        if not isinstance(layer, LoraLayer):
+    for name, module in model.get_base_model().named_modules():
+        if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             continue
         if name not in recurrent:
             raise ValueError(
                 f"The adapted module `{name}` is not a linear projection of the recurrent block, so no loop's gate applies "
                 "to it; leave it out of `target_modules`."
             )
-        variant = layer.lora_variant.get(adapter)
-        if variant is not None and type(variant).__module__.startswith("peft."):
+        if not isinstance(module, LoraLayer) or not _asks_its_variant(module):
+            kind = f"{type(module).__module__}.{type(module).__name__}"
             raise ValueError(
-                f"PEFT's {type(variant).__name__} has its own forward, whose gated meaning is not defined."
+                f"The adapted module `{name}` is a {kind}, whose forward computes the update itself, so that no gate would "
+                "reach it."
             )
-    return adapter
+        for variant in module.lora_variant.values():
+            check_variant(variant)
+
+
+def check_adapter(model: nn.Module) -> str:
+    """Return the name of the one active adapter of a PEFT model if everything adapted can be gated.
+
+    Raises:
+        ValueError: naming the feature or module that cannot, in one sentence.
+    """
+    if isinstance(model, PeftModel) and len(model.active_adapters) != 1:
+        raise ValueError(
+            f"Exactly one adapter must be active to be trained or merged; got {list(model.active_adapters)}. "
+            "Merge the others, or choose one with `set_adapter`."
+        )
+    check_layers(model)
+    return model.active_adapters[0]
+
+
+def _asks_its_variant(layer: LoraLayer) -> bool:
+    """Return whether the class's forward reads `lora_variant`, as PEFT's does where the update can be replaced."""
+    return "lora_variant" in inspect.unwrap(type(layer).forward).__code__.co_names

@@ -6,6 +6,9 @@ The backward pass needs the input in its own dtype and the rank-r activations, a
     z = [A_1; A_2; ..] x;  u = g s z;  y_i = W_i x;  y_i += B_i u_i
     dx = sum of W_i' dy_i;  dB_i = dy_i u_i';  dz_i = g s_i B_i' dy_i;  dA = dz x';  dx += A' dz
 
+(Columns here; the code has a token in each row.) For q, k and v of a hidden size of 32 with rank 4, and 10 tokens of which 6
+have an active gate: x [10, 32], z = x[:6] A' [6, 12], u_q, u_k, u_v [6, 4] each, y_q[:6] += u_q B_q'. Autograd keeps x and u.
+
 Where launching operations takes longer than their arithmetic, the maps are stacked as well, W = [W_1; W_2; ..] with the B_i
 as blocks on the diagonal of one matrix: they are one map then.
 """
@@ -18,9 +21,10 @@ from typing import NamedTuple
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from loopdropout_trainer.looped import LoopState, LoopStep, first_order, launches_pay
+from loopdropout_trainer.looped import LoopState, LoopStep, launches_pay
 
 
 class Projections(NamedTuple):
@@ -61,18 +65,23 @@ class Projections(NamedTuple):
             scalings: of the updates.
             stacked: whether the maps are computed as one.
         """
-        dtype, down, up = weights[0].dtype, lora_parameters[::2], lora_parameters[1::2]
+        dtype, down, up = (
+            weights[0].dtype,
+            lora_parameters[::2],
+            lora_parameters[1::2],
+        )  # A_i [r_i, in], B_i [out_i, r_i]
         widths = [len(weight) for weight in weights]
         scaling: float | torch.Tensor = scalings[0]
-        if len(set(scalings)) > 1:
+        if len(set(scalings)) > 1:  # one number for each channel of z, [sum of r]
             ranks = torch.tensor([len(a) for a in down])
             scaling = torch.tensor(scalings).repeat_interleave(ranks).to(weights[0].device)
-        if stacked:
+        if stacked:  # W [sum of out, in], B [sum of out, sum of r] with zeros beside the blocks: one map, I = 1
             if any(bias is not None for bias in biases):
                 pairs = zip(weights, biases, strict=True)
                 biases = [torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs])]
             weights, biases = [torch.cat(weights)], biases[:1]
             up = [torch.block_diag(*up)]
+        # The factors stay in the graph of the parameters, their casts do not: `FusedUpdate` returns gradients of the factors.
         factors = [torch.cat(down) if len(down) > 1 else down[0], *up]
         down, *up = (factor.detach().to(dtype) for factor in factors)
         return cls(weights, biases, factors, down, up, scaling, widths)
@@ -97,7 +106,9 @@ class FusedUpdate(torch.autograd.Function):
         updates = _parts(low, maps)  # u_i = g s_i A_i x, each [m, r_i]
         outputs = []
         for weight, bias, b, update in zip(maps.weights, maps.biases, maps.up, updates, strict=True):
-            y = F.linear(rows, weight, bias)  # [n, out_i]
+            y = F.linear(
+                rows, weight, bias
+            )  # [n, out_i], a new tensor, to whose first m rows the update is added in place
             (y if num_active == len(y) else y[:num_active]).addmm_(update, b.T)
             outputs.append(y.view(*x.shape[:-1], len(weight)))
         ctx.save_for_backward(x, *updates)
@@ -105,7 +116,7 @@ class FusedUpdate(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, *grads):
         # grads: dy_i [..., out_i]. Only the first m rows have reached A and B.
         x, *updates = ctx.saved_tensors
@@ -159,6 +170,8 @@ class FusedProjection:
         if torch.compiler.is_compiling():
             return None
         state, step = self.loop_state, self.loop_state.step
+        # One gate for all maps is what is computed here; and without gradient PEFT's own expression is evaluated, bit for bit,
+        # but in loops that run as the frozen model, which have no update at all.
         if state.plan.per_module or layers[0].disable_adapters or not (torch.is_grad_enabled() or step.frozen):
             return None
         if step.gate is not None and step.gate.requires_grad:
@@ -166,6 +179,7 @@ class FusedProjection:
         maps = self._maps(x, layers)
         if maps is None:
             return None
+        # Up to here it was settled that the layers may run together. From here on they do.
         if step.skips_updates:
             outputs = [F.linear(x, weight, bias) for weight, bias in zip(maps.weights, maps.biases, strict=True)]
         else:
@@ -187,6 +201,7 @@ class FusedProjection:
     def _maps(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Projections | None:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        # `prepared` lives as long as the forward pass, all K loops of it: no weight changes meanwhile.
         prepared, key = self.loop_state.step.prepared, (id(layers[0]), dtype)
         if prepared is None:
             return None
@@ -225,6 +240,8 @@ class FusedProjection:
 
 def _stacking_pays(x: torch.Tensor, weights: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> bool:
     """Return whether one map instead of I takes less time for tokens x: fewer launches, but a copy of W and zeros in B."""
+    # Each map that joins the first saves 10 launches, and its B meets the channels of all others' z in vain: of the products
+    # [tokens, sum of r] by [sum of r, sum of out] only 1 / I is not zero. A product counts 2 FLOP forward and 4 backward.
     others, tokens = len(weights) - 1, x.numel() // x.shape[-1]
     width, rank = sum(map(len, weights)), sum(map(len, down))
     zeros = 6 * tokens * width * rank * others // len(weights)  # FLOP with the zeros in B, forward and backward

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.adapters.compatibility import check_adapter
+from loopdropout_trainer.adapters.compatibility import check_adapter, check_layers, check_variant
 from loopdropout_trainer.adapters.fused import FusedProjection
 from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix, find_looped_model
 
@@ -47,6 +47,7 @@ class GatedLora(LoraVariant):
 
     description = "a shared adapter"
     one_depth = False
+    replaced: LoraVariant | None = None  # PEFT's own, in whose place this one is
 
     def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -137,6 +138,11 @@ class GatedLora(LoraVariant):
         token = self._cast(x.flatten(0, -2)[:1], result)
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
 
+    def init(self, module: LoraLayer, adapter_name: str, **kwargs) -> None:
+        """Finish the adapter that PEFT has just added to a gated layer."""
+        if self.replaced is not None:
+            self.replaced.init(module, adapter_name=adapter_name, **kwargs)
+
     # Merging happens at unit gates, where the layer is plain LoRA.
 
     def merge_safe(self, module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
@@ -158,6 +164,35 @@ class GatedLora(LoraVariant):
 
 
 ADAPTER_KINDS: dict[str, type[GatedLora]] = {"gated": GatedLora}
+
+
+class GatedVariants(dict[str, LoraVariant]):
+    """The variant of each adapter of one layer, all of them gated, also of an adapter that PEFT adds to the layer later.
+
+    PEFT asks `adapter in layer.lora_variant`, runs plain LoRA if it is not, and else calls what is there. Here every adapter
+    is, and a plain variant is replaced. One that cannot be gated raises ValueError when PEFT puts it on the layer.
+
+    Args:
+        loop_state, module, in_activation_dtype: of `GatedLora`.
+    """
+
+    def __init__(self, loop_state: LoopState, module: int, in_activation_dtype: bool) -> None:
+        super().__init__()
+        self.options = (loop_state, module, None, in_activation_dtype)
+
+    def __contains__(self, adapter: object) -> bool:
+        return True
+
+    def __missing__(self, adapter: str) -> GatedLora:
+        self[adapter] = variant = GatedLora(*self.options)
+        return variant
+
+    def __setitem__(self, adapter: str, variant: LoraVariant) -> None:
+        if not isinstance(variant, GatedLora):
+            check_variant(variant)
+            replaced, variant = variant, GatedLora(*self.options)
+            variant.replaced = replaced
+        super().__setitem__(adapter, variant)
 
 
 def _linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -183,19 +218,20 @@ def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
 
 
 def trained_lora_parameters(model: PeftModel) -> tuple[nn.Parameter, ...] | None:
-    """Return the A and B of a gated adapter, or None if anything else is trained, or if its input is dropped out."""
+    """Return the trained A and B of a gated adapter, or None if anything else is trained, or if its input is dropped out."""
     layers = adapted_layers(model)
     parameters = tuple(
-        linear[adapter].weight
+        linears[adapter].weight
         for layer in layers
-        for linear in (layer.lora_A, layer.lora_B)
+        for linears in (layer.lora_A, layer.lora_B)
         for adapter in layer.active_adapters
+        if adapter in linears and linears[adapter].weight.requires_grad
     )
     dropped = any(
         module.p > 0 for layer in layers for module in layer.lora_dropout.modules() if isinstance(module, nn.Dropout)
     )
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    return parameters if trained == set(map(id, parameters)) and not dropped else None
+    return parameters if parameters and trained == set(map(id, parameters)) and not dropped else None
 
 
 def physical_layers(model: nn.Module) -> list[int]:
@@ -212,15 +248,16 @@ def physical_layers(model: nn.Module) -> list[int]:
 def add_gates(
     model: PeftModel, in_activation_dtype: bool = False, rule: Any = None, seed: int = 0, fused: bool = False
 ) -> LoopState:
-    """Make every LoRA layer of the active adapter multiply its update by the running loop's gate; unit gates at first.
+    """Make every LoRA layer multiply the update of every adapter by the running loop's gate; unit gates at first.
 
-    Leaves the global random state and the adapter's weights as they are.
+    So it is with adapters that are added to these layers later. Leaves the global random state and all weights as they are.
 
     Args:
         model: PEFT model over a looped model.
         in_activation_dtype: see `GatedLora`.
         fused: in training, compute adapted maps that share their input together, by `FusedUpdate`.
-        rule: training rule, whose `adapter` names the kind of layer; default: the kind that the model has already.
+        rule: training rule, whose `adapter` names the kind of layer that the one active adapter gets; default: each adapter
+            keeps the kind that it has.
         seed: of the initial weights that a kind adds.
 
     Returns:
@@ -228,11 +265,33 @@ def add_gates(
 
     Raises:
         NotLoopedError: if the model is not looped.
-        ValueError: if the adapter uses a PEFT feature whose gated meaning is not W + g * Delta, or is of another kind
-            than the rule trains.
+        ValueError: if an adapter uses a PEFT feature whose gated meaning is not W + g * Delta, is merged, or is of another
+            kind than the rule trains.
     """
     looped = find_looped_model(model)
-    adapter = check_adapter(model)
+    trained = None if rule is None else check_adapter(model)
+    _check_gates_reach(model)
+    num_loops, state = looped.config.num_loops, looped.loop_state
+    kinds = {adapter: _kind_of(model, adapter, rule if adapter == trained else None) for adapter in model.peft_config}
+    shared = {adapter: kind.prepare(model, adapter, num_loops, seed) for adapter, kind in kinds.items()}
+    active = model.active_adapters
+    together = FusedProjection(state, active[0]) if fused and kinds[active[0]].is_plain() else None
+    for module, layer in enumerate(adapted_layers(model)):
+        before = dict(layer.lora_variant)
+        _gate_layer(layer, state, module, in_activation_dtype)
+        for adapter in layer.lora_A:
+            if adapter not in active and isinstance(before.get(adapter), GatedLora):
+                continue  # such as a trainer's reference, whose gates are its own
+            own_rule = rule if adapter == trained else None
+            variant = kinds[adapter](state, module, own_rule, in_activation_dtype, shared[adapter])
+            variant.replaced = layer.lora_variant[adapter].replaced
+            layer.lora_variant[adapter] = variant
+        layer.project_together = together
+    return state
+
+
+def _kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:
+    """Return the kind that an adapter has already, or that a rule gives it."""
     found = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
     kind = found if rule is None else ADAPTER_KINDS[rule.adapter]
     if found not in (GatedLora, kind):
@@ -240,39 +299,64 @@ def add_gates(
             f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {found.description}: use the rule "
             "that it was trained with, or start from another adapter."
         )
-    shared = kind.prepare(model, adapter, looped.config.num_loops, seed)
-    together = FusedProjection(looped.loop_state, adapter) if fused and kind.is_plain() else None
-    for module, layer in enumerate(adapted_layers(model)):
-        layer.lora_variant[adapter] = kind(looped.loop_state, module, rule, in_activation_dtype, shared)
-        layer.cast_input_dtype_enabled = not in_activation_dtype
-        layer.project_together = together
-    return looped.loop_state
+    return kind
+
+
+def _gate_layer(layer: LoraLayer, loop_state: LoopState, module: int, in_activation_dtype: bool) -> None:
+    """Gate every adapter that a layer has and will have."""
+    before = layer.lora_variant
+    layer.lora_variant = GatedVariants(loop_state, module, in_activation_dtype)
+    layer.cast_input_dtype_enabled = not in_activation_dtype
+    for adapter in layer.lora_A:
+        if (variant := before.get(adapter)) is None:
+            variant = layer.lora_variant[adapter]  # which makes one
+        layer.lora_variant[adapter] = variant
+        layer.lora_variant[adapter].in_activation_dtype = in_activation_dtype
+
+
+def _check_gates_reach(model: PeftModel) -> None:
+    """Raise ValueError if some update would not be multiplied by its gate."""
+    check_layers(model)
+    if merged := sorted({adapter for layer in adapted_layers(model) for adapter in layer.merged_adapters}):
+        raise ValueError(
+            f"No gate reaches an adapter that is merged into the weights; got {merged} merged: call `unmerge_adapter` first."
+        )
 
 
 def remove_gates(model: PeftModel) -> None:
     """Give PEFT its own LoRA layers back."""
     for layer in adapted_layers(model):
-        for adapter, variant in list(layer.lora_variant.items()):
-            if isinstance(variant, GatedLora):
-                del layer.lora_variant[adapter]
-                layer.cast_input_dtype_enabled = True
-                layer.project_together = None
+        if isinstance(layer.lora_variant, GatedVariants):
+            replaced = {adapter: variant.replaced for adapter, variant in layer.lora_variant.items()}
+            layer.lora_variant = {adapter: variant for adapter, variant in replaced.items() if variant is not None}
+            layer.cast_input_dtype_enabled = True
+            layer.project_together = None
 
 
 def has_gates(model: nn.Module) -> bool:
     """Return whether the model's LoRA layers are gated."""
-    return any(
-        isinstance(variant, GatedLora) for layer in adapted_layers(model) for variant in layer.lora_variant.values()
-    )
+    return any(isinstance(layer.lora_variant, GatedVariants) for layer in adapted_layers(model))
 
 
 @contextmanager
-def _gated(model: PeftModel) -> Iterator[None]:
-    add_gates(model)
-    try:
-        yield
-    finally:
-        remove_gates(model)
+def _all_gated(model: PeftModel) -> Iterator[None]:
+    """Gate every layer inside the block; for good where some are gated already, and others came with a later adapter."""
+    layers, state = adapted_layers(model), find_looped_model(model).loop_state
+    gated = [layer for layer in layers if isinstance(layer.lora_variant, GatedVariants)]
+    if not gated:
+        add_gates(model)
+        try:
+            yield
+        finally:
+            remove_gates(model)
+        return
+    _check_gates_reach(model)
+    for module, layer in enumerate(layers):
+        if layer not in gated:
+            _gate_layer(layer, state, module, in_activation_dtype=not gated[0].cast_input_dtype_enabled)
+        for variant in layer.lora_variant.values():
+            variant.module = module
+    yield
 
 
 @contextmanager
@@ -283,7 +367,9 @@ def use_gates(
 
     They hold in every forward inside the block, and in the backward that follows inside it (with gradient checkpointing
     the backward recomputes under the gates, so it must be inside). Gates may be any real numbers and may require
-    gradients. `use_gates(model, one_hot)` activates the adapter in a single loop; all zeros is the frozen model.
+    gradients. `use_gates(model, one_hot)` activates the adapter in a single loop; all zeros is the frozen model. They apply
+    to whatever adapters are active: after `model.set_adapter("other")` to the other one, also to several at once, and to
+    each row's own in a batch with `adapter_names`.
 
     Args:
         model: PEFT model over a looped model.
@@ -291,7 +377,8 @@ def use_gates(
         segments: [B, S] index (0..N-1) of each token's example, for rows that hold several examples.
 
     Raises:
-        NotLoopedError, ValueError: for a model without loops, an adapter that cannot be gated, or gates of a wrong shape.
+        NotLoopedError, ValueError: for a model without loops, an adapter that cannot be gated or is merged, or gates of a
+            wrong shape.
     """
     looped = find_looped_model(model)
     gates = as_gate_matrix(gates, looped.config.num_loops)
@@ -300,5 +387,5 @@ def use_gates(
         raise ValueError(
             f"Gates [K, B, M] need one for each of the {num_modules} adapted modules; got {gates.shape[2]}."
         )
-    with nullcontext() if has_gates(model) else _gated(model), applied_gates(looped.loop_state, gates, segments):
+    with _all_gated(model), applied_gates(looped.loop_state, gates, segments):
         yield looped.loop_state

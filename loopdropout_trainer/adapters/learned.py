@@ -34,12 +34,13 @@ class LearnedGatesLora(GatedLora, kind="learned"):
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> tuple[nn.ParameterDict, str]:
         tuner = (
             model.base_model
-        )  # here PEFT saves and loads them with the adapter, and FSDP gathers them for a whole forward
-        if not cls.is_on(model, adapter):
-            device = adapted_layers(model)[0].lora_A[adapter].weight.device
-            tuner.register_module(
-                _NAME, nn.ParameterDict({adapter: nn.Parameter(torch.ones(num_loops, device=device))})
-            )
+        )  # here PEFT saves and loads them with the adapter, and FSDP gathers them for a forward
+        if _NAME not in dict(tuner.named_children()):
+            tuner.register_module(_NAME, nn.ParameterDict())
+        gates = tuner.get_submodule(_NAME)
+        if adapter not in gates:
+            layer = next(layer for layer in adapted_layers(model) if adapter in layer.lora_A)
+            gates[adapter] = nn.Parameter(torch.ones(num_loops, device=layer.lora_A[adapter].weight.device))
         return tuner.get_submodule(_NAME), adapter
 
     @classmethod

@@ -47,5 +47,5 @@ class SparseLora(GatedLora, kind="lora_dropout"):
         seed = int(self.loop_state.plan.seeds[self.module])
         if self._expanded[0] != seed:
             size = (module.in_features, module.out_features)
-            self._expanded = (seed, seeded.masks(seed, sum(size), self.p, device).split(size))
+            self._expanded = (seed, seeded.seeded_masks(seed, sum(size), self.p, device).split(size))
         return self._expanded[1]

@@ -49,7 +49,8 @@ class PerLoopLora(GatedLora, kind="per_loop"):
 
     @classmethod
     def is_on(cls, model: PeftModel, adapter: str) -> bool:
-        return isinstance(adapted_layers(model)[0].lora_A[adapter], LoopFactors)
+        factors = (layer.lora_A[adapter] for layer in adapted_layers(model) if adapter in layer.lora_A)
+        return any(isinstance(factor, LoopFactors) for factor in factors)
 
     @classmethod
     def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -62,7 +63,8 @@ class PerLoopLora(GatedLora, kind="per_loop"):
             raise ValueError(
                 f"`init_lora_weights` must be True or 'gaussian' with a pair of factors for each loop; got {init!r}."
             )
-        layers = [layer for layer in adapted_layers(model) if not isinstance(layer.lora_A[adapter], LoopFactors)]
+        layers = [layer for layer in adapted_layers(model) if adapter in layer.lora_A]
+        layers = [layer for layer in layers if not isinstance(layer.lora_A[adapter], LoopFactors)]
         digest = hashlib.blake2b(f"independent adapters {seed}".encode(), digest_size=7).digest()
         with torch.random.fork_rng():
             torch.manual_seed(int.from_bytes(digest, "little"))

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 
 
-def normals(seed: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def seeded_normals(seed: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return float32 standard normals."""
     return torch.randn(shape, generator=_generator(seed, device), device=device)
 
 
-def masks(seed: int, size: int, p: float, device: torch.device) -> torch.Tensor:
+def seeded_masks(seed: int, size: int, p: float, device: torch.device) -> torch.Tensor:
     """Return [size] float32 zeros with probability p, and ones."""
     return (torch.rand(size, generator=_generator(seed, device), device=device) >= p).to(torch.float32)
 

@@ -43,7 +43,7 @@ class NoisyLora(GatedLora, kind="weight_noise"):
 
         x = self._cast(x, result)
         rank, (d_out, d_in) = self.rule.noise_rank, (module.out_features, module.in_features)
-        drawn = [seeded.normals(seeds[example], (rank, d_in + d_out), x.device) for example in events]
+        drawn = [seeded.seeded_normals(seeds[example], (rank, d_in + d_out), x.device) for example in events]
         g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
         scale = self.rule.noise_scales(num_loops)[self.loop_state.loop].item() / (d_out * d_in * rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
@@ -60,7 +60,7 @@ def update_norm(module: LoraLayer, adapter: str) -> torch.Tensor:
     """Return the Frobenius norm of (alpha / r) B A, from the factors alone."""
     a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
     if a.dim() != 2 or b.dim() != 2:
-        raise ValueError("Weight noise needs whole factors on every process; it does not run under ZeRO-3.")
+        raise ValueError("Weight noise needs unsharded factors on every process; it does not run under ZeRO-3.")
     with torch.autocast(a.device.type, enabled=False):
         dtype = torch.promote_types(a.dtype, torch.float32)
         a, b = a.to(dtype), b.to(dtype)

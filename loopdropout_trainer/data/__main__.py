@@ -37,14 +37,13 @@ class LossArguments:
     max_length: int | None = field(default=1024, metadata={"help": "Longer examples are dropped."})
     completion_only_loss: bool | None = field(default=None, metadata={"help": "As in `SFTConfig`."})
     assistant_only_loss: bool = field(default=False, metadata={"help": "As in `SFTConfig`."})
+    chat_template_path: str | None = field(default=None, metadata={"help": "As in `SFTConfig`."})
 
 
 def trained_tokens(example: Dataset, tokenizer: PreTrainedTokenizerBase, **fields) -> tuple[list[int], list[int]]:
-    """Return the token ids and labels (-100: no loss) [S] that the trainer makes of one example.
+    """Return the token ids and labels (-100: no loss) [S] that the trainer makes of a dataset of one row.
 
     Args:
-        example: dataset of one row.
-        tokenizer: of the model.
         fields: of `LoopDropoutConfig`.
     """
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -70,22 +69,21 @@ def main(argv: list[str] | None = None) -> None:
     (show, model, data_args, loss), _ = parse_recipe(
         types, argv, description=__doc__, unread_types=(RunArguments, AdapterArguments, LoopDropoutConfig)
     )
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, chat_template_path=loss.chat_template_path)
     data = load_data(data_args, tokenizer, loss.max_length)
     examples = data.eval if show.held_out else data.train
     if examples is None or not 0 <= show.index < len(examples):
         raise ValueError(f"`index` must be below {len(examples or ())}, the number of examples; got {show.index}.")
     with user_supplied("The example cannot be prepared"):
         input_ids, labels = trained_tokens(examples.select([show.index]), tokenizer, **vars(loss))
-    console = Console(highlight=False)
-    console.print(str(data.report), markup=False, soft_wrap=True)
     num_trained = sum(label != -100 for label in labels)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(str(data.report), markup=False)
     console.print(
         f"\nExample {show.index} of {len(examples):,}: {len(input_ids)} tokens, of which {num_trained} are trained on, "
-        "between ⟦ and ⟧\n",
-        soft_wrap=True,
+        "between ⟦ and ⟧\n"
     )
-    console.print(marked(input_ids, labels, tokenizer), soft_wrap=True)
+    console.print(marked(input_ids, labels, tokenizer))
 
 
 if __name__ == "__main__":

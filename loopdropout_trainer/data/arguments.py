@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from loopdropout_trainer.settings.field_types import fits, json_of, shown
-from loopdropout_trainer.settings.ranges import check_list, check_whole
+from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
+from loopdropout_trainer.settings.ranges import check_integer, check_list, shown
 
 
 PREPARATIONS = {
@@ -51,7 +51,7 @@ class DataArguments:
         default=None,
         metadata={"help": "Local files to evaluate on, instead of held-out training rows.", "nargs": "+"},
     )
-    column_mapping: dict[str, str] | str | None = field(
+    column_mapping: dict[str, str] | None = field(
         default=None,
         metadata={
             "help": "Where the expected columns are found in the rows, as {expected name: name in the rows}, "
@@ -80,6 +80,14 @@ class DataArguments:
     prompt_end: str = field(
         default="", metadata={"help": "Text between the prompt template and the target; part of the prompt."}
     )
+    arithmetic_steps: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Fewest and most steps of a problem of `preparation: arithmetic` (or `arithmetic_pairs`), such as "
+            "1 3 for the problems of `arithmetic_easy_test`. Default: 3 5.",
+            "nargs": 2,
+        },
+    )
     bad_rows: str = field(
         default="error",
         metadata={
@@ -89,11 +97,10 @@ class DataArguments:
     )
 
     def __post_init__(self):
-        if isinstance(self.column_mapping, str):
-            self.column_mapping = json_of("column_mapping", self.column_mapping)
-        if not fits(self.column_mapping, dict[str, str] | None):
+        given = self.column_mapping or {}
+        if not isinstance(given, dict) or not all(isinstance(text, str) for pair in given.items() for text in pair):
             raise ValueError(
-                f"`column_mapping` must be a mapping {{expected name: name in the rows}}; got {shown(self.column_mapping)}."
+                f"`column_mapping` must be a mapping {{expected name: name in the rows}}; got {shown(given)}."
             )
         check_list("train_files", self.train_files)
         check_list("eval_files", self.eval_files)
@@ -107,7 +114,24 @@ class DataArguments:
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
+        self._check_arithmetic_steps()
         for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least)
-        check_whole("split_seed", self.split_seed, least=-(2**63))
+                check_integer(name, getattr(self, name), least)
+        check_integer("split_seed", self.split_seed, least=-(2**63))
+
+    def _check_arithmetic_steps(self) -> None:
+        steps = self.arithmetic_steps
+        if steps is None:
+            return
+        if self.preparation not in ("arithmetic", "arithmetic_pairs"):
+            raise ValueError(
+                "`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`; got "
+                f"`preparation: {self.preparation}`."
+            )
+        good = isinstance(steps, (list, tuple)) and [type(number) for number in steps] == [int, int]
+        if not (good and 1 <= steps[0] <= steps[1] <= MOST_TRAINED_STEPS):
+            raise ValueError(
+                f"`arithmetic_steps` must be the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]; "
+                f"got {shown(steps)}."
+            )

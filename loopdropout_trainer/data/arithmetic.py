@@ -63,23 +63,30 @@ class Split:
         steps: fewest and most.
         start: smallest and largest number that a problem starts from.
         words: of the sentences; None: those of all kinds of problems that are trained on.
+        is_test: whether its questions are those kept for testing, see `_is_test`; None: they need not be.
     """
 
     steps: tuple[int, int] = (3, 5)
     start: tuple[int, int] = (2, 20)
     words: Wording | None = None
+    is_test: bool | None = None
 
 
 SPLITS = {
-    "train": Split(),
-    "short": Split(steps=(2, 3)),
-    "test": Split(),
+    "train": Split(is_test=False),
+    "short": Split(steps=(2, 3), is_test=False),
+    "test": Split(is_test=True),
+    "easy_test": Split(steps=(1, 3), is_test=True),
+    "medium_test": Split(steps=(2, 4), is_test=True),
     "hard": Split(steps=(6, 7)),
     "larger": Split(start=(21, 40)),
     "wording": Split(words=OTHER_WORDING),
 }
-"""`short`: problems that the tiny Ouro solves sometimes, as learning by reward needs; `hard`: more steps than any problem that
-is trained on; `larger`: larger numbers; `wording`: other sentences."""
+"""`short`: problems that the tiny Ouro solves sometimes, as learning by reward needs; `easy_test`: problems that it can solve,
+as `medium_test` in part and `test` hardly; `hard`: more steps than any problem that is trained on; `larger`: larger numbers;
+`wording`: other sentences."""
+
+MOST_TRAINED_STEPS = 5  # beyond them lies `hard`, whose questions are not told apart by `_is_test`
 
 
 @dataclass(frozen=True)
@@ -95,13 +102,14 @@ class Step:
         return f"{self.left} {self.operator} {self.right} = {self.result}"
 
 
-def arithmetic_problems(split: str, num_examples: int, seed: int = 0) -> Dataset:
-    """Generate word problems.
+def arithmetic_problems(split: str, num_examples: int, seed: int = 0, steps: tuple[int, int] | None = None) -> Dataset:
+    """Generate word problems, as many of each number of steps, and no question twice.
 
     Args:
-        split: a name from `SPLITS`; no question of `train` or `short` is in `test`.
+        split: a name from `SPLITS`; no question of `train` or `short`, of whatever steps, is in one that ends in `test`.
         num_examples: number of problems; more of them start with the same ones.
         seed: of the draw.
+        steps: fewest and most, if other than the split's.
 
     Returns:
         Columns `question`, `answer` (working and `#### N`) and `num_steps`.
@@ -111,14 +119,15 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0) -> Dataset
     """
     if split not in SPLITS:
         raise ValueError(f"`split` must be one of {', '.join(SPLITS)}; got {split!r}.")
-    rng = Random(f"arithmetic/{split}/{seed}")
+    kind = SPLITS[split]
+    steps = kind.steps if steps is None else tuple(steps)
+    rng = Random(f"arithmetic/{split}/{seed}" + ("" if steps == kind.steps else f"/{steps[0]} to {steps[1]} steps"))
     problems: dict[str, dict] = {}
     while len(problems) < num_examples:
-        kind = SPLITS[split]
-        question, steps = _problem(rng, rng.randint(*kind.steps), kind)
-        if split not in ("train", "short", "test") or _is_test(question) == (split == "test"):
-            answer = "\n".join(map(str, steps)) + f"\n#### {steps[-1].result}"
-            problems[question] = {"question": question, "answer": answer, "num_steps": len(steps)}
+        question, worked = _problem(rng, rng.randint(*steps), kind)
+        if kind.is_test is None or _is_test(question) == kind.is_test:
+            answer = "\n".join(map(str, worked)) + f"\n#### {worked[-1].result}"
+            problems[question] = {"question": question, "answer": answer, "num_steps": len(worked)}
     return Dataset.from_list(list(problems.values()))
 
 

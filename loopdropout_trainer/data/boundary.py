@@ -23,16 +23,16 @@ def prompt_completion_ids(
 
     Returns:
         Lists of ids, and the number of prompt ids at the start of each. Where both halves cannot be written one after the
-        other (a tokenizer that begins every text with a space of its own), the ids are those of the whole text.
+        other (a tokenizer that begins every text with a space of its own), the ids are those of the joined text.
     """
     if not prompts:
         return [], []
     quiet = {"verbose": False}  # no warning that a text is longer than the model's
     of_prompts = tokenizer(list(prompts), **quiet)["input_ids"]
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    whole = tokenizer(texts, **quiet)["input_ids"]
+    joined = tokenizer(texts, **quiet)["input_ids"]
     ids, lengths = [], []
-    for prompt_ids, text_ids, completion in zip(of_prompts, whole, completions, strict=True):
+    for prompt_ids, text_ids, completion in zip(of_prompts, joined, completions, strict=True):
         if text_ids[: len(prompt_ids)] != prompt_ids:
             apart = prompt_ids + tokenizer(completion, add_special_tokens=False, **quiet)["input_ids"]
             if _text(tokenizer, apart) == _text(tokenizer, text_ids):

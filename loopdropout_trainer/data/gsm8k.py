@@ -23,6 +23,8 @@ class GSM8K(Preparation):
     title = "GSM8K"
     num_eval_examples = 500
     prompt_template = "question"
+    columns = ("question", "answer")
+    prompt_columns = ("question",)
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
         question, answer = text(row, "question"), without_calculator(target(row, "answer"))
@@ -44,7 +46,9 @@ class Arithmetic(GSM8K):
     def rows(self) -> list[Row]:
         num_train = self.args.num_train_examples
         num_train = self.num_train_examples if num_train is None else num_train
-        problems = arithmetic_problems(self.problems, self.num_held_out + num_train, self.args.split_seed)
+        problems = arithmetic_problems(
+            self.problems, self.num_held_out + num_train, self.args.split_seed, self.args.arithmetic_steps
+        )
         return [Row(f"problem {number}", row) for number, row in enumerate(problems, start=1)]
 
     def split(self, examples, ranks, tokenizer, report):

@@ -6,8 +6,9 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, DataError, Row
 from loopdropout_trainer.data.source import Source
 from loopdropout_trainer.settings.command import one_line
-from loopdropout_trainer.settings.ranges import check_whole
+from loopdropout_trainer.settings.ranges import check_integer
 
 
 logger = logging.get_logger(__name__)
@@ -66,7 +67,7 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
         DataError: if the data cannot be used; it names the file and row.
     """
     if max_length is not None:
-        check_whole("max_length", max_length)
+        check_integer("max_length", max_length)
     preparation = preparation_class(args.preparation)(args)
     source = Source.open(args, preparation)
     key = _cache_key(args, source, tokenizer, max_length)
@@ -94,34 +95,24 @@ def _load_from(folder: Path, preparation: Preparation) -> LoadedData | None:
         logger.warning(f"The prepared data in {folder} is damaged ({one_line(error)}); it is prepared again.")
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    return LoadedData(train, held_out, report, _description(preparation, report))
-
-
-def _description(preparation: Preparation, report: DataReport) -> str:
-    name = preparation.title or report.source
-    name += f" ({report.source})" if name != report.source else ""
-    return f"{name}: {report.train:,} examples" + (f", {report.held_out:,} held out" if report.held_out else "")
+    source = f" ({report.source})" if preparation.title not in ("", report.source) else ""
+    held = f", {report.held_out:,} held out" if report.held_out else ""
+    description = f"{preparation.title or report.source}{source}: {report.train:,} examples{held}"
+    return LoadedData(train, held_out, report, description)
 
 
 def _cache_key(args: DataArguments, source: Source, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    # Padding and truncation are a fast tokenizer's passing state.
-    state = (
-        {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
-        if backend
-        else tokenizer.get_vocab()
-    )
+    state: Any = tokenizer.get_vocab()
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        passing = ("padding", "truncation")  # a fast tokenizer's state, which changes from call to call
+        state = {key: value for key, value in json.loads(backend.to_str()).items() if key not in passing}
     parts = [_CACHE_VERSION, asdict(args), source.fingerprint, state, tokenizer.chat_template, tokenizer.eos_token]
     text = json.dumps([*parts, max_length], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 def _prepare_into(
-    folder: Path,
-    preparation: Preparation,
-    source: Source,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
+    folder: Path, preparation: Preparation, source: Source, tokenizer: PreTrainedTokenizerBase, max_length: int | None
 ) -> None:
     """Write `train`, `eval` and `report.json` into a folder that appears only when it is complete."""
     report = DataReport(source.name)
@@ -147,14 +138,18 @@ def _prepare_into(
 
 
 def _write_examples(rows: Iterable[Row], preparation: Preparation, report: DataReport, path: Path) -> Dataset:
+    """Write the examples of all usable rows to an Arrow file, one at a time: they need not fit into memory."""
     examples = _examples(tqdm(rows, "Reading rows", unit="row", disable=None), preparation, report)
     first = next(examples, None)
     if first is None:
         raise DataError(f"No usable row was found.\n{report}")
-    with ArrowWriter(path=str(path), features=_features(first)) as writer:
-        writer.write(first)
-        kind = _kind(first)
-        for example in examples:
+    turns = [{"role": Value("string"), "content": Value("string")}]
+    features = {str: Value("string"), list: turns, int: Value("int64")}
+    kind = _kind(first)
+    with ArrowWriter(
+        path=str(path), features=Features({k: features[type(value)] for k, value in first.items()})
+    ) as writer:
+        for example in chain([first], examples):
             if _kind(example) != kind:
                 raise DataError(f"The rows differ in kind: the first has {kind}, a later one has {_kind(example)}.")
             writer.write(example)
@@ -162,14 +157,24 @@ def _write_examples(rows: Iterable[Row], preparation: Preparation, report: DataR
     return Dataset.from_file(str(path))
 
 
+def _kind(example: dict[str, Any]) -> str:
+    names = ("prompt", "completion", "messages", "text", "chosen", "rejected")
+    named = {name: " as messages" if isinstance(example[name], list) else "" for name in names if name in example}
+    return " and ".join(name + form for name, form in named.items())
+
+
 def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport) -> Iterator[dict[str, Any]]:
+    """Yield the example of each usable row, with its `rank` in the choice of rows; count the others."""
     args = preparation.args
     for place, row in rows:
         report.read += 1
         try:
             if isinstance(row, BadRow):
                 raise row
-            row = _mapped(row, args.column_mapping)
+            for name in (args.column_mapping or {}).values():
+                if name not in row:
+                    raise BadRow(f"missing field `{name}`", " (named by `column_mapping`)")
+            row = {**row, **{expected: row[name] for expected, name in (args.column_mapping or {}).items()}}
             yield {**preparation.example(row), "rank": random_order(preparation.identity(row), args.split_seed)}
         except Unwanted as reason:
             report.dropped[str(reason)] += 1
@@ -183,29 +188,6 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
                 report.bad_rows.append(f"{place}: {error}")
 
 
-def _mapped(row: Mapping[str, Any], mapping: Mapping[str, str] | None) -> Mapping[str, Any]:
-    if not mapping:
-        return row
-    for name in mapping.values():
-        if name not in row:
-            raise BadRow(f"missing field `{name}`", " (named by `column_mapping`)")
-    return {**row, **{expected: row[name] for expected, name in mapping.items()}}
-
-
-def _kind(example: Mapping[str, Any]) -> str:
-    return " and ".join(
-        f"{name} as messages" if isinstance(example[name], list) else name
-        for name in ("prompt", "completion", "messages", "text", "chosen", "rejected")
-        if name in example
-    )
-
-
-def _features(example: Mapping[str, Any]) -> Features:
-    turns = [{"role": Value("string"), "content": Value("string")}]
-    kinds = {str: Value("string"), list: turns, int: Value("int64")}
-    return Features({name: kinds[type(value)] for name, value in example.items()})
-
-
 def _split(
     examples: Dataset, preparation: Preparation, tokenizer: PreTrainedTokenizerBase, report: DataReport
 ) -> tuple[Dataset, Dataset]:
@@ -213,9 +195,9 @@ def _split(
     examples = examples.remove_columns("rank")
     dropped_before = report.dropped.total()
     train, held_out = preparation.split(examples, ranks, tokenizer, report)
-    report.train, report.held_out = len(train), len(held_out)
     asked = preparation.args.num_train_examples
     if asked is not None and len(train) < asked or len(held_out) < preparation.num_held_out:
+        report.train, report.held_out = len(train), len(held_out)
         raise DataError(
             f"Too few rows for `num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`: "
             f"{len(train):,} and {len(held_out):,} are left; ask for fewer.\n{report}"
@@ -227,11 +209,9 @@ def _split(
 def _drop_long(
     examples: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, report: DataReport
 ) -> tuple[Dataset, np.ndarray]:
-    """Return the examples that are short enough, and the lengths of those."""
-    if not len(examples):
-        return examples, np.zeros(0, dtype=np.int64)
+    """Return the examples of at most `max_length` tokens, and their numbers of tokens."""
     lengths = token_lengths(examples, tokenizer)
-    keep = np.flatnonzero(lengths <= max_length) if max_length is not None else np.arange(len(lengths))
+    keep = np.flatnonzero(lengths <= (np.inf if max_length is None else max_length))
     if len(keep) < len(examples):
         report.dropped[f"more than {max_length:,} tokens"] += len(examples) - len(keep)
     return examples.select(keep), lengths[keep]

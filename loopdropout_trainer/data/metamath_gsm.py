@@ -24,6 +24,8 @@ class MetaMathGSM(Preparation):
     title = "MetaMath-GSM"
     num_eval_examples = 500
     prompt_template = "alpaca"
+    columns = ("type", "query", "response")
+    prompt_columns = ("instruction",)
     num_training_rows = 100_000
     token_limit = 512
 

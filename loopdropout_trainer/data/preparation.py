@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.arguments import PREPARATIONS, DataArguments
 from loopdropout_trainer.data.report import DataReport
-from loopdropout_trainer.data.rows import BadRow, Row
-from loopdropout_trainer.data.templates import render_prompt
+from loopdropout_trainer.data.rows import BadRow, Row, present
+from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
+from loopdropout_trainer.settings.ranges import shown
 
 
 class Unwanted(Exception):
@@ -31,13 +32,26 @@ class Preparation:
     An example has `prompt` and `completion`, or `messages`, or `text`. Subclasses may add the columns `question` and
     `answer`, which evaluation on held-out rows needs.
 
+    Class attributes:
+        title: for reports and model cards.
+        num_eval_examples, prompt_template: where the settings do not say.
+        columns: that are read of a row, beside those of a prompt template.
+        prompt_columns: that a prompt template may name; None: any of the row's.
+
     Args:
         args: settings of the run.
+
+    Raises:
+        ValueError: if `prompt_template` names no column or one that is never filled, or `column_mapping` one never read.
     """
 
     title: ClassVar[str] = ""
     num_eval_examples: ClassVar[int] = 0
     prompt_template: ClassVar[str | None] = None
+    columns: ClassVar[Collection[str]] = (
+        *("prompt", "completion", "messages", "conversations", "text", "chosen", "rejected"),
+    )
+    prompt_columns: ClassVar[Collection[str] | None] = None
 
     def __init__(self, args: DataArguments) -> None:
         self.args = args
@@ -45,6 +59,26 @@ class Preparation:
         self.num_held_out = self.num_eval_examples if args.num_eval_examples is None else args.num_eval_examples
         if args.eval_files:
             self.num_held_out = 0
+        self._check_columns()
+
+    def _check_columns(self) -> None:
+        """Refuse a prompt template that is the same for every row or cannot be filled, and a mapping that is never read."""
+        columns, fields = set(self.columns), [] if self.template is None else prompt_fields(self.template)
+        if self.template is not None and self.prompt_columns is None:
+            columns = {"completion", *fields}
+        fillable = fields if self.prompt_columns is None else self.prompt_columns
+        if self.template is not None and not (fields and set(fields) <= set(fillable)):
+            names = ", ".join(f"{{{name}}}" for name in fillable or ["column"])
+            other = f" and no others with `preparation: {self.args.preparation}`" if self.prompt_columns else ""
+            raise ValueError(
+                f"`prompt_template` must be {', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {names}{other}; got "
+                f"{shown(self.template)}."
+            )
+        unknown = sorted(set(self.args.column_mapping or ()) - columns)
+        if unknown:
+            raise ValueError(
+                f"`column_mapping` maps `{unknown[0]}`, which is never read; it may map {', '.join(sorted(columns))}."
+            )
 
     def rows(self) -> list[Row] | None:
         """Return generated rows, for a preparation that reads none."""
@@ -109,15 +143,12 @@ def random_order(identity: str, seed: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def text(row: Mapping[str, Any], column: str) -> str:
-    """Return a text column of a row.
+# Columns of a row, checked; each raises BadRow.
 
-    Raises:
-        BadRow: if it is missing or is not text.
-    """
-    value = row.get(column)
-    if value is None:
-        raise BadRow(f"missing field `{column}`", f" (it has {', '.join(f'`{key}`' for key in row) or 'none'})")
+
+def text(row: Mapping[str, Any], column: str) -> str:
+    """Return a text column of a row."""
+    value = present(row, column)
     if not isinstance(value, str):
         raise BadRow(f"field `{column}` is not text", f" (a {type(value).__name__})")
     try:
@@ -136,14 +167,8 @@ def target(row: Mapping[str, Any], column: str) -> str:
 
 
 def messages(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
-    """Return a column of messages, each with `role` and `content` (or ShareGPT's `from` and `value`).
-
-    Raises:
-        BadRow: if it is missing or has another form.
-    """
-    turns = row.get(column)
-    if turns is None:
-        raise BadRow(f"missing field `{column}`", f" (it has {', '.join(f'`{key}`' for key in row) or 'none'})")
+    """Return a column of messages, each with `role` and `content` (or ShareGPT's `from` and `value`)."""
+    turns = present(row, column)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise BadRow(f"field `{column}` is not a list of messages")
     return [_message(turn, f"{column}[{index}]") for index, turn in enumerate(turns)]
@@ -181,17 +206,14 @@ def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
 
 
 def standard_example(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row in one of TRL's formats, checked.
-
-    Raises:
-        BadRow: if the row is in none of them, or what is to be trained on is empty.
-    """
-    if "chosen" in row or "rejected" in row:
-        return preference(row)
-    if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
-        return {"prompt": messages(row, "prompt"), "completion": conversation(row, "completion")}
+    """Return the columns of a row in one of TRL's formats, as texts or as messages."""
+    is_chat = any(isinstance(row.get(name), list) for name in ("prompt", "completion", "chosen", "rejected"))
+    prompt_of, target_of = (messages, conversation) if is_chat else (text, target)
+    if "chosen" in row or "rejected" in row:  # DPO; the prompt may be part of both answers
+        answers = {name: target_of(row, name) for name in ("chosen", "rejected")}
+        return answers if row.get("prompt") is None else {"prompt": prompt_of(row, "prompt"), **answers}
     if "prompt" in row or "completion" in row:
-        return {"prompt": text(row, "prompt"), "completion": target(row, "completion")}
+        return {"prompt": prompt_of(row, "prompt"), "completion": target_of(row, "completion")}
     for column in ("messages", "conversations"):
         if column in row:
             return {"messages": conversation(row, column)}
@@ -201,16 +223,3 @@ def standard_example(row: Mapping[str, Any]) -> dict[str, Any]:
         "no `prompt` and `completion`, `messages`, `text`, or `chosen` and `rejected`",
         f" (it has {', '.join(f'`{key}`' for key in row) or 'none'}; `column_mapping` or `prompt_template` may help)",
     )
-
-
-def preference(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row with a `chosen` and a `rejected` answer, and their `prompt` if it has one, checked.
-
-    Raises:
-        BadRow: if one of the answers is missing or empty, or all are not texts, or all messages.
-    """
-    if any(isinstance(row.get(name), list) for name in ("prompt", "chosen", "rejected")):
-        answers = {name: conversation(row, name) for name in ("chosen", "rejected")}
-        return answers if row.get("prompt") is None else {"prompt": messages(row, "prompt"), **answers}
-    answers = {name: target(row, name) for name in ("chosen", "rejected")}
-    return answers if row.get("prompt") is None else {"prompt": text(row, "prompt"), **answers}

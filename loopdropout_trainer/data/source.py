@@ -36,39 +36,42 @@ class Source:
         """Find the rows that the settings name: local files first, then generated ones, then the Hub's.
 
         Raises:
-            DataError: if a file is missing or the dataset cannot be loaded.
+            DataError: if a file is missing or named twice, or the dataset cannot be loaded.
         """
+        files = _fingerprints(args)
         eval_rows = read_files(args.eval_files) if args.eval_files else None
-        eval_print = [_file_print(path) for path in args.eval_files or ()]
         if args.train_files:
             name = ", ".join(Path(path).name for path in args.train_files)
-            files = [_file_print(path) for path in args.train_files]
-            return cls(name, [files, eval_print], read_files(args.train_files), eval_rows)
+            return cls(name, files, read_files(args.train_files), eval_rows)
         generated = preparation.rows()
         if generated is not None:
-            return cls(preparation.title, [generated, eval_print], generated, eval_rows)
-        dataset = _load_from_hub(args)
+            return cls(preparation.title, [generated, files], generated, eval_rows)
+        try:
+            dataset: Dataset = load_dataset(
+                args.dataset_name, args.dataset_config, revision=args.dataset_revision, split=args.dataset_split
+            )
+        except Exception as error:  # the Hub's client raises many kinds
+            raise DataError(f"The dataset `{args.dataset_name}` cannot be loaded: {one_line(error)}") from error
         name = "/".join(filter(None, (args.dataset_name, args.dataset_config, args.dataset_split)))
         rows = (Row(f"{name}, row {number}", row) for number, row in enumerate(dataset, start=1))
-        return cls(name, [dataset._fingerprint, eval_print], rows, eval_rows)
+        return cls(name, [dataset._fingerprint, files], rows, eval_rows)
 
 
-def _file_print(path: str) -> list[Any]:
-    """Return the name of a file and a hash of its bytes: size and time may stay the same when it is written again."""
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        with Path(path).open("rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
-    except OSError as error:
-        raise DataError(f"The data file {path} cannot be read: {error.strerror}.") from error
-    return [str(Path(path).resolve()), digest.hexdigest()]
+def _fingerprints(args: DataArguments) -> dict[str, list[str]]:
+    """Return the path of each file of `train_files` and `eval_files` by the hash of its bytes: none may come twice.
 
-
-def _load_from_hub(args: DataArguments) -> Dataset:
-    try:
-        return load_dataset(
-            args.dataset_name, args.dataset_config, revision=args.dataset_revision, split=args.dataset_split
-        )
-    except Exception as error:  # the Hub's client raises many kinds
-        raise DataError(f"The dataset `{args.dataset_name}` cannot be loaded: {one_line(error)}") from error
+    Size and time may stay the same when a file is written again, and one file may have several names.
+    """
+    found: dict[str, list[str]] = {}
+    for field in ("train_files", "eval_files"):
+        for path in getattr(args, field) or ():
+            try:
+                with Path(path).open("rb") as file:
+                    digest = hashlib.file_digest(file, "blake2b").hexdigest()
+            except OSError as error:
+                raise DataError(f"The data file {path} cannot be read: {error.strerror}.") from error
+            if digest in found:
+                before, other = found[digest]
+                raise DataError(f"`{field}` names {path}, which holds the same rows as {other} in `{before}`.")
+            found[digest] = [field, str(path)]
+    return found

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from loopdropout_trainer.data.rows import BadRow
+from loopdropout_trainer.data.rows import BadRow, present
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.command import SetupError, user_supplied
 
 
 PROMPT_TEMPLATES = {
@@ -20,7 +20,7 @@ PROMPT_TEMPLATES = {
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\n{instruction}\n\n### Response:"
     ),
-    # How lm-eval's `gsm8k` task asks.
+    # As in lm-eval's `gsm8k` task.
     "question": "Question: {question}\nAnswer:",
 }
 
@@ -34,45 +34,50 @@ CHAT_TOKENS = {
     "huginn": {"bos_token": "<|begin_text|>", "eos_token": "<|end_turn|>", "pad_token": "<|pad|>"},
 }
 
+_FIELD = re.compile(r"\{(\w+)\}")  # braces around anything but a plain name are text
+
+
+def prompt_fields(template: str) -> list[str]:
+    """Return the columns that a prompt template (a name from `PROMPT_TEMPLATES`, or its text) is filled from."""
+    return _FIELD.findall(PROMPT_TEMPLATES.get(template, template))
+
 
 def render_prompt(template: str, row: Mapping[str, Any]) -> str:
     """Fill the {column} fields of a template (a name from `PROMPT_TEMPLATES`, or its text) from a row.
 
-    Braces around anything but a plain name are text.
-
     Raises:
         BadRow: if the row lacks a column that the template names, or the column is not text or a number.
     """
-    return re.sub(r"\{(\w+)\}", lambda match: _cell(row, match[1]), PROMPT_TEMPLATES.get(template, template))
+    return _FIELD.sub(lambda match: _cell(row, match[1]), PROMPT_TEMPLATES.get(template, template))
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:
-    value = row.get(column)
-    if value is None:
-        raise BadRow(f"missing field `{column}`", f" (it has {', '.join(f'`{key}`' for key in row)})")
+    value = present(row, column)
     if not isinstance(value, (str, int, float)):
         raise BadRow(f"field `{column}` is not text", f" (a {type(value).__name__})")
     return str(value)
 
 
-def chat_template(name_or_path: str) -> str:
+def chat_template(name_or_path: str, field: str = "chat_template") -> str:
     """Return the text of a chat template: one of this package, by its name, or a Jinja file.
 
     Raises:
-        ValueError: if there is neither.
+        ValueError: if there is neither; it names the setting `field`.
     """
     packaged = Path(__file__).with_name("chat_templates") / f"{name_or_path}.jinja"
     path = packaged if packaged.is_file() else Path(name_or_path)
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in packaged.parent.glob("*.jinja")))
-        raise ValueError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
+        raise ValueError(f"`{field}` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"`chat_template` {name_or_path} cannot be read: {error}.") from None
+        raise ValueError(f"`{field}` {name_or_path} cannot be read: {error}.") from None
 
 
-def load_tokenizer(model: ModelArguments, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model: ModelArguments, trust_remote_code: bool = False, chat_template_path: str | None = None
+) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, with the recipe's chat template if it names one, and with a padding token.
 
     Ouro's configuration names no padding token: the end token serves, since labels and attention mask tell them apart.
@@ -81,6 +86,7 @@ def load_tokenizer(model: ModelArguments, trust_remote_code: bool = False) -> Pr
     Args:
         model: whose tokenizer.
         trust_remote_code: whether the tokenizer may run code of its own; nobody is asked.
+        chat_template_path: of `SFTConfig`: another name for `chat_template`.
 
     Raises:
         ValueError: if there is none, it cannot be read, it names no end token, or the template's turns do not end with it.
@@ -89,8 +95,12 @@ def load_tokenizer(model: ModelArguments, trust_remote_code: bool = False) -> Pr
         tokenizer = AutoTokenizer.from_pretrained(
             model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
         )
+    if model.chat_template is not None and chat_template_path is not None:
+        raise ValueError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
     if model.chat_template is not None:
         set_chat_template(tokenizer, model.chat_template)
+    elif chat_template_path is not None:
+        set_chat_template(tokenizer, chat_template_path, "chat_template_path")
     if tokenizer.eos_token is None:
         raise ValueError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
     if tokenizer.pad_token is None:
@@ -98,39 +108,60 @@ def load_tokenizer(model: ModelArguments, trust_remote_code: bool = False) -> Pr
     return tokenizer
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> None:
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, field: str = "chat_template") -> None:
     """Give a tokenizer a chat template, and the special tokens that belong to it; both are saved with the tokenizer.
 
     Args:
+        tokenizer: to be changed.
         name_or_path: a template of this package, or a Jinja file.
+        field: setting that names it, for errors.
 
     Raises:
-        ValueError: if the tokenizer lacks a token of the template, or its turns do not end with the end token.
+        ValueError: if the template is broken, the tokenizer lacks a token of it, or its turns do not end with the end token.
     """
-    tokenizer.chat_template = chat_template(name_or_path)
+    tokenizer.chat_template = chat_template(name_or_path, field)
     known = tokenizer.get_vocab()
     for role, token in CHAT_TOKENS.get(name_or_path, {}).items():
         if token not in known:
             raise ValueError(
-                f"`chat_template: {name_or_path}` needs the token {token}, which the tokenizer of "
+                f"`{field}: {name_or_path}` needs the token {token}, which the tokenizer of "
                 f"{tokenizer.name_or_path or 'the model'} does not have."
             )
         setattr(tokenizer, role, token)
-    check_turn_end(tokenizer)
+    with user_supplied(f"`{field}: {name_or_path}` cannot be used"):
+        check_turn_end(tokenizer)
+
+
+def apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: list, **options: Any) -> Any:
+    """Return `tokenizer.apply_chat_template(turns, ...)` of a template that may be anybody's.
+
+    It runs in transformers' sandbox, Jinja's `ImmutableSandboxedEnvironment`: it reaches no file, module or attribute of
+    Python's own, and changes nothing that it is given. It can still take its time and memory, as any computation can.
+
+    Raises:
+        SetupError: if it is broken, refuses these turns, or tries any of that; one sentence.
+    """
+    what = f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot be applied"
+    try:
+        with user_supplied(what):
+            return tokenizer.apply_chat_template(turns, **options)
+    except MemoryError:
+        raise SetupError(f"{what}: it asks for more memory than there is.") from None
 
 
 def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the last token that a chat template trains in an assistant's turn is the one that generation stops at.
 
-    A template without generation marks is left unchecked.
+    A template without generation marks is rendered, and its end left unchecked.
 
     Raises:
-        ValueError: naming both tokens.
+        ValueError: naming both tokens, or saying what the template does not do.
     """
-    if "generation" not in (tokenizer.chat_template or ""):
-        return
+    marks = "generation" in (tokenizer.chat_template or "")
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    encoded = apply_chat_template(tokenizer, turns, return_dict=True, return_assistant_tokens_mask=marks)
+    if not marks:
+        return
     trained = [id for id, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
     if not trained or trained[-1] != tokenizer.eos_token_id:
         last = tokenizer.decode(trained[-1:]) if trained else "nothing"

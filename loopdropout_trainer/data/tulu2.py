@@ -23,6 +23,7 @@ class Tulu2(Preparation):
     """
 
     title = "Tulu 2"
+    columns = ("messages", "conversations")
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
         turns = _turns(row)

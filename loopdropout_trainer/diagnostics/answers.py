@@ -13,7 +13,7 @@ from typing import Any
 from loopdropout_trainer.diagnostics.depth import counts
 from loopdropout_trainer.diagnostics.diagnostic import BASE, Context, Diagnostic, Problems, Report, shown
 from loopdropout_trainer.diagnostics.plots import draw_bars, new_figure, percent_axis, save_figure
-from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction, load_rows
+from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction, load_result_rows
 from loopdropout_trainer.evaluation.statistics import decompose_difference, mean_and_sd, sign_test
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.recipe import RecipeError
@@ -124,7 +124,7 @@ def from_evaluation(file: str, method: str, problems: Problems) -> BenchmarkResu
     """
     name = problems.benchmark.name
     try:
-        rows = load_rows(file)
+        rows = load_result_rows(file)
         result = (next(iter(rows.values())) if len(rows) == 1 else rows.get(method, {})).get(name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"`evaluations` names {file}, which cannot be read: {error!r}.") from error

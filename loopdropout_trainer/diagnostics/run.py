@@ -30,13 +30,14 @@ from loopdropout_trainer.diagnostics.subjects import Subject, check_comparable, 
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
-from loopdropout_trainer.evaluation.evaluator import put_to
-from loopdropout_trainer.evaluation.loading import load_model, model_identity, one_line
+from loopdropout_trainer.evaluation.evaluator import evaluate_subject
+from loopdropout_trainer.evaluation.loading import load_model, model_identity
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.subject import Subject as EvaluatedModel
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.settings.versions import library_versions
 
@@ -153,7 +154,7 @@ class _Run:
             held_out = load_data(self.row_arguments, self.tokenizer, self.row_arguments.max_length).eval
             return Problems(development_benchmark(held_out, self.row_arguments.preparation, limit))
         files = (self.arguments.benchmark_files or {}).get(name)
-        benchmark = load_benchmark(name, files, limit)
+        benchmark = load_benchmark(name, files, limit, self.arguments.confirm_run_unsafe_code)
         rows = list(raw_problems(name, files, limit))
         columns = [
             column for column in self.arguments.group_by if rows and all(row.get(column) is not None for row in rows)
@@ -259,7 +260,9 @@ class _Run:
                 if progress is not None:
                     progress.console.print(f"{context.subject.method}: {problems.benchmark.name}, {label}")
                 answers = folder / problems.benchmark.name.replace("/", "_") / label
-                return put_to(self._evaluated(context), problems.benchmark, answers, {**identity, "gates_used": gates})
+                return evaluate_subject(
+                    self._evaluated(context), problems.benchmark, answers, {**identity, "gates_used": gates}
+                )
 
         return answer
 

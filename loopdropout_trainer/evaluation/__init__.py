@@ -1,10 +1,10 @@
-"""Benchmarks: problems put to a looped model, the references' scorers, results that survive interruption."""
+"""Evaluate looped models on benchmarks: the references' prompts and scorers, results that survive interruption."""
 
 from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, load_benchmark, make_benchmark
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, score_completions
-from loopdropout_trainer.evaluation.evaluator import evaluate_benchmark, put_to
-from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction, load_results, load_rows
+from loopdropout_trainer.evaluation.evaluator import evaluate_benchmark, evaluate_subject
+from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction, load_result_rows, load_results
 from loopdropout_trainer.evaluation.scorers import load_metric
 from loopdropout_trainer.evaluation.statistics import (
     DifferenceDecomposition,
@@ -29,13 +29,13 @@ __all__ = [
     "Subject",
     "decompose_difference",
     "evaluate_benchmark",
+    "evaluate_subject",
     "generate_greedy",
     "load_benchmark",
     "load_metric",
+    "load_result_rows",
     "load_results",
-    "load_rows",
     "make_benchmark",
-    "put_to",
     "score_completions",
     "summarize_groups",
     "summarize_seeds",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,74 +18,67 @@ class SettingsChangedError(ValueError):
 
 
 class AnswerLog:
-    """A folder with `settings.json` and one JSON Lines file for each process, `{"key": ..., "answer": ...}`.
+    """What a model has answered, by key: completions by the problem's index, other requests by their hash.
 
-    A line that a killed process left unfinished is ignored, and removed before the next one is written.
+    On disk it is a folder with `settings.json` and one JSON Lines file for each process, `{"key": ..., "answer": ...}`. A
+    line that a killed process left unfinished is ignored, and removed before the next one is written.
 
     Args:
-        folder: of one benchmark's answers.
+        folder: of one benchmark's answers; None: nothing is written.
         process: index of this process, which writes its own file.
+
+    Attributes:
+        found: the answers that are known.
     """
 
-    def __init__(self, folder: str | Path, process: int = 0) -> None:
-        self.folder = Path(folder)
-        self.path = self.folder / f"{process:05d}.jsonl"
-        self.is_whole = False  # whether the file is known to end with a whole line
+    def __init__(self, folder: str | Path | None = None, process: int = 0) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.process = process
+        self.found: dict[Any, Any] = {}
+        self._ends_with_newline = False  # whether this process's file is known to
 
-    def begin(self, settings: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return the answers that are there, by key, and note the settings if they are new.
+    def read(self, settings: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return the answers of all processes on disk; write the settings if there are none yet.
 
         Raises:
             SettingsChangedError: if the answers were made under other settings; it names them.
+            ValueError: if a file is damaged; it names the file and the line.
         """
-        settings = json.loads(json.dumps(settings))
         path = self.folder / SETTINGS_FILE
         if path.is_file():
-            check_same(json.loads(path.read_text(encoding="utf-8")), settings, self.folder)
+            check_same(_parsed(path.read_text(encoding="utf-8"), path), json.loads(json.dumps(settings)), self.folder)
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-        return self.read()
-
-    def read(self) -> dict[Any, Any]:
-        """Return the answers of all processes."""
         answers = {}
         for path in sorted(self.folder.glob("*.jsonl")):
-            for line in path.read_bytes().splitlines(keepends=True):
+            for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
                 if line.endswith(b"\n"):
-                    row = json.loads(line)
-                    answers[row["key"]] = row["answer"]
+                    row = _parsed(line, f"{path}, line {number},")
+                    try:
+                        answers[row["key"]] = row["answer"]
+                    except (KeyError, TypeError):
+                        raise ValueError(f"{path}, line {number}, holds no answer: remove that line.") from None
         return answers
 
-    def append(self, answers: Iterable[tuple[Any, Any]]) -> None:
-        """Write (key, answer) pairs and flush them to the system."""
-        lines = [json.dumps({"key": key, "answer": answer}) + "\n" for key, answer in answers]
-        if not self.is_whole:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _remove_unfinished_line(self.path)
-            self.is_whole = True
-        with self.path.open("ab") as file:
-            file.write("".join(lines).encode())
-
-
-@dataclass
-class Answers:
-    """The answers of one benchmark that are known, and where new ones are kept.
-
-    Attributes:
-        found: by key: a problem's index, or a hash of what was asked.
-        log: where new ones are written; None: nowhere.
-    """
-
-    found: dict[Any, Any] = field(default_factory=dict)
-    log: AnswerLog | None = None
-
     def keep(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Add (key, answer) pairs."""
+        """Add (key, answer) pairs, and write them to this process's file.
+
+        Raises:
+            ValueError: for NaN or infinity, which are no answers.
+        """
         pairs = list(pairs)
-        if self.log is not None:
-            self.log.append(pairs)
+        lines = [json.dumps({"key": key, "answer": answer}, allow_nan=False) + "\n" for key, answer in pairs]
         self.found.update(pairs)
+        if self.folder is None or not pairs:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{self.process:05d}.jsonl").open("a+b") as file:
+            if not self._ends_with_newline:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)  # after the last complete line
+                self._ends_with_newline = True
+            file.write("".join(lines).encode())
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:
@@ -104,11 +96,11 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], where: Any) ->
         )
 
 
-def _remove_unfinished_line(path: Path) -> None:
-    """Cut a file after its last newline."""
-    if not path.is_file():
-        return
-    with path.open("r+b") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+def _parsed(text: str | bytes, where: Any) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # broken JSON, or no text
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is damaged: remove it, and what it held is evaluated again.")
+    return value

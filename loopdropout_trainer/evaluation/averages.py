@@ -5,6 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
+
+
+def check_averages(averages: Any) -> None:
+    """Raise ValueError unless `averages` maps names to lists of metrics; lm-eval's are written `metric,filter`."""
+    known = {metric for name, task in BENCHMARKS.items() for metric in task.metric_names(name)}
+    if not isinstance(averages, Mapping):
+        raise ValueError(f"`averages` must map names to lists of metrics; got {averages!r}.")
+    for name, metrics in averages.items():
+        if not isinstance(metrics, list) or not metrics:
+            raise ValueError(f"`averages` must give `{name}` a list of one or more metrics; got {metrics!r}.")
+        for metric in metrics:
+            if metric not in known and "," not in str(metric):
+                raise ValueError(
+                    f"`averages` has `{metric}` in `{name}`, which must be among {', '.join(sorted(known))}."
+                )
+
 
 def averages_of(benchmarks: Mapping[str, Any], averages: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return the plain means of metrics' scores, in percent, for those averages whose metrics are all there.

@@ -1,4 +1,4 @@
-"""The development split as a benchmark: greedy answers to held-out training rows, for choosing a learning rate."""
+"""The development split as a benchmark: greedy completions of held-out training rows, for choosing a learning rate."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
 
 
 DEVELOPMENT = "development"
-_ASKED_LIKE = {"metamath_gsm": "metamath_gsm8k", "gsm8k": "gsm8k", "arithmetic": "arithmetic_test"}
+_SCORED_LIKE = {"metamath_gsm": "metamath_gsm8k", "gsm8k": "gsm8k", "arithmetic": "arithmetic_test"}
 
 
 def development_benchmark(
     rows: Dataset | None, preparation: str | None, limit: int | None = None
 ) -> GeneratedBenchmark:
-    """Return the held-out rows as a benchmark, asked and scored as the preparation's test set is.
+    """Return the held-out rows as a benchmark, with the prompts and the metric of the preparation's test set.
 
     Args:
         rows: held-out rows with `question` and `answer` (`load_data(...).eval`).
@@ -26,14 +26,14 @@ def development_benchmark(
     Raises:
         ValueError: if there are no held-out rows, or the preparation has no questions with answers.
     """
-    if preparation not in _ASKED_LIKE:
+    if preparation not in _SCORED_LIKE:
         raise ValueError(
             f"The benchmark `{DEVELOPMENT}` needs a `preparation` with questions and answers "
-            f"({', '.join(_ASKED_LIKE)}); got {preparation!r}."
+            f"({', '.join(_SCORED_LIKE)}); got {preparation!r}."
         )
     if not rows:
         raise ValueError(f"The benchmark `{DEVELOPMENT}` needs held-out rows: set `num_eval_examples`.")
-    task = BENCHMARKS[_ASKED_LIKE[preparation]]
+    task = BENCHMARKS[_SCORED_LIKE[preparation]]
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     references = rows["answer"][:]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -16,14 +17,14 @@ from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.data import load_tokenizer
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import (
-    ADAPTER_METADATA,
+    adapter_folder,
     adapter_metadata,
     load_adapter,
     read_adapter_config,
 )
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import is_mendable, user_supplied
+from loopdropout_trainer.settings.command import is_user_error, one_line, user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -31,7 +32,8 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
     """Load a looped model at its evaluation depth, with an adapter on it if there is one, and its tokenizer.
 
     Raises:
-        RecipeError: if there is no such model or adapter, or the adapter is of another kind of model or method.
+        RecipeError: if there is no such model or adapter, its weights are not finite, or the adapter is of another kind of
+            model or method.
     """
     try:
         tokenizer = load_tokenizer(model)
@@ -40,14 +42,17 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
                 model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
             )
         find_looped_model(base)
+        for name, parameter in base.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise ValueError(f"The model {model.model_name_or_path} holds NaN or infinity in `{name}`.")
         if adapter is None:
             return base.eval(), tokenizer
         with user_supplied(f"The adapter {adapter} cannot be loaded"):
-            adapted = load_adapter(base, local_folder(adapter))
+            adapted = load_adapter(base, adapter_folder(adapter))
         add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
         return adapted.eval(), tokenizer
     except ValueError as error:
-        if not is_mendable(error):
+        if not is_user_error(error):
             raise
         raise RecipeError(one_line(error)) from error
 
@@ -58,19 +63,34 @@ def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | N
     commit = None if folder.is_dir() else getattr(find_looped_model(model).config, "_commit_hash", None)
     return {
         "model": arguments.base_name,
-        "weights": sha256(folder.glob("*.safetensors")) if folder.is_dir() else commit,
-        "adapter": None if adapter is None else sha256(local_folder(adapter).glob("adapter_*")),
+        "weights": _hash_of_weights(folder) if folder.is_dir() else commit,
+        "adapter": None if adapter is None else sha256(adapter_folder(adapter).glob("adapter_*")),
         "dtype": arguments.dtype,
         "attn_implementation": arguments.attn_implementation,
     }
 
 
+def _hash_of_weights(folder: Path) -> str:
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    return _hash_of_files(files, tuple(file.stat().st_mtime_ns for file in files))
+
+
+@cache  # of gigabytes, once for all rows of an evaluation
+def _hash_of_files(files: tuple[Path, ...], changed: tuple[int, ...]) -> str:
+    return sha256(files)
+
+
 def train_info(adapter: str | None) -> dict[str, Any]:
-    """Return how an adapter was trained, as far as it was saved with it; {} for none."""
+    """Return how an adapter was trained, as far as it was saved with it; {} for none.
+
+    Raises:
+        ValueError: if there is no such adapter.
+    """
     if adapter is None:
         return {}
-    folder = local_folder(adapter)
-    config = read_adapter_config(folder)
+    with user_supplied(f"The adapter {adapter} cannot be loaded"):
+        folder = adapter_folder(adapter)
+        config = read_adapter_config(folder)
     targets = config.target_modules
     return {
         **adapter_metadata(folder),
@@ -79,13 +99,6 @@ def train_info(adapter: str | None) -> dict[str, Any]:
         "use_rslora": config.use_rslora,
         "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
     }
-
-
-def local_folder(adapter: str) -> Path:
-    """Return the folder of an adapter, downloaded if it is on the Hub."""
-    if Path(adapter).is_dir():
-        return Path(adapter)
-    return Path(snapshot_download(adapter, allow_patterns=["adapter_*", ADAPTER_METADATA]))
 
 
 @contextmanager
@@ -98,8 +111,3 @@ def quiet(logger: str) -> Iterator[None]:
         yield
     finally:
         library.setLevel(level)
-
-
-def one_line(error: Exception) -> str:
-    """Return an exception's message without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__

@@ -51,7 +51,7 @@ class LoopedLM(HFLM):
         adapter: folder or Hub name of an adapter of any kind of this package.
         num_loops: recurrence depth K; default: the model's own.
         gates: [K] multipliers of the adapter's update, such as `1-0-0-0`; default: ones.
-        readout: loop t, 1-based, whose readout is scored; default: the last one.
+        readout: loop t, 1-based, whose readout gives the logits; default: the last one.
         dtype, revision, attn_implementation, chat_template: as in a recipe.
         decoding: how greedy text is decoded; see `generate_greedy`.
         tokenizer: of a loaded model.
@@ -195,6 +195,8 @@ class LoopedLM(HFLM):
             here = (at >= start) & (at < start + len(part))
             values[here] = logits.log_softmax(dim=-1)[at[here] - start, targets[here]]
             greedy[here] = logits.argmax(dim=-1)[at[here] - start] == targets[here]
+        if not bool(values.isfinite().all()):
+            raise ValueError("A log-likelihood is not a finite number: the model's outputs hold NaN or infinity.")
         lengths = [len(tokens) for _, tokens in wanted]
         sums, alike = values.double().cpu().split(lengths), greedy.cpu().split(lengths)
         return [(float(one.sum()), bool(same.all())) for one, same in zip(sums, alike, strict=True)]
@@ -214,7 +216,7 @@ class LoopedLM(HFLM):
         answers: list[float] = []
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Rolling log-likelihoods")
         while len(answers) < len(requests):
-            texts: list[list] = []  # as many whole ones as fill a batch
+            texts: list[list] = []  # as many complete ones as fill a batch
             while len(answers) + len(texts) < len(requests) and sum(map(len, texts)) < size:
                 texts.append(windows[len(answers) + len(texts)])
             scores = iter(self._loglikelihood_tokens([each for text in texts for each in text], True, size))

@@ -1,13 +1,18 @@
-"""This process among all that evaluate together: each holds the whole model and takes a share of the problems."""
+"""This process among all that evaluate together: each holds the complete model and takes a share of the problems."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+
+Value = TypeVar("Value")
 
 
 def all_processes(**kwargs: Any) -> PartialState:
@@ -16,7 +21,21 @@ def all_processes(**kwargs: Any) -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available(), **kwargs)
 
 
-def check_whole(model: nn.Module) -> None:
+def from_main_process(compute: Callable[[], Value]) -> Value:
+    """Return in all processes what the main one computes, or raise the ValueError that it raises."""
+    outcome: list[Any] = [None]
+    if all_processes().is_main_process:
+        try:
+            outcome = [compute()]
+        except ValueError as error:
+            outcome = [error]
+    (value,) = broadcast_object_list(outcome)
+    if isinstance(value, ValueError):
+        raise value
+    return value
+
+
+def check_unsharded(model: nn.Module) -> None:
     """Refuse FSDP2's and ZeRO-3's shards: processes that generate texts of different lengths would wait for one another.
 
     Raises:
@@ -24,6 +43,6 @@ def check_whole(model: nn.Module) -> None:
     """
     if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(
-            "The model's weights are sharded over processes, but each process answers problems of its own: leave "
+            "The model's weights are sharded over processes, but each process evaluates problems of its own: leave "
             "`benchmarks` out of the training, and evaluate the saved adapter with recipes/evaluate.py."
         )

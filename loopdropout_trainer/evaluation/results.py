@@ -1,8 +1,9 @@
-"""What an evaluation found: one verdict for each problem, and the counts that tables are made of."""
+"""The results of an evaluation: one verdict for each problem, and the counts that tables are made of."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Prediction:
-    """One problem, the model's answer and its verdict.
+    """One problem, the model's completion and its verdict.
 
     Attributes:
         prompt, completion, reference: texts.
@@ -54,7 +55,7 @@ class Metric:
 
     Attributes:
         score: in percent, 100 sum / total. (A metric that is no share of the problems is as its harness gives it.)
-        correct: number of right answers; None for parts of points.
+        correct: number of correct answers; None for parts of points.
         sum: of the problems' values; None for a metric that is no share of the problems.
         total: number of problems.
     """
@@ -66,10 +67,16 @@ class Metric:
 
     @classmethod
     def of(cls, values: list[bool | float]) -> Metric:
-        """Return the metric of the problems' values, each from 0 to 1."""
+        """Return the metric of the problems' values, each from 0 to 1.
+
+        Raises:
+            ValueError: for NaN, which has no average.
+        """
         total = sum(values)
-        whole = all(value in (0, 1) for value in values)
-        return cls(100 * float(total) / len(values), int(total) if whole else None, total, len(values))
+        if not math.isfinite(total):
+            raise ValueError("A problem's value is not a finite number: the model's outputs hold NaN or infinity.")
+        integers = all(value in (0, 1) for value in values)
+        return cls(100 * float(total) / len(values), int(total) if integers else None, total, len(values))
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class BenchmarkResult:
     Attributes:
         name: of the benchmark.
         predictions: in the problems' order.
-        metrics: by name, the first one first. Default: the share of right answers, under the benchmark's name.
+        metrics: by name, the first one first. Default: the accuracy, under the benchmark's name.
         extra: what else the results file gets, as JSON values.
     """
 
@@ -104,7 +111,7 @@ class BenchmarkResult:
 
     @property
     def correct(self) -> int | None:
-        """Number of right answers; None if problems give parts of a point."""
+        """Number of correct answers; None if problems give parts of a point."""
         return self.first.correct
 
     @property
@@ -147,27 +154,35 @@ class BenchmarkResult:
         )
 
 
-def read_results(path: str | Path) -> dict[str, Any]:
-    """Read a results file.
+def read_evaluation(path: str | Path) -> dict[str, Any]:
+    """Read a results file as JSON.
 
     Raises:
         ValueError: if it is not one, or of another format.
     """
     try:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, or no text
         raise ValueError(f"{path} is not a results file: {error}.") from None
-    if not isinstance(report, dict) or report.get("format") != FORMAT:
+    rows = report.get("rows") if isinstance(report, dict) and report.get("format") == FORMAT else None
+    if not isinstance(rows, dict) or not all({"meta_info", "benchmarks"} <= {*entry} for entry in rows.values()):
         raise ValueError(f"{path} is not a results file of format {FORMAT}; see docs/results.md.")
     return report
 
 
-def load_rows(path: str | Path) -> dict[str, dict[str, BenchmarkResult]]:
-    """Read the results of every row in an `evaluation.json`: row -> benchmark -> result."""
-    return {
-        row: {name: BenchmarkResult.from_json(name, measured) for name, measured in entry["benchmarks"].items()}
-        for row, entry in read_results(path)["rows"].items()
-    }
+def load_result_rows(path: str | Path) -> dict[str, dict[str, BenchmarkResult]]:
+    """Read the results of every row in an `evaluation.json`: row -> benchmark -> result.
+
+    Raises:
+        ValueError: if it is not a results file, or something is missing in it.
+    """
+    try:
+        return {
+            row: {name: BenchmarkResult.from_json(name, measured) for name, measured in entry["benchmarks"].items()}
+            for row, entry in read_evaluation(path)["rows"].items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a complete results file: {type(error).__name__}: {error}.") from error
 
 
 def load_results(path: str | Path, row: str | None = None) -> dict[str, BenchmarkResult]:
@@ -176,7 +191,7 @@ def load_results(path: str | Path, row: str | None = None) -> dict[str, Benchmar
     Raises:
         ValueError: if there is no such row, or there are several and `row` names none.
     """
-    rows = load_rows(path)
+    rows = load_result_rows(path)
     if row is None and len(rows) == 1:
         return next(iter(rows.values()))
     if row not in rows:

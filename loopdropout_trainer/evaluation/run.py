@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 
 from loopdropout_trainer.evaluation.answer_log import check_same
-from loopdropout_trainer.evaluation.averages import averages_of
+from loopdropout_trainer.evaluation.averages import averages_of, check_averages
 from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.benchmarks import find_task, load_benchmark
-from loopdropout_trainer.evaluation.evaluator import put_to
-from loopdropout_trainer.evaluation.loading import load_model, model_identity, one_line, train_info
-from loopdropout_trainer.evaluation.processes import all_processes
-from loopdropout_trainer.evaluation.results import FORMAT, BenchmarkResult, read_results
+from loopdropout_trainer.evaluation.evaluator import evaluate_subject
+from loopdropout_trainer.evaluation.loading import load_model, model_identity, train_info
+from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
+from loopdropout_trainer.evaluation.results import FORMAT, BenchmarkResult, read_evaluation
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import write_atomically
-from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
-from loopdropout_trainer.settings.field_types import json_of
+from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, check_depths
+from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import RecipeError, public_settings
 from loopdropout_trainer.settings.versions import library_versions
@@ -39,10 +38,13 @@ ANSWERS_FOLDER = "answers"
 BASE = "base"
 """Name of the row of the model alone."""
 
+SINGLE_LOOP = "single_loop"
+"""For `gates`: a row for each loop, with the adapter in this loop alone."""
+
 
 @dataclass
 class EvaluationArguments(BenchmarkArguments):
-    """Which adapters to evaluate, at which depth and gates, on what, and where the results go."""
+    """Which adapters to evaluate, at which depths and gates, on what, and where the results go."""
 
     adapter: list[str] | None = field(
         default=None,
@@ -51,11 +53,19 @@ class EvaluationArguments(BenchmarkArguments):
             "(base or merged), which is the default."
         },
     )
-    gates: str | None = field(
-        default=None, metadata={"help": "Gate of the adapter in each loop, such as 1-0-0-0. Default: ones."}
+    depths: list[int] | None = field(
+        default=None,
+        metadata={"help": "Recurrence depths, each a row of its own. Default: `num_loops`, or the model's own."},
+    )
+    gates: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Gate of the adapter in each loop, such as 1-0-0-0; several are several rows. `single_loop`: a row for "
+            "each loop, with the adapter in this loop alone. Default: ones."
+        },
     )
     readout: int | None = field(
-        default=None, metadata={"help": "Loop, from 1, whose readout answers. Default: the last one."}
+        default=None, metadata={"help": "Loop, from 1, whose readout gives the logits. Default: the last one."}
     )
     averages: dict[str, list[str]] | str | None = field(
         default=None,
@@ -63,7 +73,9 @@ class EvaluationArguments(BenchmarkArguments):
     )
     output_dir: str = field(
         default="outputs/evaluation",
-        metadata={"help": f"Folder of {RESULTS_FILE}, and of the answers found so far if the run is interrupted."},
+        metadata={
+            "help": f"Folder of {RESULTS_FILE}, and of the answers that an interrupted evaluation continues from."
+        },
     )
 
     def __post_init__(self):
@@ -73,24 +85,29 @@ class EvaluationArguments(BenchmarkArguments):
             raise ValueError(
                 f"`benchmarks` must name one or more benchmarks, such as [gsm8k]; got {self.benchmarks!r}."
             )
-        for name in self.benchmarks:
-            find_task(name)
         self.benchmark_files = self.benchmark_files or {}
-        for name in self.benchmark_files:
+        for name in (*self.benchmarks, *self.benchmark_files):
             find_task(name)
-        if isinstance(self.averages, str):
-            self.averages = json_of("averages", self.averages)
         self.averages = self.averages or {}
+        check_averages(self.averages)
+        check_depths(self.depths)
+        self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
+        if len(self.depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
+            raise ValueError(
+                f"`gates` must be {SINGLE_LOOP} where there are several `depths`; got {', '.join(self.gates)}."
+            )
+        if self.depths and self.readout is not None and self.readout > min(self.depths):
+            raise ValueError(f"`readout` must be one of the loops of all `depths`; got {self.readout}.")
         self.rows()
 
-    def rows(self) -> dict[str, str | None]:
-        """Return the adapters by the names of their rows; None: the model alone.
+    def rows(self) -> dict[str, tuple[str | None, int | None]]:
+        """Return adapter (None: the model alone) and depth (None: that of the settings) of each row's model, by name.
 
         Raises:
             ValueError: if two rows have one name.
         """
-        given = [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]  # text in a recipe
-        rows: dict[str, str | None] = {}
+        given = [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]
+        rows: dict[str, tuple[str | None, int | None]] = {}
         for each in map(str, given):
             name, named, path = each.partition("=")
             path = path if named else each
@@ -98,122 +115,118 @@ class EvaluationArguments(BenchmarkArguments):
                 path = None
             if not named:
                 name = BASE if path is None else Path(path).name
-            if not name or "/" in name or name in rows:
+            if not name or "/" in name or name in (".", "..") or name in rows:
                 raise ValueError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {each!r}.")
-            rows[name] = path
+            rows.update(
+                {f"{name}_K{depth}": (path, depth) for depth in self.depths} if self.depths else {name: (path, None)}
+            )
+        return rows
+
+    def gate_rows(self, row: str, num_loops: int) -> dict[str, str | None]:
+        """Return the gates of the rows that a model of K loops with an adapter has, by name."""
+        loops = range(num_loops)
+        single = {f"{row}_loop{t + 1}": "-".join("1" if t == loop else "0" for loop in loops) for t in loops}
+        if not self.gates or len(self.gates) == 1:
+            gates = self.gates[0] if self.gates else None
+            return single if gates == SINGLE_LOOP else {row: gates}
+        rows: dict[str, str | None] = {}
+        for gates in self.gates:
+            rows |= single if gates == SINGLE_LOOP else {f"{row}_gates_{gates}": gates}
         return rows
 
 
 def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dict[str, list[BenchmarkResult]]:
     """Evaluate each row on every benchmark, over all processes, and write the results file.
 
-    What the file holds already is not run again.
+    Answers that are on disk are not computed again.
 
     Returns:
         The results by row.
 
     Raises:
-        RecipeError: if model, adapter or a benchmark cannot be loaded, or gates or turns do not fit.
+        RecipeError: if model, adapter or a benchmark cannot be loaded, or gates or chat template do not fit.
         SettingsChangedError: if `output_dir` holds answers of another evaluation.
     """
     state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
+    file = ResultsFile(Path(arguments.output_dir), arguments.averages)
+    file.read()
     with state.main_process_first():
+        trained = {adapter: train_info(adapter) for adapter, _ in arguments.rows().values()}
         benchmarks = load_benchmarks(arguments)
-    evaluation = Evaluation(model, arguments, benchmarks, state)
-    return {row: evaluation.run(row, adapter) for row, adapter in arguments.rows().items()}
+    results: dict[str, list[BenchmarkResult]] = {}
+    for name, (adapter, depth) in arguments.rows().items():
+        settings = model if depth is None else replace(model, num_loops=depth)
+        results |= _evaluate_model(settings, arguments, name, adapter, trained[adapter], benchmarks, file)
+    return results
 
 
-class Evaluation:
-    """What one call of `run_evaluation` does.
-
-    Args:
-        model, arguments: of the recipe.
-        benchmarks: loaded ones.
-        state: this process among all.
-    """
-
-    def __init__(
-        self,
-        model: ModelArguments,
-        arguments: EvaluationArguments,
-        benchmarks: list[Benchmark],
-        state: PartialState,
-    ) -> None:
-        self.model = model
-        self.arguments = arguments
-        self.benchmarks = benchmarks
-        self.state = state
-        self.report = Report(Path(arguments.output_dir), arguments.averages)
-
-    def run(self, row: str, adapter: str | None) -> list[BenchmarkResult]:
-        """Evaluate one row."""
-        subject = self._load(adapter)
-        identity = self._from_main(lambda: model_identity(self.model, subject.model, adapter))
-        try:  # for all of them, before the first one runs
-            settings = {each.name: {**identity, **each.settings(subject)} for each in self.benchmarks}
-        except ValueError as error:  # such as turns without a chat template
-            raise RecipeError(one_line(error)) from error
-        row_info = {
-            "meta_info": {**identity, "adapter_path": adapter, **_facts_of(subject)},
-            "train_info": train_info(adapter),
+def _evaluate_model(
+    model: ModelArguments,
+    arguments: EvaluationArguments,
+    name: str,
+    adapter: str | None,
+    trained: dict[str, Any],
+    benchmarks: list[Benchmark],
+    file: ResultsFile,
+) -> dict[str, list[BenchmarkResult]]:
+    """Load one model, and evaluate it under all of its gates; one row for each of them."""
+    state = all_processes()
+    with state.main_process_first():
+        loaded, tokenizer = load_model(model, adapter)
+    loaded.to(state.device)
+    identity = from_main_process(lambda: model_identity(model, loaded, adapter))
+    rows = {name: None} if adapter is None else arguments.gate_rows(name, find_looped_model(loaded).config.num_loops)
+    try:
+        subjects = {
+            row: Subject.of(loaded, tokenizer, arguments, gates=gates, readout=arguments.readout)
+            for row, gates in rows.items()
         }
-        self._from_main(lambda: self.report.check_row(row, row_info["meta_info"]))
-        return [self._answer(row, row_info, subject, each, identity, settings[each.name]) for each in self.benchmarks]
+        for subject in subjects.values():
+            for benchmark in benchmarks:  # all of them, before the first one runs: a chat template may be missing
+                benchmark.settings(subject)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    results = {}
+    for row, subject in subjects.items():
+        meta_info = {**identity, "adapter_path": adapter, **_facts_of(subject)}
+        from_main_process(partial(file.check_row, row, meta_info))
+        row_info = {"meta_info": meta_info, "train_info": trained}
+        results[row] = [
+            _evaluate(file, row, row_info, subject, each, identity, model, arguments) for each in benchmarks
+        ]
+    return results
 
-    def _load(self, adapter: str | None) -> Subject:
-        with self.state.main_process_first():
-            model, tokenizer = load_model(self.model, adapter)
-        gates = None if adapter is None else self.arguments.gates  # the model alone has nothing to multiply
-        try:
-            return Subject.of(
-                model.to(self.state.device), tokenizer, self.arguments, gates=gates, readout=self.arguments.readout
-            )
-        except ValueError as error:
-            raise RecipeError(one_line(error)) from error
 
-    def _answer(
-        self,
-        row: str,
-        row_info: dict[str, Any],
-        subject: Subject,
-        benchmark: Benchmark,
-        identity: dict[str, Any],
-        settings: dict[str, Any],
-    ) -> BenchmarkResult:
-        """Return the result of one benchmark: what the results file holds, or a new one."""
-        result = self._from_main(lambda: self.report.finished(row, benchmark.name, settings))
-        if result is not None:
-            return result
-        began = time.perf_counter()
-        answers = self.report.folder / ANSWERS_FOLDER / row / benchmark.name.replace("/", "_")
-        result = put_to(subject, benchmark, answers, identity)
-        if self.state.is_main_process:
-            run_info = self._run_info()
-            self.report.add(row, row_info, benchmark, settings, run_info, result)
-            self.report.note(row, benchmark.name, time.perf_counter() - began, run_info)
-        return result
-
-    def _run_info(self) -> dict[str, Any]:
-        device = self.state.device
-        return {
-            "settings": public_settings({**asdict(self.model), **asdict(self.arguments)}),
-            "versions": library_versions(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-            "num_processes": self.state.num_processes,
+def _evaluate(
+    file: ResultsFile,
+    row: str,
+    row_info: dict[str, Any],
+    subject: Subject,
+    benchmark: Benchmark,
+    identity: dict[str, Any],
+    model: ModelArguments,
+    arguments: EvaluationArguments,
+) -> BenchmarkResult:
+    """Evaluate a row on a benchmark, and add the result to the file."""
+    began = time.perf_counter()
+    log_dir = file.folder / ANSWERS_FOLDER / row / benchmark.name.replace("/", "_")
+    result = evaluate_subject(subject, benchmark, log_dir, identity)
+    state = all_processes()
+    if state.is_main_process:
+        on_gpu = state.device.type == "cuda"
+        entry = {
+            "kind": benchmark.kind,
+            **result.as_json(),
+            "settings": {**identity, **benchmark.settings(subject)},
+            "run_info": {
+                "settings": public_settings({**asdict(model), **asdict(arguments)}),
+                "versions": library_versions(),
+                "device": torch.cuda.get_device_name(state.device) if on_gpu else str(state.device),
+                "num_processes": state.num_processes,
+            },
         }
-
-    def _from_main(self, compute: Callable[[], Any]) -> Any:
-        """Return in all processes what the main one computes, or raise what it raises."""
-        found: list[Any] = [None]
-        if self.state.is_main_process:
-            try:
-                found = [compute()]
-            except ValueError as error:
-                found = [error]
-        (found,) = broadcast_object_list(found)
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        file.add(row, row_info, benchmark.name, entry, time.perf_counter() - began)
+    return result
 
 
 def _facts_of(subject: Subject) -> dict[str, Any]:
@@ -229,21 +242,22 @@ def _facts_of(subject: Subject) -> dict[str, Any]:
     }
 
 
-def load_benchmarks(arguments: EvaluationArguments) -> list[Benchmark]:
+def load_benchmarks(arguments: BenchmarkArguments) -> list[Benchmark]:
     """Load the benchmarks, from the Hub or the named files.
 
     Raises:
-        RecipeError: for a file that cannot be read, or a bad row.
+        RecipeError: for a file that cannot be read, a bad row, or something missing that scoring needs.
     """
-    names = list(dict.fromkeys(arguments.benchmarks))
-    names = [name for name in names if find_task(name).part_of not in names]
-    try:
-        return [load_benchmark(name, arguments.benchmark_files.get(name), arguments.benchmark_limit) for name in names]
-    except (OSError, ValueError) as error:
-        raise RecipeError(one_line(error)) from error
+    names = [name for name in arguments.benchmarks if find_task(name).part_of not in arguments.benchmarks]
+    files, confirmed = arguments.benchmark_files or {}, arguments.confirm_run_unsafe_code
+    loaded = []
+    for name in names:
+        with user_supplied(f"The benchmark `{name}` cannot be loaded"):
+            loaded.append(load_benchmark(name, files.get(name), arguments.benchmark_limit, confirmed))
+    return loaded
 
 
-class Report:
+class ResultsFile:
     """The results file of a folder, which several evaluations may add to; see docs/results.md.
 
     Args:
@@ -259,9 +273,9 @@ class Report:
     def read(self) -> dict[str, Any]:
         """Return what is there."""
         try:
-            return read_results(self.path) if self.path.is_file() else {"format": FORMAT, "rows": {}}
+            return read_evaluation(self.path) if self.path.is_file() else {"format": FORMAT, "rows": {}}
         except ValueError as error:  # another program's, or an older format
-            raise RecipeError(f"{one_line(error)} Give another `output_dir`.") from error
+            raise RecipeError(f"{error} Give another `output_dir`.") from error
 
     def check_row(self, row: str, meta_info: Mapping[str, Any]) -> None:
         """Refuse to add another model's results to a row.
@@ -274,50 +288,24 @@ class Report:
             before, now = ({**info, "adapter_path": None} for info in (there["meta_info"], meta_info))  # it may move
             check_same(before, now, f"{self.path}, row `{row}`,")
 
-    def finished(self, row: str, benchmark: str, settings: Mapping[str, Any]) -> BenchmarkResult | None:
-        """Return the result of a benchmark that is there, or None.
-
-        Raises:
-            SettingsChangedError: if it was made under other settings.
-        """
-        measured = self.read()["rows"].get(row, {}).get("benchmarks", {}).get(benchmark)
-        if measured is None:
-            return None
-        check_same(measured["settings"], json.loads(json.dumps(settings)), f"{self.path}, row `{row}`, `{benchmark}`,")
-        return BenchmarkResult.from_json(benchmark, measured)
-
     def add(
-        self,
-        row: str,
-        row_info: Mapping[str, Any],
-        benchmark: Benchmark,
-        settings: Mapping[str, Any],
-        run_info: Mapping[str, Any],
-        result: BenchmarkResult,
+        self, row: str, row_info: Mapping[str, Any], benchmark: str, entry: Mapping[str, Any], seconds: float
     ) -> None:
-        """Write a result to the file, beside what others may have written since."""
+        """Write a benchmark's entry to the file, beside what others may have written since; and note the time it took."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_name(f".{self.path.name}.lock")):
             report = self.read()
-            entry = report["rows"].setdefault(row, {**row_info, "benchmarks": {}})
-            entry["benchmarks"][benchmark.name] = {
-                "kind": benchmark.kind,
-                **result.as_json(),
-                "settings": settings,
-                "run_info": run_info,
-            }
-            entry["averages"] = {**entry.get("averages", {}), **averages_of(entry["benchmarks"], self.averages)}
-            write_atomically(self.path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-
-    def note(self, row: str, benchmark: str, seconds: float, run_info: Mapping[str, Any]) -> None:
-        """Add a line about this call: what it worked on, when and for how long."""
+            content = report["rows"].setdefault(row, {**row_info, "benchmarks": {}})
+            content["benchmarks"][benchmark] = entry
+            content["averages"] = {**content.get("averages", {}), **averages_of(content["benchmarks"], self.averages)}
+            text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
+            write_atomically(self.path, text + "\n")
         line = {
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "row": row,
             "benchmark": benchmark,
             "seconds": round(seconds, 1),
-            "device": run_info["device"],
-            "num_processes": run_info["num_processes"],
+            **{key: entry["run_info"][key] for key in ("device", "num_processes")},
         }
         with (self.folder / SESSIONS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

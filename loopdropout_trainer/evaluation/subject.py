@@ -1,4 +1,4 @@
-"""The model that benchmarks are put to: its depth, its gates, the loop that it is read out after, and how it is asked."""
+"""The model that is evaluated: its depth, its gates, the loop that it is read out after, and how it is prompted."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 @dataclass
 class Subject:
-    """A model as benchmarks see it.
+    """A model with all that its answers depend on.
 
     Attributes:
         model: looped causal language model, with or without an adapter.
@@ -101,11 +101,10 @@ class Subject:
         batch_size: rows that one process computes together; the answers do not depend on it.
         decoding: see `generate_greedy`.
         gates: [K] multipliers of the adapter, also as `1-0-0-0`; None: those in force.
-        readout: loop t, 1-based, whose readout answers; None: the last one.
-        apply_chat_template: whether problems are asked in turns; None: as the benchmark's protocol has it.
+        readout: loop t, 1-based, whose readout gives the logits; None: the last one.
+        apply_chat_template: whether prompts are turns of a chat; None: as the benchmark's protocol has it.
         system_instruction: text of a system turn before them.
-        max_new_tokens: most tokens of an answer; None: as the benchmark's protocol has it.
-        allow_code_execution: whether programs that the model writes may be run, contained.
+        max_new_tokens: most tokens of a completion; None: as the benchmark's protocol has it.
 
     Raises:
         ValueError: for gates or a readout that the model does not have, or a system turn without turns.
@@ -120,7 +119,6 @@ class Subject:
     apply_chat_template: bool | None = None
     system_instruction: str | None = None
     max_new_tokens: int | None = None
-    allow_code_execution: bool = False
 
     def __post_init__(self) -> None:
         self.num_loops = find_looped_model(self.model).config.num_loops
@@ -143,16 +141,15 @@ class Subject:
             apply_chat_template=arguments.apply_chat_template,
             system_instruction=arguments.system_instruction,
             max_new_tokens=arguments.max_new_tokens,
-            allow_code_execution=arguments.allow_code_execution,
             **fields,
         )
 
     def running(self):
-        """Run the model inside the block as it is to be evaluated."""
+        """Run the model inside the block under its gates and to its readout."""
         return run_as(self.model, self.gates, self.readout)
 
     def in_turns(self, protocol: bool) -> bool:
-        """Return whether a benchmark is asked in turns, whose protocol says `protocol`.
+        """Return whether the prompts of a benchmark are turns of a chat, if its protocol says `protocol`.
 
         Raises:
             ValueError: if it is, and the tokenizer has no chat template.
@@ -160,11 +157,11 @@ class Subject:
         turns = protocol if self.apply_chat_template is None else self.apply_chat_template
         if turns and not self.tokenizer.chat_template:
             raise ValueError(
-                "The benchmark is asked in turns, and the tokenizer has no chat template: set `chat_template` (such as tulu2)."
+                "The benchmark's prompts are turns, and the tokenizer has no chat template: set `chat_template` (tulu2, ...)."
             )
         return turns
 
-    def ask(self, prompt: str, in_turns: bool) -> str:
+    def prompt_text(self, prompt: str, in_turns: bool) -> str:
         """Return the text that the model continues."""
         if not in_turns:
             return prompt
@@ -173,7 +170,7 @@ class Subject:
         return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
     def stops(self, stop_strings: Sequence[str], in_turns: bool) -> tuple[str, ...]:
-        """Return where an answer ends: at these strings, and in a chat at the end of the turn."""
+        """Return where a completion ends: at these strings, and in a chat at the end of the turn."""
         end = end_of_turn(self.tokenizer) if in_turns else None
         return tuple(stop_strings) if end is None else (*stop_strings, end)
 

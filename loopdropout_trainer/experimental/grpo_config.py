@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-from loopdropout_trainer.settings.ranges import check_number, check_whole
+from loopdropout_trainer.settings.ranges import check_integer, check_number
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments
 
 
@@ -109,7 +109,7 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
                 raise ValueError(f"`{name}` must be among {', '.join(map(str, valid))}; got {getattr(self, name)!r}.")
         for name, least in _INTEGERS.items():
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least)
+                check_integer(name, getattr(self, name), least)
         for name, limits in _NUMBERS.items():
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), **limits)

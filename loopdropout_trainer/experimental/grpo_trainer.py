@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from loopdropout_trainer.experimental.completions import load_completions, restart_at_epochs, save_completions
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.streams import ExampleId
-from loopdropout_trainer.generation.decoding import why_not
+from loopdropout_trainer.generation.decoding import why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
 from loopdropout_trainer.generation.sampling import Sampler
 from loopdropout_trainer.looped import GatePlan, find_looped_model
@@ -91,7 +91,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         if args.completion_decoding == "generate":
             return "generate"
         reasons = {
-            why_not(find_looped_model(self.model)): True,
+            why_unsupported(find_looped_model(self.model)): True,
             "ZeRO-3 and FSDP divide the weights": divides_weights(args),
             "`repetition_penalty` and `generation_kwargs` are its own": bool(args.generation_kwargs)
             or args.repetition_penalty != 1,

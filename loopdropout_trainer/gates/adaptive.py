@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from loopdropout_trainer.gates.loop_dropout import rescaled_masks
-from loopdropout_trainer.gates.probabilities import check_number, check_one_p
+from loopdropout_trainer.gates.probabilities import check_one_p, check_range
 from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
@@ -41,7 +41,7 @@ class Adaptive(GateRule):
         self.p = check_one_p(self.p)
         if self.direction not in ("more", "less"):
             raise ValueError(f"`direction` must be 'more' or 'less' (where sensitive); got {self.direction!r}.")
-        check_number(self.decay, "decay", 0, 1)
+        check_range(self.decay, "decay", 0, 1)
         self.p_min, self.p_max = check_one_p(self.p_min, "p_min"), check_one_p(self.p_max, "p_max")
         if not self.p_min <= self.p <= self.p_max:
             raise ValueError(

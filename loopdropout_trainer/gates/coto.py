@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.probabilities import check_number
+from loopdropout_trainer.gates.probabilities import check_range
 from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
 @register_rule
 @dataclass(frozen=True)
 class CoTo(GateRule):
-    """One switch for each of L physical layers, fixed over its projections, all loops, all examples and the whole step.
+    """One switch for each of L physical layers, fixed over its projections, all loops, all examples of the step.
 
     The keep probability q goes linearly from `keep_start` in the first optimizer step to 1 after the fraction `ramp` of
     the steps. If the draw switches all layers off, the layer with the largest draw is on. No rescaling. An adapter that is
@@ -30,8 +30,8 @@ class CoTo(GateRule):
     ramp: float = 0.75
 
     def __post_init__(self):
-        check_number(self.keep_start, "keep_start", 0, 1)
-        check_number(self.ramp, "ramp", 0, 1)
+        check_range(self.keep_start, "keep_start", 0, 1)
+        check_range(self.ramp, "ramp", 0, 1)
 
     def keep_at(self, step: int, num_steps: int) -> float:
         """Return q in optimizer step `step` (from 0) of `num_steps`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.probabilities import check_p, check_p_length, survival
+from loopdropout_trainer.gates.probabilities import check_p, check_p_length
 from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
@@ -26,6 +27,11 @@ class MaskedRule(GateRule):
         return rescaled_masks(draw, self.p)
 
 
+def survival(p: float | Sequence[float] | torch.Tensor) -> torch.Tensor:
+    """Return q = 1 - p as a float64 column, [1, 1] or [K, 1]."""
+    return 1 - torch.as_tensor(p, dtype=torch.float64).view(-1, 1)
+
+
 def rescaled_masks(draw: Draw, p: float | tuple[float, ...] | torch.Tensor) -> torch.Tensor:
     """Return b / q, [K, N] float32."""
     return (~draw.removals(p) / survival(p)).to(torch.float32)
@@ -34,7 +40,7 @@ def rescaled_masks(draw: Draw, p: float | tuple[float, ...] | torch.Tensor) -> t
 @register_rule
 @dataclass(frozen=True)
 class LoopDropout(MaskedRule):
-    """The whole adapter is removed from a loop, or applied at 1/q of its strength.
+    """The adapter is removed from a loop, or applied at 1/q of its strength.
 
     Lists of p are the profiles of the paper: early-heavy (.75, .75, .25, .25), late-heavy, ramp down, ramp up.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.probabilities import check_number, check_one_p
+from loopdropout_trainer.gates.probabilities import check_one_p, check_range
 from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
@@ -16,7 +16,7 @@ class LoRADropout(GateRule):
     """Random input dimensions (columns of A) and output dimensions (rows of B) are removed, never the rank.
 
     Delta = (alpha/r) diag(m_out) B A diag(m_in), m ~ Bernoulli(q) / q for each dimension: one pair of masks for each
-    module, held over loops, examples and the whole optimizer step. The loss is the mean over `num_masks` such draws. As
+    module, held over loops, examples and the optimizer step. The loss is the mean over `num_masks` such draws. As
     masks are rescaled, the expected masked update is (alpha/r) B A, which is what inference uses: plain LoRA, which
     merges. The original's masks are not rescaled, and its inference uses the expected q^2 Delta: the same thing at
     alpha q^2. So a new adapter is made, trained and saved with q^2 times the `lora_alpha` that is asked for, whatever p.
@@ -38,7 +38,7 @@ class LoRADropout(GateRule):
 
     def __post_init__(self):
         object.__setattr__(self, "p", check_one_p(self.p))
-        check_number(self.num_masks, "num_masks", 1, 64, whole=True)
+        check_range(self.num_masks, "num_masks", 1, 64, integer=True)
 
     @property
     def alpha_factor(self) -> float:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.loop_dropout import MaskedRule
-from loopdropout_trainer.gates.probabilities import check_number, survival
+from loopdropout_trainer.gates.loop_dropout import MaskedRule, survival
+from loopdropout_trainer.gates.probabilities import check_range
 from loopdropout_trainer.gates.rule import Draw, register_rule
 
 
@@ -33,7 +33,7 @@ class ParallelNoise(MaskedRule):
 
     def __post_init__(self):
         super().__post_init__()
-        check_number(self.c, "c", 0, 1e3)
+        check_range(self.c, "c", 0, 1e3)
 
     def sample(self, draw: Draw) -> torch.Tensor:
         noise = draw.normals("parallel noise", draw.num_loops).T
@@ -63,8 +63,8 @@ class WeightNoise(MaskedRule):
 
     def __post_init__(self):
         super().__post_init__()
-        check_number(self.c, "c", 0, 1e3)
-        check_number(self.noise_rank, "noise_rank", 1, 1024, whole=True)
+        check_range(self.c, "c", 0, 1e3)
+        check_range(self.noise_rank, "noise_rank", 1, 1024, integer=True)
 
     def noise_scales(self, num_loops: int) -> torch.Tensor:
         """Return c / sqrt(q_t), [K] float64."""

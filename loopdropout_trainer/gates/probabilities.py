@@ -1,10 +1,8 @@
-"""Drop probabilities p: one number for all loops, or one for each loop. And what masks have in common: b and 1/q."""
+"""Drop probabilities p: one number for all loops, or one for each loop; and the ranges of other numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
 
 
 def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
@@ -42,13 +40,8 @@ def check_p_length(p: float | tuple[float, ...], num_loops: int) -> None:
         )
 
 
-def survival(p: float | Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Return q = 1 - p as a float64 column, [1, 1] or [K, 1]."""
-    return 1 - torch.as_tensor(p, dtype=torch.float64).view(-1, 1)
-
-
-def check_number(value: float, name: str, low: float, high: float, whole: bool = False) -> None:
-    """Raise ValueError unless `value` is a number, or a whole number, in [low, high]."""
-    kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-        raise ValueError(f"`{name}` must be a {'whole ' * whole}number from {low:g} to {high:g}; got {value!r}.")
+def check_range(value: float, name: str, low: float, high: float, integer: bool = False) -> None:
+    """Raise ValueError unless `value` is a number, or an integer, in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)) or not low <= value <= high:
+        kind = "an integer" if integer else "a number"
+        raise ValueError(f"`{name}` must be {kind} from {low:g} to {high:g}; got {value!r}.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.probabilities import check_number
+from loopdropout_trainer.gates.probabilities import check_range
 from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
@@ -27,10 +27,10 @@ class ExactlyM(GateRule):
     m: int = 2
 
     def __post_init__(self):
-        check_number(self.m, "m", 1, 1024, whole=True)
+        check_range(self.m, "m", 1, 1024, integer=True)
 
     def check(self, num_loops: int) -> None:
-        check_number(self.m, "m", 1, num_loops, whole=True)
+        check_range(self.m, "m", 1, num_loops, integer=True)
 
     def sample(self, draw: Draw) -> torch.Tensor:
         chosen = draw.event_uniforms().topk(self.m, dim=0).indices  # [m, N]

@@ -154,7 +154,7 @@ class GreedyDecoder:
     """Continues every prompt with its most probable tokens.
 
     Args:
-        model: causal language model in evaluation mode that `why_not` has nothing against.
+        model: causal language model in evaluation mode that is supported, see `why_unsupported`.
         prompts: token ids, none of them empty; started in this order.
         max_new_tokens: most tokens of an answer.
         num_slots: most rows at a time.
@@ -347,7 +347,7 @@ def _call_arguments(cache: SlotCache) -> dict:
     }
 
 
-def why_not(model: PreTrainedModel) -> str | None:
+def why_unsupported(model: PreTrainedModel) -> str | None:
     """Return what keeps `GreedyDecoder` from a model, or None.
 
     It needs what transformers' static caches need too, attention with a given mask [B, 1, S, columns], in all layers.

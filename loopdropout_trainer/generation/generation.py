@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import PreparedProjections
-from loopdropout_trainer.generation.decoding import GreedyDecoder, SamplingDecoder, why_not
+from loopdropout_trainer.generation.decoding import GreedyDecoder, SamplingDecoder, why_unsupported
 from loopdropout_trainer.generation.sampling import Sampler
 from loopdropout_trainer.looped import find_looped_model
 
@@ -117,8 +117,8 @@ def sample_completions(
     """Sample a completion of each prompt by continuous batching, under the gates in force.
 
     Args:
-        model: looped causal language model, with or without an adapter, that `decoding.why_not` has nothing against. It is
-            put back into training if it was in it.
+        model: looped causal language model, with or without an adapter, that continuous batching supports (see
+            `decoding.why_unsupported`). It is put back into training if it was in it.
         prompts: token ids, none of them empty.
         sampler: draws the tokens; its row i is prompt i.
         max_new_tokens: most tokens of a completion.
@@ -157,7 +157,7 @@ def cut_before(text: str, stop_strings: Iterable[str]) -> str:
 def _choose(decoding: str, looped: PreTrainedModel) -> str:
     """Return the form of decoding that is used, and log it."""
     chosen = decoding
-    reason = None if chosen == "generate" else why_not(looped)
+    reason = None if chosen == "generate" else why_unsupported(looped)
     if reason is not None:
         chosen = "generate"
     logger.info(f"Decoding: {chosen}{f', because {reason}' if reason else ''} (`decoding`).")

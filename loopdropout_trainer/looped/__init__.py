@@ -4,18 +4,16 @@ The three never import one another: they meet here, in one small tensor.
 """
 
 from loopdropout_trainer.looped.costs import launch_flops, launches_pay
-from loopdropout_trainer.looped.differentiation import first_order
 from loopdropout_trainer.looped.model import (
     LoopedModelMixin,
     NotLoopedError,
     TrainingPolicy,
     check_num_loops,
     find_looped_model,
-    project,
 )
 from loopdropout_trainer.looped.plan import (
     UNIT_GATES,
-    Draw,
+    DrawKey,
     GatePlan,
     LoopStep,
     as_gate_matrix,
@@ -27,7 +25,7 @@ from loopdropout_trainer.looped.state import LoopState, applied_gates
 
 __all__ = [
     "UNIT_GATES",
-    "Draw",
+    "DrawKey",
     "GatePlan",
     "LoopState",
     "LoopStep",
@@ -40,8 +38,6 @@ __all__ = [
     "example_starts",
     "find_looped_model",
     "first_active_loops",
-    "first_order",
     "launch_flops",
     "launches_pay",
-    "project",
 ]

@@ -40,11 +40,11 @@ class LoopDescription(LoopedModelMixin):
 
     @staticmethod
     def set_num_loops(config: PreTrainedConfig, num_loops: int) -> None:
-        """Make a model of this configuration, loaded or not, run `num_loops` loops; a positive whole number."""
+        """Make a model of this configuration, loaded or not, run `num_loops` loops; a positive integer."""
         raise NotImplementedError
 
     def recurrent_layers(self) -> Iterable[nn.Module]:
-        """Return the modules that recur: each call of one belongs to one loop, and is checkpointed as a whole.
+        """Return the modules that recur: each call of one belongs to one loop, and is checkpointed in one piece.
 
         Their linear projections are where adapters go.
         """
@@ -69,6 +69,9 @@ class LoopDescription(LoopedModelMixin):
         return output
 
     # What follows from it.
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _reduced(self)
 
     def recurrent_linears(self) -> list[str]:
         layers = set(map(id, self.recurrent_layers()))
@@ -118,6 +121,17 @@ def _both(added: type, own: type) -> type:
     return type(own.__name__, (added, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
+def _reduced(module: nn.Module) -> tuple:
+    """Return what `torch.save` keeps of an instance of `_both`, a class that no module holds under its name."""
+    added, own = type(module).__bases__
+    return _empty, (added, own), module.__dict__
+
+
+def _empty(added: type, own: type) -> nn.Module:
+    cls = _both(added, own)
+    return cls.__new__(cls)
+
+
 class _Announcing:
     """Announces the running loop in `forward`.
 
@@ -126,6 +140,9 @@ class _Announcing:
     """
 
     looped_model: tuple[LoopDescription]  # in a tuple: nn.Module would take the model for a part of its layer
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _reduced(self)
 
     def forward(self, *args, **kwargs):
         (model,) = self.looped_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -75,20 +75,17 @@ class LoopedModelMixin:
                 "false."
             )
 
+    def enable_input_require_grads(self) -> None:
+        """Let the embeddings require a gradient; by a hook that `torch.save` can keep, which transformers' own is not."""
+        self._require_grads_hooks = [self.get_input_embeddings().register_forward_hook(_require_gradient)]
+
     def compile_layers(self) -> bool:
         """Compile the repeated layer, for training: one program for all its runs. Return whether the model can do that."""
         return False
 
 
-def project(x: torch.Tensor, *linears: nn.Module) -> Sequence[torch.Tensor]:
-    """Return the linear maps of one input [..., in], each [..., out].
-
-    What adapts them may compute them together: a callable `project_together(x, linears)` on the first, which returns their
-    outputs, or None to leave them alone.
-    """
-    together = getattr(linears[0], "project_together", None)
-    outputs = None if together is None else together(x, linears)
-    return [linear(x) for linear in linears] if outputs is None else outputs
+def _require_gradient(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    output.requires_grad_(True)
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
@@ -115,10 +112,10 @@ def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
     """Return `num_loops` if it is a usable recurrence depth K.
 
     Raises:
-        ValueError: if it is not a whole number from 1 to `MOST_LOOPS`.
+        ValueError: if it is not an integer from 1 to `MOST_LOOPS`.
     """
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
         raise ValueError(
-            f"`{name}` is the number of loops K and must be a whole number from 1 to {MOST_LOOPS:,}; got {num_loops!r}."
+            f"`{name}` is the number of loops K and must be an integer from 1 to {MOST_LOOPS:,}; got {num_loops!r}."
         )
     return num_loops

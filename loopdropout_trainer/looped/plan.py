@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Draw(Protocol):
+class DrawKey(Protocol):
     """What a training step's random draws are keyed by; `example_ids` are (row, segment) of its examples."""
 
     seed: int
@@ -28,7 +28,7 @@ class LoopStep:
     Attributes:
         loop: its index, 0-based.
         tokens: [n] index of the example that each token belongs to, if examples are packed in one row [1, n]. None: the
-            whole batch, row by row.
+            batch, row by row.
         gate: of each packed token [n, 1] or, for M adapted modules, [n, M]; without packing of each example, [N, 1] or
             [N, M]. None: unit gates.
         num_active: number of packed tokens, counted from the first, beyond which every gate is zero; None: not known.
@@ -76,7 +76,7 @@ class GatePlan:
     gates: torch.Tensor | None = None
     segments: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
-    draw: Draw | None = None
+    draw: DrawKey | None = None
     active: list[list[bool]] | None = field(init=False, default=None)
     unused_modules: list[bool] = field(init=False, default_factory=list)
     _on_device: dict[torch.device, torch.Tensor] = field(init=False, default_factory=dict, repr=False)

@@ -1,5 +1,6 @@
-"""Looped model families, written for transformers 5. Importing this package registers them with the Auto classes."""
+"""Looped model families, written for transformers 5. Importing this package registers them with the Auto classes and PEFT."""
 
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from loopdropout_trainer.models import hrm_text  # noqa: F401  (registers itself)
@@ -18,6 +19,17 @@ for _config, _backbone, _causal_lm in (
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _backbone, exist_ok=True)
     AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
+
+_LLAMA = "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj"
+
+# Where PEFT puts an adapter whose LoraConfig has no `target_modules`: on `recurrent_linears`, as regular expressions.
+TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.update(
+    ouro=rf".*\.({_LLAMA})",
+    nanbeige=rf".*\.({_LLAMA})",
+    lds=rf".*\breasoning\.layers\..*\.({_LLAMA})",
+    huginn_raven=r"(.*\.)?(adapter|core_block\..*\.(Wqkv|proj|fc))",
+    hrm_text=r".*\b[LH]_module\..*_proj",
+)
 
 __all__ = [
     "HuginnConfig",

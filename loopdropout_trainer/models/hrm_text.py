@@ -2,7 +2,7 @@
 
 One loop is one slow cycle. With `config.prefix_lm`, as it was trained, the tokens of a prompt attend to each other in both
 directions, and an answer's to what is before them. transformers asks for that by `token_type_ids`, 1 on the prompt; here
-batches with labels get them, and `generate` takes its whole input for the prompt.
+batches with labels get them, and `generate` takes all of its input for the prompt.
 """
 
 from __future__ import annotations

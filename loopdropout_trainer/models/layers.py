@@ -1,15 +1,19 @@
-"""Parts of a layer, under transformers' parameter names: its norm and its gated MLP."""
+"""Parts of a layer, under transformers' parameter names: its attention, its norm and its gated MLP."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from loopdropout_trainer.looped import project
-from loopdropout_trainer.models.operations import rms_norm, swiglu
-from loopdropout_trainer.models.recomputation import recomputable
+from loopdropout_trainer.models.operations import recomputable, rms_norm, rotate_halves, swiglu
 
 
 PROJECTIONS = (
@@ -17,6 +21,98 @@ PROJECTIONS = (
     *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
 )
 """Names, in a decoder layer of Llama's kind, of its linear projections: where adapters go by default."""
+
+
+def project(x: torch.Tensor, *linears: nn.Module) -> Sequence[torch.Tensor]:
+    """Return the linear maps of one input [..., in], each [..., out].
+
+    What adapts them may compute them together: a callable `project_together(x, linears)` on the first, which returns their
+    outputs, or None to leave them alone.
+    """
+    together = getattr(linears[0], "project_together", None)
+    outputs = None if together is None else together(x, linears)
+    return [linear(x) for linear in linears] if outputs is None else outputs
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | Any | None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend by the kernel that the configuration names.
+
+    Args:
+        module: attention module, with `config`, `scaling` and what else transformers' kernels read from it.
+        query, key, value: [B, heads, S, d]; keys and values may have fewer heads.
+        mask: in the kernel's own form, or an object that attends by itself, as packed examples do (`speed`).
+
+    Returns:
+        [B, S, heads, d], and the attention weights if the kernel gives them.
+    """
+    if hasattr(mask, "attend"):
+        return mask.attend(query, key, value, module.scaling, dropout), None
+    if torch.is_tensor(mask) and mask.is_floating_point():
+        mask = mask.to(query.dtype)
+    kernel = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
+    return kernel(module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs)
+
+
+class SelfAttention(nn.Module):
+    """Attention with rotary positions and separate projections, as in Llama; with `norm`, also of each head as in Qwen3.
+
+    Args:
+        config: with the fields of transformers' Llama.
+        layer_idx: layer of the cache that holds its keys.
+        norm: makes the normalisation of queries' and keys' heads from their size; None: there is none.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, norm: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        width, kv_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        if norm is not None:
+            self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | Any | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the attention's output [B, S, H], and its weights if the kernel gives them."""
+        projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, heads, d]
+        if hasattr(self, "q_norm"):  # it keeps its input, so that nothing else need be kept
+            query = recomputable(_normed_and_rotated, query, self.q_norm, *position_embeddings)
+            key = recomputable(_normed_and_rotated, key, self.k_norm, *position_embeddings)
+        else:
+            query, key = (rotate_halves(x.transpose(1, 2), *position_embeddings) for x in (query, key))
+        value = value.transpose(1, 2)  # [B, heads, S, d], as the others
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output, weights = attend(self, query, key, value, attention_mask, dropout, **kwargs)
+        return project(output.flatten(-2), self.o_proj)[0], weights
+
+
+def _normed_and_rotated(x: torch.Tensor, norm: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return the heads [B, heads, S, d] of x [B, S, heads, d]."""
+    return rotate_halves(norm(x).transpose(1, 2), cos, sin)
 
 
 class RMSNorm(nn.Module):
@@ -54,7 +150,7 @@ class GatedMLP(nn.Module):
 
 
 class StaysFloat32(nn.Module):
-    """A module whose float32 weights and buffers a cast of the whole model, such as `model.bfloat16()`, does not round."""
+    """A module whose float32 weights and buffers a cast of the model, such as `model.bfloat16()`, does not round."""
 
     def _apply(self, fn, recurse: bool = True):
         before = [(tensor, tensor.detach()) for tensor in self.parameters()]

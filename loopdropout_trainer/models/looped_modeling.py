@@ -8,10 +8,10 @@ A family supplies `run_prelude`, `recurrent_step` and `readout`; the driver is `
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,27 +24,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from loopdropout_trainer.looped import (
-    LoopedModelMixin,
-    LoopState,
-    LoopStep,
-    TrainingPolicy,
-    check_num_loops,
-    launch_flops,
-)
-from loopdropout_trainer.models.attention import Lengths, lengths_in_chunks
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
-from loopdropout_trainer.models.loop_inputs import LoopInputs
-from loopdropout_trainer.models.packed_loops import PackedLoops, Worth
-from loopdropout_trainer.models.packing import find_packing
-from loopdropout_trainer.models.recomputation import recomputation
+from loopdropout_trainer.models.speed.compilation import compile_layers
+from loopdropout_trainer.models.speed.run import FastRun
 from loopdropout_trainer.models.strict_loading import load_strictly
 
 
 logger = logging.get_logger(__name__)
-
-FORWARD_LAUNCHES, SLICE_LAUNCHES, ORDER_LAUNCHES = 40, 20, 30
-"""Operations of a layer's forward pass, of a layer that leaves some tokens alone, and of putting a row in another order."""
 
 
 @dataclass
@@ -64,6 +51,97 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
 
     readouts: tuple[torch.FloatTensor, ...] | None = None
     loop_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class LoopInputs:
+    """All that a loop reads besides weights and cache: of a batch, row by row, or of examples packed in one row.
+
+    Nothing about the rows of a batch is passed in any other way.
+
+    Attributes:
+        state: [B, S, H], carried from loop to loop; [1, T, H] if the examples are packed.
+        attention_mask: in the attention kernel's own form: None, [B, 1, S, cached + S], a block mask, or packed lengths.
+        position_ids: [B or 1, S].
+        position_embeddings: cosines and sines, each [B or 1, S, ...].
+        injected: [B, S, H] that every loop mixes in again, or None.
+        attention_kwargs: further arguments of the attention kernel.
+        step: the loop that runs, which its layers announce; None before and after the loops.
+    """
+
+    state: torch.Tensor
+    attention_mask: Any
+    position_ids: torch.Tensor
+    position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    injected: torch.Tensor | None = None
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+    step: LoopStep | None = None
+
+    def take(self, rows: torch.Tensor) -> LoopInputs:
+        """Return the inputs of some packed tokens, in another order; state and attention mask are still to be set."""
+        with torch.no_grad():  # examples are put in another order only where none of this needs a gradient
+            return replace(
+                self,
+                position_ids=self.position_ids[:, rows],
+                position_embeddings=tuple(x[:, rows] for x in self.position_embeddings),
+                injected=None if self.injected is None else self.injected[:, rows],
+            )
+
+    def layer_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments that every layer takes; in a loop they name it."""
+        return {
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+            "position_embeddings": self.position_embeddings,
+            "step": self.step,
+            **self.attention_kwargs,
+        }
+
+
+class PlainRun:
+    """One forward pass of a backbone, row by row of its batch. `FastRun` has the same methods and gives the same results.
+
+    Args:
+        backbone: whose loops run.
+    """
+
+    def __init__(self, backbone: LoopedBackbone) -> None:
+        self.backbone = backbone
+        self.prepared: dict[Any, Any] = {}  # see `LoopStep`
+
+    def arrange(self, inputs: LoopInputs, attention_mask: Any, cache: Cache | None) -> LoopInputs:
+        """Return inputs [B, S, ...] as the layers of this pass read them, from the prelude on, with their mask."""
+        self.backbone.loop_state.announce(LoopStep())
+        if isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
+            mask = attention_mask["full_attention"]
+        else:
+            options = {"past_key_values": cache, "position_ids": inputs.position_ids}
+            mask = create_causal_mask(self.backbone.config, inputs.state, attention_mask, **options)
+        return replace(inputs, attention_mask=mask)
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [B, S, ...] as `arrange` returns its inputs."""
+        return x
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [B, S, ...] of a tensor that lies as `arrange` has returned its inputs."""
+        return x
+
+    def start(self, inputs: LoopInputs) -> AbstractContextManager:
+        """Take the first loop's inputs; the loops run inside the context that is returned."""
+        self.inputs = inputs
+        return nullcontext()
+
+    def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
+        """Run one loop: a function from inputs to the state after it."""
+        state = self.backbone.loop_state
+        step = state.plan.step(loop, self.inputs.state.device, prepared=self.prepared)
+        state.announce(step)  # for what runs outside of a layer
+        self.inputs = replace(self.inputs, state=recurrent_step(replace(self.inputs, step=step)))
+
+    def result(self) -> LoopInputs:
+        """Return the inputs with the state after the loops so far."""
+        return self.inputs
 
 
 class LoopedConfigMixin:
@@ -150,10 +228,7 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         return [f"{prefix}{name}" for name in self.base_model.recurrent_names()]
 
     def compile_layers(self) -> bool:
-        layers = [module for module in self.modules() if isinstance(module, RecurrentLayer)]
-        compiled = {cls: torch.compile(own_code(cls.layer_forward), dynamic=True) for cls in set(map(type, layers))}
-        for layer in layers:
-            layer.compiled_forward = compiled[type(layer)]
+        compile_layers(module for module in self.modules() if isinstance(module, RecurrentLayer))
         return True
 
     def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
@@ -180,18 +255,6 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         )
 
 
-def own_code(function: types.FunctionType) -> types.FunctionType:
-    """Return a copy of a function for one model.
-
-    torch keeps the programs of a function with its code, allows few, and after them runs the function uncompiled: the
-    trainings of one process, each with a rule of its own, would use up each other's.
-    """
-    code = function.__code__.replace()
-    return types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-
-
 class LoopedBackbone(LoopedPreTrainedModel):
     """The looped model without its head: embeddings, what runs before the loop, K loops, what makes their readouts.
 
@@ -206,9 +269,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         self.loop_state = LoopState()
         self.gradient_checkpointing = False
         self.recomputes_pointwise = False
-        self._sizes: tuple[int, int] | None = (
-            None  # of its recurrent projections and their adapter, once they are counted
-        )
+        self.block_sizes: tuple[int, int] | None = None  # numbers in its projections and their adapter, see `FastRun`
 
     # What a family supplies.
 
@@ -239,7 +300,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     # What all of them do.
 
     def run_loops(
-        self, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
+        self, run: PlainRun | FastRun, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
     ) -> tuple[LoopInputs, list[torch.Tensor]]:
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
@@ -247,6 +308,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         first active gate, where the training policy allows it.
 
         Args:
+            run: of this forward pass.
             inputs: of the first loop.
             cache: with one cache layer for every (loop, layer), or None; `use_cache`: whether layers write to it.
             keep_states: whether to return the state of every loop.
@@ -257,83 +319,16 @@ class LoopedBackbone(LoopedPreTrainedModel):
         num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
         first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
         _, num_inside = self.layer_counts()
-        packed = self._packed_loops(inputs) if inputs.packing is not None else None
-        plan, prepared, states = self.loop_state.plan, {}, []
-        running = replace(inputs)  # a copy, whose state and step change from loop to loop
-        for loop in range(num_loops):
-            view = None if cache is None else LoopCacheView(cache, loop * num_inside)
-            recurrent_step = functools.partial(
-                self.recurrent_step, loop=loop, past_key_values=view, use_cache=use_cache
-            )
-            with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
-                if packed is not None:
-                    packed.run(recurrent_step, loop)
-                else:
-                    running.step = plan.step(loop, running.state.device, prepared=prepared)
-                    self.loop_state.announce(running.step)  # for what runs outside of a layer
-                    running.state = recurrent_step(running)
-            if keep_states:
-                states.append(running.state if packed is None else packed.finish().state)
-        return replace(inputs, state=running.state) if packed is None else packed.finish(), states
-
-    def _packed_loops(self, inputs: LoopInputs) -> PackedLoops:
-        needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
-        may_wait = torch.is_grad_enabled() and not needs_gradient
-        lora_parameters = self.training_policy.lora_parameters if may_wait else None
-        mask_of = functools.partial(self._packed_mask, inputs.state)
-        worth = Worth() if lora_parameters is None else self._worth(inputs.state, lora_parameters)
-        return PackedLoops(inputs, self.loop_state, mask_of, lora_parameters, worth)
-
-    def _worth(self, like: torch.Tensor, lora_parameters: Sequence[nn.Parameter]) -> Worth:
-        """Return from how many tokens on less arithmetic is worth more launches, by the sizes of the recurrent block."""
-        if self._sizes is None:
-            linears = [self.get_submodule(name) for name in self.recurrent_names()]
-            self._sizes = (
-                sum(linear.in_features * linear.out_features for linear in linears),
-                sum(parameter.numel() for parameter in lora_parameters),
-            )
-        weights, factors = self._sizes
-        _, num_inside = self.layer_counts()
-        launch = launch_flops(like.device, like.dtype)
-        apart = (FORWARD_LAUNCHES * num_inside + ORDER_LAUNCHES) * launch
-        passes = (
-            2 if self.gradient_checkpointing else 1
-        )  # saved by waiting: the backward pass, with what it recomputes
-        worth = Worth(
-            waiting=apart / (2 * passes * weights),
-            resting=(SLICE_LAUNCHES * num_inside + ORDER_LAUNCHES) * launch / (6 * factors),
-        )
-        if like.is_cuda and weights * like.shape[1] > apart:
-            worth = Worth()  # the device is busy for longer than both launches take, which it does not wait for
-        logger.info_once(
-            "`skip_frozen_loops`: examples that need no gradient yet run apart from others in loops where they have "
-            f"{worth.waiting:.0f} tokens or more, and others without an update where they have {worth.resting:.0f} or more."
-        )
-        return worth
-
-    def _packed_mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor | None:
-        """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
-        if self.config._attn_implementation == "sdpa":
-            packed = lengths_in_chunks(lengths, like, self.config.num_attention_heads, self.config.head_dim)
-            if len(packed.chunks) > 1:
-                return packed
-            mask = packed.mask(0, like.dtype)  # one launch of the usual kernel, which can be compiled with its layer
-            return None if mask is None else mask[None, None]
-        positions = torch.cat([torch.arange(length, device=like.device) for length in lengths])
-        row = like.new_empty(1, len(positions), 1)
-        return create_causal_mask(self.config, row, None, past_key_values=None, position_ids=positions.unsqueeze(0))
-
-    def _pack(self, inputs: LoopInputs, token_mask: torch.Tensor | None) -> LoopInputs:
-        """Return the inputs with their examples in one row, without padding."""
-        packing = find_packing(inputs.state.shape[:2], token_mask, inputs.position_ids, self.loop_state.plan.segments)
-        return replace(
-            inputs,
-            state=packing.pack(inputs.state),
-            attention_mask=self._packed_mask(inputs.state, packing.lengths),
-            position_ids=packing.pack(inputs.position_ids),
-            position_embeddings=tuple(map(packing.pack, inputs.position_embeddings)),
-            packing=packing,
-        )
+        states = []
+        with run.start(inputs):
+            for loop in range(num_loops):
+                view = None if cache is None else LoopCacheView(cache, loop * num_inside)
+                options = {"loop": loop, "past_key_values": view, "use_cache": use_cache}
+                with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
+                    run.loop(functools.partial(self.recurrent_step, **options), loop)
+                if keep_states:
+                    states.append(run.result().state)
+            return run.result(), states
 
     @capture_outputs
     def forward(
@@ -367,20 +362,18 @@ class LoopedBackbone(LoopedPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts
         cache = self._fit_cache(past_key_values, use_cache, output_readouts)
-        packs = cache is None and self._may_pack(embeddings, attention_mask, kwargs)
-        inputs = self._loop_inputs(embeddings, attention_mask, position_ids, cache, packs, kwargs)
-        self.loop_state.announce(LoopStep(tokens=inputs.packing.tokens() if packs else None))  # for initial states
+        run = self._new_run(embeddings, attention_mask, cache, kwargs)
+        inputs = run.arrange(
+            self._loop_inputs(embeddings, attention_mask, position_ids, cache, kwargs), attention_mask, cache
+        )
 
         outside = {"past_key_values": cache, "use_cache": use_cache}
-        inputs = self.run_prelude(inputs, initial_state, **outside)
-        with recomputation(self.recomputes_pointwise and self.training):
-            inputs, states = self.run_loops(inputs, cache, use_cache, output_readouts)
-        readouts = [self.readout(replace(inputs, state=state), **outside) for state in states]
-        if packs:
-            readouts, states = ([inputs.packing.unpack(x) for x in tensors] for tensors in (readouts, states))
+        inputs = self.run_prelude(inputs, None if initial_state is None else run.pack(initial_state), **outside)
+        inputs, states = self.run_loops(run, inputs, cache, use_cache, output_readouts)
+        readouts = [run.unpack(self.readout(replace(inputs, state=state), **outside)) for state in states]
+        states = [run.unpack(state) for state in states]
         if not output_readouts:
-            last = self.readout(inputs, **outside)
-            last = inputs.packing.unpack(last) if packs else last
+            last = run.unpack(self.readout(inputs, **outside))
         self.loop_state.announce(self.loop_state.plan.step(0))  # what belongs to this pass ends with it
         return LoopedModelOutput(
             last_hidden_state=readouts[-1] if output_readouts else last,
@@ -425,16 +418,19 @@ class LoopedBackbone(LoopedPreTrainedModel):
         fit_cache(cache, num_outside + self.config.num_loops * num_inside)
         return cache
 
-    def _may_pack(self, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, options: dict) -> bool:
-        """Return whether this batch's examples run packed in one row: if nothing is asked of their rows."""
-        if not (self.training_policy.packs and self.can_pack):
-            return False
+    def _new_run(
+        self, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, options: dict
+    ) -> PlainRun | FastRun:
+        """Return what runs this forward pass: plainly, unless an optimisation is switched on and applies."""
+        run, recomputes = PlainRun(self), self.recomputes_pointwise and self.training
+        packs = cache is None and self.training_policy.packs and self.can_pack
+        if not (packs or recomputes):
+            return run
+        # Packed examples have no rows: nothing may be asked of these, and a mask must say which tokens are padding.
         records = ("output_hidden_states", "output_attentions")
-        if any(options.get(name, getattr(self.config, name, False)) for name in records):
-            return False
-        return attention_mask is None or (
-            torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
-        )
+        packs = packs and not any(options.get(name, getattr(self.config, name, False)) for name in records)
+        shaped = torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
+        return FastRun(run, packs and (attention_mask is None or shaped), recomputes)
 
     def _loop_inputs(
         self,
@@ -442,34 +438,19 @@ class LoopedBackbone(LoopedPreTrainedModel):
         attention_mask: torch.Tensor | dict | None,
         position_ids: torch.Tensor | None,
         cache: Cache | None,
-        packs: bool,
         attention_kwargs: dict,
     ) -> LoopInputs:
-        """Return what the prelude reads: embeddings [B, S, H] with their positions and mask, packed if `packs`."""
-        token_mask = attention_mask if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 else None
+        """Return what the prelude reads: embeddings [B, S, H] with their positions, still without a mask."""
         if position_ids is None:
-            seen = cache.get_seq_length() if cache is not None else 0
-            position_ids = _positions(embeddings, token_mask, seen)
-        if packs:
-            causal_mask = None
-        elif isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
-            causal_mask = attention_mask["full_attention"]
-        else:
-            causal_mask = create_causal_mask(
-                config=self.config,
-                inputs_embeds=embeddings,
-                attention_mask=attention_mask,
-                past_key_values=cache,
-                position_ids=position_ids,
-            )
-        inputs = LoopInputs(
+            token_mask = attention_mask if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 else None
+            position_ids = _positions(embeddings, token_mask, cache.get_seq_length() if cache is not None else 0)
+        return LoopInputs(
             state=embeddings,
-            attention_mask=causal_mask,
+            attention_mask=None,
             position_ids=position_ids,
             position_embeddings=self.rotate(embeddings, position_ids),
             attention_kwargs=attention_kwargs,
         )
-        return self._pack(inputs, token_mask) if packs else inputs
 
 
 def _positions(embeddings: torch.Tensor, token_mask: torch.Tensor | None, seen: int) -> torch.Tensor:
@@ -478,6 +459,10 @@ def _positions(embeddings: torch.Tensor, token_mask: torch.Tensor | None, seen: 
     if token_mask is not None and token_mask.shape[1] == seen + length:
         return (token_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
     return (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
+
+
+def _accept_hub_weights(model: LoopedForCausalLM, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    model.accept_hub_weights(weights, prefix)
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
@@ -491,9 +476,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     def __init__(self, config) -> None:
         super().__init__(config)
-        self.register_load_state_dict_pre_hook(
-            lambda module, weights, prefix, *args: module.accept_hub_weights(weights, prefix)
-        )
+        self.register_load_state_dict_pre_hook(_accept_hub_weights)
 
     def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the state dict `weights` as the published code names and completes it: what is saved."""

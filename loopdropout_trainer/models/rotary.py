@@ -43,4 +43,4 @@ def rotations(
 
 
 class ExactRotaryEmbedding(StaysFloat32, LlamaRotaryEmbedding):
-    """transformers' rotary embedding, all its kinds, with frequencies that a cast of the whole model does not round."""
+    """transformers' rotary embedding, all its kinds, with frequencies that a cast of the model does not round."""

@@ -71,14 +71,18 @@ class RunPlan:
         """Estimated floating-point operations of the whole run."""
         return self.flops_per_token * self.tokens * self.per_example * self.epochs
 
-    def __str__(self) -> str:
+    @property
+    def rule_and_adapter(self) -> str:
+        """The two of them in one line."""
         rule = self.rule if self.p is None else f"{self.rule}, p = {self.p}"
-        what = "completions" if self.completions else "examples"
         share = 100 * self.trainable_parameters / self.parameters
+        return f"{rule}; {self.trainable_parameters:,} trainable parameters ({share:.2f}%)"
+
+    def __str__(self) -> str:
+        what = "completions" if self.completions else "examples"
         lines = {
             "model": f"{self.model}, {self.parameters:,} parameters, K = {self.num_loops} loops",
-            "rule": rule,
-            "adapter": f"{self.trainable_parameters:,} trainable parameters ({share:.2f}%)",
+            "rule": self.rule_and_adapter,
             "data": self.data,
             "examples": f"{self.examples:,} with {self.tokens:,} tokens, {self.tokens / self.examples:.0f} in the mean",
             "steps": f"{self.steps:,} of {self.batch_size:,} {what} ({self.epochs:.4g} epochs)",

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+import sys
+import textwrap
+from typing import TextIO
+
 import datasets
+from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 
 SHORT = 20_000  # examples; a bar over fewer of them is gone before anyone can read it
 
 
+def write_line(line: str, file: TextIO) -> None:
+    """Print a line above the bars that are shown; a terminal gets it in pieces that fit its width."""
+    if file.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        line = textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    tqdm.write(line, file=file)
+
+
+class LogAboveBars(logging.StreamHandler):
+    """Writes log records to standard error, above the bars."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line(self.format(record), sys.stderr)
+
+
 def hide_short_bars(num_examples: int) -> None:
     """Leave out the bars of loading weights, and those of preparing examples unless there are many of them."""
-    logging.disable_progress_bar()
+    disable_progress_bar()
     if num_examples < SHORT:
         datasets.disable_progress_bars()
 
@@ -25,21 +47,26 @@ def show_training(trainer: Trainer, title: str) -> None:
 
 
 class TrainingProgress(ProgressCallback):
-    """transformers' bar, with a title, that writes the log as words."""
+    """transformers' bar, with a title, that writes the log as words; in a file there are the words alone."""
 
     def __init__(self, title: str) -> None:
         super().__init__()
         self.title = title
 
     def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None:
-            self.training_bar.set_description(self.title)
+        self.current_step = 0
+        if state.is_world_process_zero:
+            # `disable=None`: no bar where standard error is no terminal.
+            self.training_bar = tqdm(total=state.max_steps, desc=self.title, dynamic_ncols=True, disable=None)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if sys.stderr.isatty():
+            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = log_line(state.global_step, state.max_steps, logs or {})
         if line and state.is_world_process_zero and self.training_bar is not None:
-            self.training_bar.write(line)
+            write_line(line, sys.stdout)
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult
-from loopdropout_trainer.saving.files import sha256, written_whole
+from loopdropout_trainer.runs.progress import LogAboveBars
+from loopdropout_trainer.saving.files import sha256, staged_files
 from loopdropout_trainer.settings.arguments import RunArguments
 from loopdropout_trainer.settings.methods import method_title
 from loopdropout_trainer.settings.recipe import public_settings, settings_yaml
@@ -41,7 +42,7 @@ def show_log() -> None:
     """Write this package's log to standard error: from INFO on in the first process, from WARNING on in the others."""
     log = logging.getLogger("loopdropout_trainer")
     if not log.handlers:
-        handler = logging.StreamHandler()
+        handler = LogAboveBars()
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         handler.addFilter(_Once())
         log.addHandler(handler)
@@ -60,6 +61,8 @@ class RunResult:
         base_benchmarks, benchmarks: results by greedy generation before and after training.
         rewards: of a training by reward: its mean over the first and over the last tenth of the log.
         single_loop: losses with the adapter in one loop at a time, if measured.
+        readout_losses: of each loop's readout with the adapter in all loops, in nats per token, if measured.
+        single_loop_benchmarks: results on the first benchmark with the adapter in loop 1, 2, ... K only, if measured.
         by_depth: results on the first benchmark by the number of loops at inference, if measured.
         adapter: its other fields (`r`, `lora_alpha`, ...); model: the base's (`model`, `dtype`, ...).
         saved: what was saved, by name.
@@ -79,6 +82,8 @@ class RunResult:
     base_benchmarks: list[BenchmarkResult] = field(default_factory=list)
     benchmarks: list[BenchmarkResult] = field(default_factory=list)
     single_loop: SingleLoopActivation | None = None
+    readout_losses: list[float] = field(default_factory=list)
+    single_loop_benchmarks: list[BenchmarkResult] = field(default_factory=list)
     by_depth: dict[int, BenchmarkResult] = field(default_factory=dict)
     adapter: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -144,6 +149,8 @@ def write_results(
     for name in ("base_benchmarks", "benchmarks"):
         report[name] = {result.name: result.as_json() for result in getattr(outcome, name)}
     report["by_depth"] = {depth: result.as_json() for depth, result in outcome.by_depth.items()}
+    report["single_loop_benchmarks"] = [result.as_json() for result in outcome.single_loop_benchmarks]
+    report["readout_losses"] = outcome.readout_losses
     if outcome.single_loop is not None:
         reductions = {"reductions_percent": outcome.single_loop.reductions}
         report["single_loop"] = {**asdict(outcome.single_loop), **reductions}
@@ -152,7 +159,7 @@ def write_results(
     report["saved"] = outcome.saved
     report["files"] = {name: sha256(Path(output_dir, name)) for name in _weight_files(output_dir, outcome.saved)}
     text = json.dumps(_json(report), indent=1, ensure_ascii=False, allow_nan=False)
-    with written_whole(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
+    with staged_files(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
         (folder / "recipe.yaml").write_text(settings_yaml(settings), encoding="utf-8")
         (folder / RESULTS_FILE).write_text(f"{text}\n", encoding="utf-8")
     return Path(output_dir) / RESULTS_FILE
@@ -182,6 +189,10 @@ def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Mappi
             **benchmarks,
             single_loop=SingleLoopActivation(**single_loop) if single_loop else None,
             by_depth={int(depth): BenchmarkResult.from_json(first, each) for depth, each in depths.items()},
+            readout_losses=report["readout_losses"],
+            single_loop_benchmarks=[
+                BenchmarkResult.from_json(first, each) for each in report["single_loop_benchmarks"]
+            ],
             saved=report["saved"],
             rewards=training.get("rewards"),
         )

@@ -17,8 +17,8 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
-from loopdropout_trainer.diagnostics import single_loop_activation
-from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, load_benchmark, put_to
+from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
+from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.looped import find_looped_model
@@ -33,11 +33,13 @@ from loopdropout_trainer.runs.result import (
     show_log,
     write_results,
 )
-from loopdropout_trainer.saving.cards import ModelCardFields
+from loopdropout_trainer.saving.adapter_files import save_adapter_card
+from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
 from loopdropout_trainer.saving.files import sha256, write_atomically
-from loopdropout_trainer.saving.hub import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
@@ -92,8 +94,15 @@ class Run:
             raise RecipeError(
                 "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."
             )
-        if min(self.script.depths or [1]) < 1:
-            raise RecipeError(f"`depths` must be at least 1; got {min(self.script.depths)}.")
+        if self.script.single_loop_accuracy and not self.script.benchmarks:
+            raise RecipeError("`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them.")
+        if config.metric_for_best_model not in (None, "loss", "eval_loss"):
+            raise RecipeError(
+                "`metric_for_best_model` must be loss, the only metric that a training evaluates; got "
+                f"{shown(config.metric_for_best_model)}."
+            )
+        if config.rule in (self.script.compare_with or ()):
+            raise RecipeError(f"`compare_with` must name other rules than `rule`; got {config.rule!r}.")
         if self.script.push_merged_to_hub and not config.hub_model_id:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
         self.check()
@@ -108,8 +117,9 @@ class Run:
 
     def load(self) -> None:
         """Load tokenizer, data and benchmarks."""
-        self.tokenizer = load_tokenizer(self.model, self.configs[0].trust_remote_code)
         config = self.configs[0]
+        template = getattr(config, "chat_template_path", None)  # SFT's
+        self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, template)
         hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, getattr(config, "max_length", None))
@@ -120,13 +130,15 @@ class Run:
         limit = self.script.benchmark_limit
         if name == DEVELOPMENT:
             return development_benchmark(self.data.eval, self.data_args.preparation, limit)
-        return load_benchmark(name, (self.script.benchmark_files or {}).get(name), limit)
+        file = (self.script.benchmark_files or {}).get(name)
+        return load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code)
 
     def announce(self) -> None:
         """Print what became of the data, and what is about to be done with it."""
         print(self.data.report)
         for config in self.configs:
-            print(f"\n{plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)}", flush=True)
+            plan = plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)
+            print(f"\n{plan}" if config is self.configs[0] else f"then   {plan.rule_and_adapter}", flush=True)
             longest = self.longest_row(config)
             if self.script.dry_run and longest and not divides_weights(config):
                 advice = memory_advice(self.base, self.model.dtype, self.peft_config, config, longest)
@@ -162,6 +174,8 @@ class Run:
                 **self.trainer_arguments(),
             )
         checkpoint = self.checkpoint_for(config)
+        if self.merges(config):  # before hours of training
+            trainer.from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
         with trainer.only_run_in_output_dir():
             finished = trainer.from_main_process(lambda: self.finished(trainer)) if checkpoint else None
             if finished is not None:
@@ -218,8 +232,12 @@ class Run:
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
             batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
             outcome.single_loop = single_loop_activation(trainer.model, batches)
+            outcome.readout_losses = readout_losses(trainer.model, batches)
+        if self.script.single_loop_accuracy:
+            outcome.single_loop_benchmarks = self.evaluate_single_loops(trainer)
         if is_main:
-            if config is self.configs[0] and (self.script.merge or self.script.push_merged_to_hub):
+            save_adapter_card(trainer.model, config.output_dir, config.hub_model_id, self.card_fields(outcome))
+            if self.merges(config):
                 self.merge(trainer, outcome)
             processes = trainer.accelerator.num_processes
             write_results(outcome, self.settings, config.output_dir, trainer.run_identity, processes)  # the last file
@@ -279,16 +297,31 @@ class Run:
             config.num_loops = own
         return results
 
+    def evaluate_single_loops(self, trainer: GateSamplingMixin) -> list[BenchmarkResult]:
+        """Evaluate on the first benchmark with the adapter in one loop only, for each loop, at the training depth."""
+        results = []
+        loops = range(trainer.num_loops)
+        for only in tqdm(loops, desc="adapter in one loop", disable=trainer.args.disable_tqdm or None):
+            gates = [float(loop == only) for loop in loops]
+            moment = f"{AFTER}/only_loop_{only + 1}"
+            results.append(self.answer(trainer, self.benchmarks[0], moment, progress=False, gates=gates))
+        return results
+
     def answer(
-        self, trainer: GateSamplingMixin, benchmark: Benchmark, moment: str, progress: bool = True
+        self,
+        trainer: GateSamplingMixin,
+        benchmark: Benchmark,
+        moment: str,
+        progress: bool = True,
+        gates: Sequence[float] | None = None,
     ) -> BenchmarkResult:
-        """Answer one benchmark at unit gates."""
+        """Evaluate on one benchmark, at unit gates or at these gates [K]."""
         folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
         for _ in range(2):
             try:
                 settings = trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment))
-                subject = Subject.of(trainer.model, self.tokenizer, self.script)
-                return put_to(subject, benchmark, folder, settings, progress)
+                subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
+                return evaluate_subject(subject, benchmark, folder, settings, progress)
             except SettingsChangedError:  # of a run that this one takes the place of
                 if trainer.accelerator.is_main_process:
                     shutil.rmtree(folder)
@@ -303,17 +336,25 @@ class Run:
             "adapter": sha256(adapter) if moment.startswith(AFTER) else None,
         }
 
-    def merge(self, trainer: GateSamplingMixin, outcome: RunResult) -> None:
-        """Save the merged model with its card."""
-        facts = ModelCardFields(
-            base_model=self.model.base_name,
+    def card_fields(self, outcome: RunResult) -> ModelCardFields:
+        """Return what the run's cards state beside what the model itself tells."""
+        before = {result.name: result.score for result in outcome.base_benchmarks}
+        return ModelCardFields(
             rule=outcome.rule,
             p=outcome.p,
             recipe=settings_yaml(self.settings),
             data=self.data.description,
-            results=outcome.results,
+            results={r.name: CardScore(r.score, r.total, before.get(r.name)) for r in outcome.benchmarks},
         )
+
+    def merges(self, config: LoopDropoutArguments) -> bool:
+        """Say whether the adapter of these arguments is to be merged: the recipe's own, not those it is compared with."""
+        return config is self.configs[0] and (self.script.merge or self.script.push_merged_to_hub)
+
+    def merge(self, trainer: GateSamplingMixin, outcome: RunResult) -> None:
+        """Save the merged model with its card."""
         folder = Path(trainer.args.output_dir) / "merged"
+        facts = self.card_fields(outcome)
         merge_and_save(trainer.model, folder, self.tokenizer, facts, repo_id=trainer.args.hub_model_id)
         outcome.saved["merged model"] = str(folder)
 

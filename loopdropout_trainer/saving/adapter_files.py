@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,10 +15,11 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter, check_peft_config
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.cards import adapter_card, card_fields
-from loopdropout_trainer.saving.files import check_safetensors
+from loopdropout_trainer.saving.cards import ModelCardFields, adapter_card, card_fields
+from loopdropout_trainer.saving.files import check_safetensors, sha256_of_weights
+from loopdropout_trainer.saving.hub_code import is_hub_name
 from loopdropout_trainer.settings.command import user_supplied
-from loopdropout_trainer.settings.field_types import shown
+from loopdropout_trainer.settings.ranges import shown
 
 
 logger = logging.get_logger(__name__)
@@ -26,8 +29,23 @@ _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
-def save_adapter_metadata(folder: str | Path, **facts) -> None:
-    """Write what an adapter was trained with (`num_loops`, `rule`, `p`, ...) beside it."""
+def base_sha256(base: PreTrainedModel) -> str | None:
+    """Return a hash of the safetensors files that a base model was loaded from; None if they are not on this machine.
+
+    It does not depend on where the files lie: a copy in another folder, or in the Hub's cache, has the same.
+    """
+    name = base.config.name_or_path
+    if is_hub_name(name):
+        commit = getattr(base.config, "_commit_hash", None)
+        config = try_to_load_from_cache(name, "config.json", revision=commit)
+        name = str(Path(config).parent) if isinstance(config, str) else ""
+    files = sorted(Path(name).glob("*.safetensors")) if name and Path(name).is_dir() else []
+    return sha256_of_weights(files) if files else None
+
+
+def save_adapter_metadata(model: PeftModel, folder: str | Path, **facts: Any) -> None:
+    """Write what an adapter was trained with (`num_loops`, `rule`, `p`, ..., the hash of its base's files) beside it."""
+    facts["base_sha256"] = base_sha256(model.get_base_model())
     (Path(folder) / ADAPTER_METADATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
@@ -42,13 +60,27 @@ def adapter_metadata(folder: str | Path) -> dict:
         raise ValueError(f"{file} is not the JSON object that was saved with the adapter: {error}.") from None
     num_loops, depths = metadata.get("num_loops"), metadata.get("depths")
     if num_loops is not None and type(num_loops) is not int:
-        raise ValueError(f"`num_loops` in {file} must be a whole number; got {num_loops!r}.")
+        raise ValueError(f"`num_loops` in {file} must be an integer; got {num_loops!r}.")
     if depths is not None and (not isinstance(depths, list) or [type(depth) for depth in depths] != [int, int]):
         raise ValueError(f"`depths` in {file} must be the least and the greatest depth of training; got {depths!r}.")
     return metadata
 
 
-def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool = False) -> PeftModel:
+def adapter_folder(adapter: str | Path) -> Path:
+    """Return the folder of an adapter, downloaded if it is on the Hub.
+
+    Raises:
+        SetupError: if it is in neither place.
+    """
+    if Path(adapter).is_dir():
+        return Path(adapter)
+    with user_supplied(f"The adapter {adapter} cannot be loaded"):
+        return Path(snapshot_download(str(adapter), allow_patterns=["adapter_*", ADAPTER_METADATA]))
+
+
+def load_adapter(
+    model: PreTrainedModel, folder: str | Path, is_trainable: bool = False, another_base: bool = False
+) -> PeftModel:
     """Put a saved adapter of any kind on its base model, at the depth that the model is set to.
 
     A shared update runs at any depth: one that differs from training is logged. Factors or learned gates for each loop
@@ -56,18 +88,22 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
 
     Args:
         model: looped base model.
-        folder: where `save_model`, a checkpoint or PEFT's `save_pretrained` put the adapter.
+        folder: where `save_model`, a checkpoint or PEFT's `save_pretrained` put the adapter, or its name on the Hub.
         is_trainable: whether to train it further.
+        another_base: whether it may have been trained on another base model than this one.
 
     Raises:
         NotLoopedError: for a model without loops.
         ValueError: if the folder holds no safetensors adapter, one of another base model, or one whose loops have factors
             or gates of their own at another depth; one sentence.
     """
+    folder = adapter_folder(folder)
     config = read_adapter_config(folder)
     check_peft_config(config)
     check_shapes(model, folder)
     looped, metadata = find_looped_model(model), adapter_metadata(folder)
+    if not another_base:
+        _check_base(model, config, metadata, folder)
     looped.trained_with = {key: metadata[key] for key in ("rule", "p", "depths", "loop_loss") if key in metadata}
     num_loops, trained = looped.config.num_loops, metadata.get("num_loops")
     if trained is not None:
@@ -75,12 +111,31 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool 
         if not low <= num_loops <= high:
             depths = f"depth {low}" if low == high else f"depths {low} to {high}"
             logger.warning(f"The adapter in {folder} was trained at {depths}; the model runs {num_loops} loops.")
-    base = model.config.name_or_path
-    if base and config.base_model_name_or_path and base != config.base_model_name_or_path:
-        logger.warning(
-            f"The adapter in {folder} was trained on {config.base_model_name_or_path}; it is put on {base}."
-        )
     return attach_adapter(model, folder, is_trainable, config)
+
+
+def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, folder: Path) -> None:
+    """Refuse an adapter of another base model; only warn where a folder may just have another name.
+
+    The files' hashes decide where both are known, so that a base may be renamed, moved and downloaded again.
+    """
+    trained_on, base = config.base_model_name_or_path, model.config.name_or_path
+    before, now = metadata.get("base_sha256"), None
+    if before is not None:
+        now = base_sha256(model)
+    names_differ = bool(base and trained_on and base != trained_on)
+    if before is not None and now is not None:
+        is_other = before != now
+    else:
+        is_other = names_differ and is_hub_name(base) and is_hub_name(trained_on)
+    if is_other:
+        raise ValueError(
+            f"The adapter in {folder} was trained on {'other weights than those of ' * (not names_differ)}"
+            f"{trained_on or 'another base model'}, not on {base}: load that base, or pass `another_base=True` to "
+            "`load_adapter`."
+        )
+    if now is None and names_differ:
+        logger.warning(f"The adapter in {folder} was trained on {trained_on}; it is put on {base}.")
 
 
 def check_resumable(model: PeftModel, folder: str | Path) -> None:
@@ -110,15 +165,18 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
         )
 
 
-def save_adapter_card(model: PeftModel, folder: str | Path, repo_id: str | None = None) -> None:
+def save_adapter_card(
+    model: PeftModel, folder: str | Path, repo_id: str | None = None, facts: ModelCardFields | None = None
+) -> None:
     """Write the card of a saved adapter over the one that PEFT or TRL wrote, which knows neither base nor rule.
 
     Args:
         model: with the adapter.
         folder: that the adapter was saved in.
         repo_id: its name on the Hub, if it is going there.
+        facts: of the run; base model, depth and adapter are filled in from `model`.
     """
-    card = adapter_card(card_fields(model), repo_id or str(folder), find_looped_model(model).config)
+    card = adapter_card(card_fields(model, facts), repo_id or str(folder), find_looped_model(model).config)
     card.save(Path(folder) / "README.md")
 
 
@@ -145,7 +203,7 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
 def _replace_patterns(config: LoraConfig, folder: Path) -> None:
     """Take the names of the adapted layers from the weights, where the configuration gives a pattern to find them by.
 
-    PEFT matches patterns against every module's name; one made on purpose takes hours.
+    PEFT matches patterns against every module's name; a malicious one takes hours.
 
     Raises:
         ValueError: for a pattern that names nothing else.

@@ -7,19 +7,29 @@ of theirs takes effect.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
 from transformers import PreTrainedConfig
 
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.hub_code import is_hub_name
+
+
+class CardScore(NamedTuple):
+    """A model's score on a benchmark, the number n of problems, and the base model's own score."""
+
+    score: float
+    num_problems: int | None = None
+    base_score: float | None = None
 
 
 @dataclass
@@ -27,12 +37,12 @@ class ModelCardFields:
     """What a model card states about the run behind a model; unknown facts are left out of the card.
 
     Attributes:
-        base_model: hub name or path of the model that was fine-tuned.
+        base_model: hub name or path of the model that was fine-tuned; license: the base's, as its own card names it.
         rule, p: gate rule and drop probability; rank, alpha: of the adapter; num_loops: recurrence depth K.
         depths: least and greatest depth of a training step; loop_loss: which loops the training loss scored.
         recipe: YAML text of the run's settings.
         data: name of the training data.
-        results: measured numbers by name.
+        results: scores by benchmark.
     """
 
     base_model: str | None = None
@@ -45,23 +55,39 @@ class ModelCardFields:
     loop_loss: str | None = None
     recipe: str | None = None
     data: str | None = None
-    results: dict[str, Any] = field(default_factory=dict)
+    license: Mapping[str, str] | None = None
+    results: dict[str, CardScore] = field(default_factory=dict)
 
 
 def card_fields(model: PeftModel, given: ModelCardFields | None = None) -> ModelCardFields:
     """Return `given` with what `model` itself tells filled in: base, depth, adapter, and the rule that trained it."""
     adapter = model.active_adapters[0]
     lora, looped = model.peft_config[adapter], find_looped_model(model)
+    base_model = lora.base_model_name_or_path or looped.config.name_or_path or None
     known = {
         **looped.trained_with,
-        "base_model": lora.base_model_name_or_path or looped.config.name_or_path or None,
+        "base_model": base_model,
+        "license": _license_of(base_model),
         "rank": lora.r,
         "alpha": lora.lora_alpha,
         "num_loops": looped.config.num_loops,
     }
-    stated = {key: value for key, value in dataclasses.asdict(given or ModelCardFields()).items() if value is not None}
+    stated = {key: value for key, value in vars(given or ModelCardFields()).items() if value is not None}
     names = {f.name for f in dataclasses.fields(ModelCardFields)}
     return ModelCardFields(**{key: value for key, value in {**known, **stated}.items() if key in names})
+
+
+@functools.cache
+def _license_of(base_model: str | None) -> dict[str, str]:
+    """Return the fields of a base's own card that name its license; none where there is no card, or none in reach."""
+    if base_model is None or not (is_hub_name(base_model) or (Path(base_model) / "README.md").is_file()):
+        return {}
+    path = base_model if is_hub_name(base_model) else Path(base_model) / "README.md"
+    try:
+        data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # whatever the Hub's client or YAML raises: a card is no reason to stop
+        return {}
+    return {name: str(data[name]) for name in ("license", "license_name", "license_link") if data.get(name)}
 
 
 def merged_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) -> ModelCard:
@@ -104,15 +130,21 @@ def merged_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) ->
 
 def adapter_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) -> ModelCard:
     """Write the card of an adapter; see `merged_card` for the arguments."""
-    base = fields.base_model or "BASE_MODEL"
-    if Path(base).is_dir():
-        base = Path(base).name
+    base, import_peft = _string(fields.base_model or "BASE_MODEL"), ""
+    if fields.base_model is not None and not is_hub_name(fields.base_model):
+        # The path of a local base stands in PEFT's file beside the weights; on the page it would help nobody.
+        base, import_peft = (
+            "PeftConfig.from_pretrained(folder).base_model_name_or_path",
+            "from peft import PeftConfig\n",
+        )
     loading = [
         "```python\n"
         "from loopdropout_trainer import load_adapter, merge_and_save\n"
+        f"{import_peft}"
         "from transformers import AutoModelForCausalLM\n\n"
-        f"base = AutoModelForCausalLM.from_pretrained({_string(base)}, num_loops={config.num_loops})\n"
-        f"model = load_adapter(base, {_string(name)})\n"
+        f"folder = {_string(name)}\n"
+        f"base = AutoModelForCausalLM.from_pretrained({base}, num_loops={config.num_loops})\n"
+        "model = load_adapter(base, folder)\n"
         'merge_and_save(model, "merged")  # optional: an ordinary checkpoint of the base model\n```'
     ]
     return _card(
@@ -127,15 +159,16 @@ def adapter_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) -
 
 def _card(fields: ModelCardFields, name: str, library: str, what: str, loading: list[str]) -> ModelCard:
     base = fields.base_model
-    is_hub_name = base is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()
     metadata = ModelCardData(
         library_name=library,
         pipeline_tag="text-generation",
-        base_model=base if is_hub_name else None,
+        base_model=base if is_hub_name(base) else None,
+        **fields.license or {},
         tags=["looped-language-model", "lora", "loop-dropout"],
     )
     rows = {
-        "Base model": base if base is None or is_hub_name else Path(base).name,
+        "Base model": base if base is None or is_hub_name(base) else Path(base).name,
+        "License of the base": (fields.license or {}).get("license"),
         "Training rule": "Loop Dropout" if fields.rule == "loop_dropout" else fields.rule,
         "Drop probability p": fields.p,
         "LoRA rank / alpha": None if fields.rank is None else f"{fields.rank} / {fields.alpha}",
@@ -144,9 +177,11 @@ def _card(fields: ModelCardFields, name: str, library: str, what: str, loading: 
         "Loops in the loss": None if fields.loop_loss == "final" else fields.loop_loss,
         "Training data": fields.data,
     }
-    parts = [f"---\n{metadata.to_yaml()}\n---", f"# {_text(name)}", what, _table(rows)]
+    parts = [f"---\n{metadata.to_yaml()}\n---", f"# {_text(name)}", what]
+    parts.append(_table(["", ""], ((name, value) for name, value in rows.items() if value is not None)))
     if fields.results:
-        parts.append(f"## Results\n\n{_table(fields.results)}")
+        scores = ((name, *score) for name, score in fields.results.items())
+        parts.append(f"## Results\n\n{_table(['Benchmark', 'Score', 'n', 'Base model'], scores)}")
     parts.append("## Loading\n\n" + "\n\n".join(loading))
     if fields.recipe:
         parts.append(f"## Recipe\n\n{_fenced(fields.recipe, 'yaml')}")
@@ -160,14 +195,14 @@ def _depths(fields: ModelCardFields) -> str | None:
     return " to ".join(map(str, dict.fromkeys(fields.depths)))
 
 
-def _table(rows: dict[str, Any]) -> str:
-    lines = [f"| {_text(key)} | {_text(value)} |" for key, value in rows.items() if value is not None]
-    return "\n".join(["| | |", "|---|---|", *lines])
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *([_text(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _text(value: Any) -> str:
     """Return a value as text of a heading or a table's cell, with nothing in it that Markdown or HTML would act on."""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
     text = html.escape(" ".join(text.split()), quote=False)
     return re.sub(r"([\\`*\[\]|!~])", r"\\\1", text)
 

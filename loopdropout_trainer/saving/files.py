@@ -1,11 +1,14 @@
-"""Files that are whole or not there: one way to write, to hash and to check them."""
+"""Files that are complete or not there: one way to write, to hash and to check them."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,23 +18,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 
+_UMASK = os.umask(0o022)  # it can only be read by setting it, so it is read once, before there are threads
+os.umask(_UMASK)
+
+
 def sha256(content: str | bytes | Path | Iterable[Path]) -> str:
     """Return a SHA-256 in hexadecimal.
 
     Args:
         content: text (as UTF-8) or bytes; the path of a file, whose content is hashed; or paths of several files, whose
-            names and contents are hashed in the order of their paths.
+            names and contents count, whatever their order and folder.
     """
-    digest = hashlib.sha256()
     if isinstance(content, (str, bytes)):
-        digest.update(content.encode() if isinstance(content, str) else content)
-    elif isinstance(content, Path):
-        _update(digest, content)
-    else:
-        for path in sorted(content):
-            digest.update(path.name.encode())
-            _update(digest, path)
-    return digest.hexdigest()
+        return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+    if isinstance(content, Path):
+        with content.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of_json({path.name: sha256(path) for path in content})
 
 
 def sha256_of_json(value: Any) -> str:
@@ -39,14 +42,30 @@ def sha256_of_json(value: Any) -> str:
     return sha256(json.dumps(value, sort_keys=True))
 
 
-def _update(digest, path: Path) -> None:
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
+def sha256_of_weights(files: Iterable[Path]) -> str:
+    """Return `sha256(files)` for files of many gigabytes: this process reads each but once as long as it is not written to.
+
+    A file in the Hub's cache is not read at all: the cache names it by its SHA-256.
+    """
+    return sha256_of_json({file.name: _sha256_of_large(file.resolve()) for file in files})
+
+
+def _sha256_of_large(file: Path) -> str:
+    if re.fullmatch("[0-9a-f]{64}", file.name):
+        return file.name
+    facts = file.stat()
+    # A file may be written twice within the resolution of its time: what was written just now is read again.
+    settled = time.time() - facts.st_mtime > 2
+    return _remembered_sha256(file, facts.st_size, facts.st_mtime_ns) if settled else sha256(file)
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered_sha256(file: Path, size: int, modified: int) -> str:
+    return sha256(file)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, that survives a crash whole or not at all; a failure leaves the old file as it was.
+    """Write a file, text as UTF-8, that survives a crash complete or not at all; a failure leaves the old file as it was.
 
     Raises:
         OSError: if it cannot be written.
@@ -64,11 +83,17 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Return when a file's content, or the names in a folder, have reached the disk."""
-    if os.name != "posix" and Path(path).is_dir():
+    """Return when a file's content, or the names in a folder, have reached the disk.
+
+    A file that only its owner may read, as safetensors writes them, gets the mode that `open` gives a new one.
+    """
+    path = Path(path)
+    if os.name != "posix" and path.is_dir():
         return  # only there can a folder be opened
     descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
     try:
+        if path.is_file() and path.stat().st_mode & 0o777 == 0o600:
+            path.chmod(0o666 & ~_UMASK)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -100,7 +125,7 @@ class WriteError(RuntimeError):
 
 
 @contextmanager
-def written_whole(folder: str | Path, what: str, advice: str = "Free some space and try again.") -> Iterator[Path]:
+def staged_files(folder: str | Path, what: str, advice: str = "Free some space and try again.") -> Iterator[Path]:
     """Give a folder to write into, whose files take their places in `folder` when all of them have reached the disk.
 
     Files of the same name are replaced, all others stay. If writing fails, `folder` is as it was.

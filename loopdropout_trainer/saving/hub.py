@@ -5,6 +5,7 @@ At unit gates the adapter is ordinary LoRA, so that W + (alpha / r) B A is an or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,15 @@ from peft.tuners.lora.layer import LoraLayer
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
+from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, merged_card
-from loopdropout_trainer.saving.files import written_whole
+from loopdropout_trainer.saving.files import staged_files
 from loopdropout_trainer.saving.hub_code import copy_code, portable_auto_map
+
+
+MERGED = "merged.json"
+"""In a merged model's folder: which base the adapter was merged into."""
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
 class PushError(RuntimeError):
@@ -91,22 +98,50 @@ def merge_and_save(
         The folder.
 
     Raises:
-        ValueError: if the adapter cannot be merged.
+        ValueError: if the adapter cannot be merged, or the folder holds other weights.
         WriteError: if the disk refuses; what was there before is untouched.
     """
     output_dir = Path(output_dir)
+    check_merge_target(output_dir, model)
     weights = merged_state_dict(model)
     fields = card_fields(model, facts)
     base = model.get_base_model()
-    with written_whole(output_dir, "The merged model") as partial:
-        with _config_to_save(base.config, fields.base_model):
+    code_of = base.config.name_or_path or fields.base_model
+    with staged_files(output_dir, "The merged model") as partial:
+        with _config_to_save(base.config, code_of):
             base.save_pretrained(partial, state_dict=weights)
-            copy_code(getattr(base.config, "auto_map", None) or {}, fields.base_model, partial)
+            copy_code(getattr(base.config, "auto_map", None) or {}, code_of, partial)
             card = merged_card(fields, repo_id or output_dir.name, base.config)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        (partial / MERGED).write_text(json.dumps({"merged_into": _base_of(model)}) + "\n", encoding="utf-8")
         card.save(partial / "README.md")
     return output_dir
+
+
+def check_merge_target(folder: str | Path, model: PeftModel) -> None:
+    """Refuse a folder that holds weights, unless they are those of an earlier merge into the same base model.
+
+    Raises:
+        ValueError: naming the weights.
+    """
+    folder = Path(folder)
+    weights = sorted(file.name for file in folder.glob("*") if file.suffix in _WEIGHTS)
+    base = model.get_base_model().config.name_or_path
+    is_base = bool(base) and Path(base).is_dir() and folder.resolve() == Path(base).resolve()
+    try:
+        merged_into = json.loads((folder / MERGED).read_text(encoding="utf-8"))["merged_into"]
+    except (OSError, ValueError, KeyError, TypeError):
+        merged_into = None
+    if weights and (is_base or merged_into is None or merged_into != _base_of(model)):
+        what = "the base model" if is_base else "other weights"
+        raise ValueError(f"{folder} holds {what} ({weights[0]}): choose another folder for the merged model.")
+
+
+def _base_of(model: PeftModel) -> str:
+    """Return what tells a merged model's base from others: the hash of its files, else its name."""
+    base = model.get_base_model()
+    return base_sha256(base) or Path(base.config.name_or_path).name
 
 
 @contextmanager

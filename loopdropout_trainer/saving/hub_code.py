@@ -14,6 +14,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 
+def is_hub_name(name: str | None) -> bool:
+    """Say whether a model's name is one on the Hub (`user/model`), and no folder of this machine."""
+    return name is not None and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
+
+
 def portable_auto_map(config: PreTrainedConfig, base_model: str | None) -> dict[str, Any]:
     """Return the `auto_map` under which a copy of the checkpoint finds the base's code; empty if it cannot.
 
@@ -22,21 +27,19 @@ def portable_auto_map(config: PreTrainedConfig, base_model: str | None) -> dict[
         base_model: its hub name, or the folder that it was loaded from.
     """
     entries = dict(getattr(config, "auto_map", None) or {})
-    if base_model is None:
-        return {key: entry for key, entry in entries.items() if not _own_files(entry)}
-    folder = Path(base_model)
-    if folder.is_dir():
-        return {key: entry for key, entry in entries.items() if all((folder / f).is_file() for f in _own_files(entry))}
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", base_model):
-        return {key: entry for key, entry in entries.items() if not _own_files(entry)}
-    return {key: _prefixed(entry, base_model) for key, entry in entries.items()}
+    if is_hub_name(base_model):
+        return {key: _prefixed(entry, base_model) for key, entry in entries.items()}
+    folder = None if base_model is None else Path(base_model)
+    return {
+        key: entry
+        for key, entry in entries.items()
+        if all(folder is not None and (folder / file).is_file() for file in _own_files(entry))
+    }
 
 
 def copy_code(auto_map: dict[str, Any], base_model: str | None, output_dir: Path) -> None:
     """Copy the Python files of a local base model that the `auto_map` needs, and those beside them that they may import."""
-    if base_model is None or not Path(base_model).is_dir():
-        return
-    if any(_own_files(entry) for entry in auto_map.values()) and Path(base_model).resolve() != output_dir.resolve():
+    if base_model is not None and Path(base_model).is_dir() and any(map(_own_files, auto_map.values())):
         for file in Path(base_model).glob("*.py"):
             shutil.copy2(file, output_dir / file.name)
 

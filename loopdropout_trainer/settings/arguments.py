@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.looped.model import MOST_LOOPS
-from loopdropout_trainer.settings.field_types import json_of, shown
-from loopdropout_trainer.settings.ranges import check_list, check_number, check_whole
+from loopdropout_trainer.settings.ranges import check_distinct, check_integer, check_list, check_number, shown
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
-"""A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_ouro.py`)."""
+"""A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_base.py`)."""
 
 
 @dataclass
@@ -51,7 +50,7 @@ class ModelArguments:
                 f"`model_name_or_path` must be a Hub name or a folder; got {shown(self.model_name_or_path)}."
             )
         if self.num_loops is not None:
-            check_whole("num_loops", self.num_loops, 1, MOST_LOOPS)
+            check_integer("num_loops", self.num_loops, 1, MOST_LOOPS)
         if self.model_name_or_path == "tiny-ouro":
             self.model_name_or_path = str(TINY_OURO_PATH)
 
@@ -74,6 +73,13 @@ class ModelArguments:
         return {key: value for key, value in fields.items() if value is not None}
 
 
+def check_depths(depths: list[int] | None) -> None:
+    """Raise ValueError unless recurrence depths, if there are any, are different integers from 1 to MOST_LOOPS."""
+    for depth in depths or ():
+        check_integer("depths", depth, 1, MOST_LOOPS)
+    check_distinct("depths", depths or [])
+
+
 @dataclass
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
@@ -87,7 +93,7 @@ class AdapterArguments:
     use_rslora: bool = field(default=False, metadata={"help": "Scale the update by alpha / sqrt(r)."})
 
     def __post_init__(self):
-        check_whole("lora_r", self.lora_r, 1, 65_536)
+        check_integer("lora_r", self.lora_r, 1, 65_536)
         check_number("lora_alpha", self.lora_alpha, above=True)
         check_number("lora_dropout", self.lora_dropout, most=1, below=True)
         check_list("lora_target_modules", self.lora_target_modules)
@@ -109,13 +115,15 @@ class AdapterArguments:
 
 @dataclass
 class BenchmarkArguments:
-    """What to answer by greedy generation."""
+    """Which benchmarks to evaluate on, by greedy generation, and how."""
 
     benchmarks: list[str] | None = field(
         default=None,
-        metadata={"help": "Benchmarks to answer, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval."},
+        metadata={
+            "help": "Benchmarks to evaluate on, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval."
+        },
     )
-    benchmark_files: dict[str, str] | str | None = field(
+    benchmark_files: dict[str, str] | None = field(
         default=None,
         metadata={"help": "Local files or folders of benchmarks, as a mapping name: path (JSON on the command line)."},
     )
@@ -123,55 +131,57 @@ class BenchmarkArguments:
         default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
     )
     benchmark_batch_size: int = field(
-        default=16, metadata={"help": "Problems that one process answers at a time; no answer depends on it."}
+        default=16, metadata={"help": "Problems that one process decodes at a time; no completion depends on it."}
     )
     decoding: str = field(
         default="eager",
         metadata={
-            "help": "How answers are decoded: `eager`, `compiled` (the same, with compiled steps) or `generate` "
-            "(transformers' own)."
+            "help": "How completions are decoded: `eager`, `compiled` (the same, with compiled steps) or `generate` "
+            "(transformers' own).",
+            "choices": ["eager", "compiled", "generate"],
         },
     )
     apply_chat_template: bool | None = field(
         default=None,
-        metadata={
-            "help": "Ask every benchmark in turns of the chat template. Default: as each one's protocol has it."
-        },
+        metadata={"help": "Pose every problem in the chat template. Default: as each benchmark's protocol has it."},
     )
     system_instruction: str | None = field(
         default=None, metadata={"help": "Text of a system turn, with `apply_chat_template: true`."}
     )
     max_new_tokens: int | None = field(
-        default=None, metadata={"help": "Most tokens of an answer. Default: as each benchmark's protocol has it."}
+        default=None,
+        metadata={"help": "Greatest length of a completion in tokens. Default: as each benchmark's protocol has it."},
     )
 
-    allow_code_execution: bool = field(
-        default=False, metadata={"help": "Run the programs that the model writes for code benchmarks, contained."}
+    confirm_run_unsafe_code: bool = field(
+        default=False,
+        metadata={
+            "help": "Run the programs that the model writes for code benchmarks also where bubblewrap cannot contain them. "
+            "Command line only."
+        },
     )
 
     def __post_init__(self):
-        if isinstance(self.benchmark_files, str):
-            self.benchmark_files = json_of("benchmark_files", self.benchmark_files)
         check_list("benchmarks", self.benchmarks)
-        check_whole("benchmark_batch_size", self.benchmark_batch_size)
+        check_integer("benchmark_batch_size", self.benchmark_batch_size)
         if self.benchmark_limit is not None:
-            check_whole("benchmark_limit", self.benchmark_limit)
+            check_integer("benchmark_limit", self.benchmark_limit)
         if self.max_new_tokens is not None:
-            check_whole("max_new_tokens", self.max_new_tokens)
+            check_integer("max_new_tokens", self.max_new_tokens)
         if self.decoding not in ("eager", "compiled", "generate"):
             raise ValueError(f"`decoding` must be eager, compiled or generate; got {self.decoding!r}.")
 
 
 @dataclass
 class RunArguments(BenchmarkArguments):
-    """What happens around the training; benchmarks are answered before and after it."""
+    """What happens around the training; the benchmarks are evaluated before and after it."""
 
     compare_with: list[str] | None = field(
         default=None,
         metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
     )
     evaluate_base: bool = field(
-        default=True, metadata={"help": "Answer the benchmarks before training, too: with the base model."}
+        default=True, metadata={"help": "Evaluate on the benchmarks before training, too: the base model."}
     )
     single_loop_batches: int = field(
         default=0,
@@ -179,10 +189,14 @@ class RunArguments(BenchmarkArguments):
             "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
         },
     )
+    single_loop_accuracy: bool = field(
+        default=False,
+        metadata={"help": "Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."},
+    )
     depths: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Recurrence depths at which the first benchmark is answered after training, beside the training depth.",
+            "help": "Recurrence depths at which the first benchmark is evaluated after training, beside the training depth.",
             "nargs": "+",
         },
     )
@@ -195,7 +209,8 @@ class RunArguments(BenchmarkArguments):
     def __post_init__(self):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
-        check_whole("single_loop_batches", self.single_loop_batches, 0)
+        check_integer("single_loop_batches", self.single_loop_batches, 0)
+        check_depths(self.depths)
 
 
 @dataclass

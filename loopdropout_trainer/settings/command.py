@@ -1,4 +1,4 @@
-"""The one place of every script that turns what a user can mend into one sentence and exit code 2.
+"""The one place of every script that turns a user error into one sentence and exit code 2.
 
 Faults of this package keep their traceback.
 """
@@ -19,42 +19,55 @@ from pathlib import Path
 from loopdropout_trainer.settings.secrets import hide_secrets
 
 
-MENDABLE, INTERRUPTED = 2, 130
-"""Exit codes: for what the user can mend, and (a shell's own) for Ctrl-C."""
+USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
+"""Exit codes: of a user error, and (a shell's own) of Ctrl-C and of `kill`."""
 
 PACKAGE = Path(__file__).parents[1]
 _SECONDS_FOR_THE_FIRST_PROCESS = 5.0
+
+
+_typed: list[str] = []  # names of the commands that run, the outermost first
+
+
+def program_name() -> str:
+    """Return the command as the user typed it: `loopdropout sft`, or the script's file name."""
+    return _typed[0] if _typed else Path(sys.argv[0]).name
 
 
 class SetupError(ValueError):
     """Something of the user's that a library could not work with, in one sentence."""
 
 
-def run_command(main: Callable[[], None], name: str, interrupted: str = "interrupted.") -> None:
-    """Run a script's `main`, and end the process with one sentence if it meets something that the user can mend.
+def run_command(main: Callable[[], None], name: str | None = None, interrupted: str = "interrupted.") -> None:
+    """Run a script's `main`, and end the process with one sentence, its last line, after a user error.
 
     Args:
         main: the script without its command line's errors.
-        name: of the script, before the sentence.
+        name: what the user typed, before the sentence; default: the script's file name.
         interrupted: what to say after Ctrl-C.
 
     Raises:
-        SystemExit: with code 2 and the sentence on standard error (once, however many processes were launched), or with
-            130 if the user interrupted it.
+        SystemExit: with code 2 and the sentence on standard error (once, however many processes were launched), with 130
+            if the user interrupted it, or with 143 if it was asked to terminate.
     """
+    name = program_name() if name is None else name
+    _typed.append(name)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
     try:
         main()
-    except KeyboardInterrupt as error:
+        sys.stdout.flush()
+    except KeyboardInterrupt as error:  # training raises a subclass for either signal, and says what is saved
         _say_once(f"{name}: {str(error) or interrupted}")
-        sys.exit(INTERRUPTED)
+        sys.exit(TERMINATED if getattr(error, "signal", None) == "SIGTERM" else INTERRUPTED)
     except BrokenPipeError:  # the reader of standard output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
-        if not is_mendable(error):
+        if not is_user_error(error):
             raise
         _say_once(f"{name}: {sentence(error)}")
-        sys.exit(MENDABLE)
+        sys.exit(USER_ERROR)
+    finally:
+        _typed.remove(name)
 
 
 @contextmanager
@@ -69,25 +82,25 @@ def user_supplied(what: str) -> Iterator[None]:
     except (MemoryError, SetupError):
         raise
     except Exception as error:
-        if is_mendable(error) and not isinstance(error, (OSError, ImportError)):
+        if is_user_error(error) and not isinstance(error, (OSError, ImportError)):
             raise
         raise SetupError(f"{what}: {sentence(error)}") from error
 
 
-def is_mendable(error: BaseException) -> bool:
-    """Say whether an error tells the user what to mend, rather than that this package is at fault.
+def is_user_error(error: BaseException) -> bool:
+    """Say whether an error is the user's, rather than a fault of this package.
 
-    That is: an error class of this package, a ValueError that its code raised on purpose, and what the system says about
-    files, memory and missing packages.
+    That is: an error class of this package, a ValueError that its code raises, and what the system says about files, memory
+    and missing packages.
     """
     if type(error).__module__.split(".")[0] == PACKAGE.name or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, ImportError):
         return not (error.name or "").startswith(PACKAGE.name)
-    return isinstance(error, (OSError, MemoryError)) or (isinstance(error, ValueError) and _is_on_purpose(error))
+    return isinstance(error, (OSError, MemoryError)) or (isinstance(error, ValueError) and _is_raised_here(error))
 
 
-def _is_on_purpose(error: ValueError) -> bool:
+def _is_raised_here(error: ValueError) -> bool:
     """Say whether a `raise` of this package or of a script beside it was the error's origin."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
@@ -134,4 +147,5 @@ def _say_once(text: str) -> None:
                 if said.exists() and time.time() - said.stat().st_mtime < 60:
                     return
                 time.sleep(0.1)
+    sys.stdout.flush()  # else what is still in its buffer would come after the error
     print(text, file=sys.stderr, flush=True)

@@ -1,21 +1,27 @@
-"""Numbers and folders that a setting may hold."""
+"""What a setting may hold: numbers, lists, mappings and folders."""
 
 from __future__ import annotations
 
 import math
 import os
+import reprlib
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.settings.field_types import shown
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+_repr.maxdict = _repr.maxlist = 6
+shown = _repr.repr
+"""Return `repr` of a value of the user's, cut to a length that fits into a sentence."""
 
 
-def check_whole(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError unless a setting is a whole number in [least, most]."""
+def check_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """Raise ValueError unless a setting is an integer in [least, most]."""
     good = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if not good or (most is not None and value > most):
         valid = f"of at least {least}" if most is None else f"from {least} to {most:,}"
-        raise ValueError(f"`{name}` must be a whole number {valid}; got {shown(value)}.")
+        raise ValueError(f"`{name}` must be an integer {valid}; got {shown(value)}.")
 
 
 def check_number(
@@ -33,9 +39,19 @@ def check_number(
 
 
 def check_list(name: str, value: Any) -> None:
-    """Raise ValueError if a setting that takes a list of texts, or nothing, is a text or anything else."""
-    if value is not None and not (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)):
-        raise ValueError(f"`{name}` must be a list of texts, such as [a, b]; got {shown(value)}.")
+    """Raise ValueError unless a setting is None or a list of different strings."""
+    if value is None:
+        return
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and item.strip() for item in value):
+        raise ValueError(f"`{name}` must be a list of strings, such as [a, b]; got {shown(value)}.")
+    check_distinct(name, value)
+
+
+def check_distinct(name: str, values: list[Any] | tuple[Any, ...]) -> None:
+    """Raise ValueError for a list that names something twice."""
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise ValueError(f"`{name}` must name each of its values once; got {shown(value)} twice.")
 
 
 def check_folder(name: str, value: Any) -> None:

@@ -15,6 +15,12 @@ def recipes_folder() -> Path:
 
 
 def recipe_path(name: str) -> str:
-    """Return the path of a recipe: a file of the user's, or one that ships with the package, with or without `recipes/`."""
+    """Return the path of a recipe: a file of the user's, or one that ships with the package.
+
+    Args:
+        name: a path; or a name as `loopdropout recipes` lists them, with or without `recipes/` before it. `./name.yaml` and
+            an absolute path are the user's own file or none.
+    """
     shipped = recipes_folder() / name.removeprefix("recipes/")
-    return name if Path(name).exists() or not shipped.is_file() else str(shipped)
+    is_name = not {"", ".", ".."} & set(name.split("/"))
+    return str(shipped) if is_name and not Path(name).exists() and shipped.is_file() else name

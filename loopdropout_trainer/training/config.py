@@ -13,7 +13,6 @@ from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.settings.field_types import json_of
 from loopdropout_trainer.settings.ranges import check_number
 from loopdropout_trainer.training.choices import make_choice
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler
@@ -46,7 +45,7 @@ class LoopDropoutArguments:
             "nargs": "+",
         },
     )
-    rule_args: dict[str, Any] | str | None = field(
+    rule_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Further fields of the rule, as a mapping (JSON on the command line)."}
     )
     gate_seed: int | None = field(
@@ -126,8 +125,6 @@ class LoopDropoutArguments:
             )
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
-        if isinstance(self.rule_args, str):
-            self.rule_args = json_of("rule_args", self.rule_args)
         # Here already: transformers keeps an incomplete DeepSpeed configuration, which would fail the process's next model.
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
@@ -199,14 +196,12 @@ class LoopLossArguments:
             "`weighted`, `exit` (by the model's exit gate) or `random` (docs/depth.md). Evaluation scores the final loop."
         },
     )
-    loop_loss_args: dict[str, Any] | str | None = field(
+    loop_loss_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fields of the loop loss, as a mapping (JSON on the command line)."}
     )
 
     def make_loop_loss(self) -> LoopLoss:
         """Build the loop loss that these arguments describe."""
-        if isinstance(self.loop_loss_args, str):
-            self.loop_loss_args = json_of("loop_loss_args", self.loop_loss_args)
         return make_choice("loop_loss", LOOP_LOSSES, self.loop_loss, self.loop_loss_args)
 
 
@@ -223,7 +218,7 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
             "`lognormal_poisson` or `weighted`, drawn for each optimizer step (docs/depth.md)."
         },
     )
-    depth_sampling_args: dict[str, Any] | str | None = field(
+    depth_sampling_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
     )
     live_diagnostics_steps: int = field(
@@ -253,8 +248,6 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
 
     def make_depth_sampler(self) -> DepthSampler:
         """Build the depth sampler that these arguments describe."""
-        if isinstance(self.depth_sampling_args, str):
-            self.depth_sampling_args = json_of("depth_sampling_args", self.depth_sampling_args)
         return make_choice("depth_sampling", DEPTH_SAMPLERS, self.depth_sampling, self.depth_sampling_args)
 
     def depth_limits(self, num_loops: int) -> tuple[int, int]:

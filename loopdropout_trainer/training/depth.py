@@ -16,7 +16,7 @@ import torch
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
 from loopdropout_trainer.gates import GateRule
-from loopdropout_trainer.gates.probabilities import check_number
+from loopdropout_trainer.gates.probabilities import check_range
 from loopdropout_trainer.gates.streams import uniforms
 from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.training.choices import relative_weights
@@ -62,9 +62,9 @@ class Uniform(DepthSampler):
     high: int | None = None
 
     def __post_init__(self):
-        check_number(self.low, "low", 1, MOST_LOOPS, whole=True)
+        check_range(self.low, "low", 1, MOST_LOOPS, integer=True)
         if self.high is not None:
-            check_number(self.high, "high", self.low, MOST_LOOPS, whole=True)
+            check_range(self.high, "high", self.low, MOST_LOOPS, integer=True)
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         high = num_loops if self.high is None else self.high
@@ -94,9 +94,9 @@ class LogNormalPoisson(DepthSampler):
 
     def __post_init__(self):
         if self.rate is not None:
-            check_number(self.rate, "rate", 0.01, MOST_LOOPS)
-        check_number(self.sigma, "sigma", 0, 3)
-        check_number(self.most, "most", 1, MOST_LOOPS, whole=True)
+            check_range(self.rate, "rate", 0.01, MOST_LOOPS)
+        check_range(self.sigma, "sigma", 0, 3)
+        check_range(self.most, "most", 1, MOST_LOOPS, integer=True)
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         return 1, self.most
@@ -124,7 +124,7 @@ class Weighted(DepthSampler):
         if not isinstance(depths, Sequence) or isinstance(depths, str) or not depths or len({*depths}) != len(depths):
             raise ValueError(f"`depths` must be a list of different numbers of loops; got {depths!r}.")
         for depth in depths:
-            check_number(depth, "depths", 1, MOST_LOOPS, whole=True)
+            check_range(depth, "depths", 1, MOST_LOOPS, integer=True)
         weights = relative_weights([1] * len(depths) if self.weights is None else self.weights, "weights")
         if len(weights) != len(depths):
             raise ValueError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from loopdropout_trainer.gates.probabilities import check_number
+from loopdropout_trainer.gates.probabilities import check_range
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.models.operations import take_rows
 from loopdropout_trainer.training.choices import relative_weights
@@ -88,7 +88,7 @@ class Progressive(LoopLoss):
     power: float = 1.0
 
     def __post_init__(self):
-        check_number(self.power, "power", 0, 16)
+        check_range(self.power, "power", 0, 16)
 
     def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
         weights = torch.arange(1, len(readouts) + 1, dtype=torch.float64) ** self.power

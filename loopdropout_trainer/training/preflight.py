@@ -10,12 +10,15 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Trainer,
     TrainingArguments,
+    get_scheduler,
 )
 
 from loopdropout_trainer.adapters import check_adapter, check_peft_config
@@ -23,8 +26,7 @@ from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_loo
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
 from loopdropout_trainer.models.strict_loading import checkpoint_names
 from loopdropout_trainer.settings.command import user_supplied
-from loopdropout_trainer.settings.field_types import shown
-from loopdropout_trainer.settings.ranges import check_folder, check_number, check_whole
+from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_number, shown
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.depth import check_depths
 from loopdropout_trainer.training.distributed import IGNORED, check_arguments
@@ -95,6 +97,9 @@ def check_run(
     _check_numbers(args)
     check_folder("output_dir", args.output_dir)
     _check_machine(args)
+    _check_optimizer(args)
+    _check_schedule(args)
+    _check_loader_and_compiler(args)
     config = _looped_config(model, args)
     check_attention((args.model_init_kwargs or {}).get("attn_implementation"), args.use_cpu)
     check_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)
@@ -135,11 +140,14 @@ def _check_numbers(args: TrainingArguments) -> None:
         "dataloader_num_workers": 0,
         "save_total_limit": 0,
         "dataset_num_proc": 1,
+        "eval_accumulation_steps": 1,
+        "ddp_bucket_cap_mb": 1,
+        "ddp_timeout": 1,
     }.items():
         if getattr(args, name, None) is not None:
-            check_whole(name, getattr(args, name), least, 2**32 - 1 if name.endswith("seed") else None)
+            check_integer(name, getattr(args, name), least, 2**32 - 1 if name.endswith("seed") else None)
     if args.max_steps != -1:  # which leaves it to `num_train_epochs`
-        check_whole("max_steps", args.max_steps)
+        check_integer("max_steps", args.max_steps)
     check_number("learning_rate", args.learning_rate)
     check_number("weight_decay", args.weight_decay)
     check_number("warmup_steps", args.warmup_steps)
@@ -149,9 +157,65 @@ def _check_numbers(args: TrainingArguments) -> None:
     check_number("adam_epsilon", args.adam_epsilon)
     check_number("label_smoothing_factor", args.label_smoothing_factor, most=1)
     check_number("num_train_epochs", args.num_train_epochs, above=True)
-    for name in ("save", "logging", "eval"):
-        if getattr(args, f"{name}_strategy") == "steps":
-            check_number(f"{name}_steps", getattr(args, f"{name}_steps"), above=True)
+    check_number("neftune_noise_alpha", args.neftune_noise_alpha or 0, most=1e6)
+    check_number("eval_delay", args.eval_delay)
+    for name in ("save_steps", "logging_steps", "eval_steps"):
+        if getattr(args, name) is not None:
+            check_number(name, getattr(args, name), above=True)
+    if args.include_num_input_tokens_seen not in (True, False, "all", "non_padding", "no"):
+        raise ValueError(
+            "`include_num_input_tokens_seen` must be all, non_padding or no; got "
+            f"{shown(args.include_num_input_tokens_seen)}."
+        )
+
+
+def _check_optimizer(args: TrainingArguments) -> None:
+    """Raise ValueError for an optimizer that cannot be built, by building it for a single weight."""
+    if args.optim_target_modules:  # GaLore and APOLLO find their parameters in the model
+        if not str(args.optim.value).startswith(("galore", "apollo")):
+            raise ValueError(f"`optim` {args.optim.value} has no use for `optim_target_modules`: leave it out.")
+        return
+    layer, without = nn.Linear(1, 1), copy.copy(args)
+    without.optim_args = None
+    with user_supplied(f"`optim` {args.optim.value} with `optim_args` {shown(args.optim_args)} cannot be used"):
+        optimizer_class, keywords = Trainer.get_optimizer_cls_and_kwargs(args, layer)
+        if args.optim_args and keywords == Trainer.get_optimizer_cls_and_kwargs(without, layer)[1]:
+            raise ValueError(
+                f"`optim` {args.optim.value} reads nothing from `optim_args` {shown(args.optim_args)}: leave it out."
+            )
+        optimizer_class(layer.parameters(), **keywords)
+
+
+def _check_schedule(args: TrainingArguments) -> None:
+    """Raise ValueError for a learning rate schedule that cannot be built, by building and running a short one."""
+    name, keywords = (
+        str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        args.lr_scheduler_kwargs or {},
+    )
+    if keywords and name in ("constant", "constant_with_warmup"):  # for which transformers drops them
+        raise ValueError(f"`lr_scheduler_type` {name} takes no `lr_scheduler_kwargs`; got {shown(keywords)}.")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    with user_supplied(f"`lr_scheduler_type` {name} with `lr_scheduler_kwargs` {shown(keywords)} cannot be used"):
+        scheduler = get_scheduler(name, optimizer, 2, 8, scheduler_specific_kwargs=dict(keywords))
+        for _ in range(8):
+            optimizer.step()
+            scheduler.step(*[1.0] * (name in ("reduce_lr_on_plateau", "greedy")))  # which look at the loss
+            check_number("lr_scheduler_kwargs", optimizer.param_groups[0]["lr"])
+
+
+def _check_loader_and_compiler(args: TrainingArguments) -> None:
+    """Raise ValueError for a data loader or a compilation that cannot be built, by building them around nothing."""
+    with user_supplied("The `dataloader_...` fields describe no data loader"):
+        DataLoader(
+            [0],
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+    if args.torch_compile:
+        with user_supplied(f"`torch_compile_mode` {shown(args.torch_compile_mode)} cannot be used"):
+            torch.compile(nn.Identity(), backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
 def _check_machine(args: TrainingArguments) -> None:

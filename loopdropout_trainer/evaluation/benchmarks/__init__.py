@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from loopdropout_trainer.evaluation.benchmark import Benchmark as Benchmark
-from loopdropout_trainer.evaluation.benchmark import Files, Task
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
 from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, GeneratedTask, Row
-from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import any_lm_eval_task
+from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
 
 
 BENCHMARKS: dict[str, Task] = {**metamath.BENCHMARKS, **gsm8k.BENCHMARKS, **tulu2.BENCHMARKS, **programs.BENCHMARKS}
@@ -24,37 +23,41 @@ def find_task(name: str) -> Task:
         ValueError: for another name.
     """
     if name.startswith(LM_EVAL) and name != LM_EVAL:
-        return any_lm_eval_task(name.removeprefix(LM_EVAL))
+        return LmEvalTask(name.removeprefix(LM_EVAL))
     if name not in BENCHMARKS:
         raise ValueError(f"`benchmarks` must be among {', '.join(BENCHMARKS)} or `{LM_EVAL}TASK`; got {name!r}.")
     return BENCHMARKS[name]
 
 
-def load_benchmark(name: str, files: Files | None = None, limit: int | None = None) -> Benchmark:
-    """Load a benchmark's problems.
+def load_benchmark(
+    name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
+) -> Benchmark:
+    """Load a benchmark's problems, and check that everything is there that scoring needs.
 
     Args:
         name: key of `BENCHMARKS`, or `lm_eval:TASK`.
         files: local JSONL, JSON, CSV (also `.gz`) or Parquet files to read instead of the Hub; fields as published. For
             the tasks of a group in lm-eval also a folder of them (`TASK.jsonl`).
         limit: only the first problems, of each task in a group.
+        confirm_run_unsafe_code: run programs that a model has written also where nothing contains them.
 
     Raises:
-        ValueError: for an unknown name, a limit below 1, a file that cannot be read, or a bad row; it names file and row.
+        ValueError: for an unknown name, a limit below 1, a file that cannot be read, a bad row (it names file and row), or
+            if something is missing that scoring needs.
     """
     task = find_task(name)
     if limit is not None and limit < 1:
         raise ValueError(f"The number of problems (`benchmark_limit`) must be at least 1; got {limit}.")
-    return task.load(name, files, limit)
+    return task.load(name, files, limit, confirm_run_unsafe_code)
 
 
 def make_benchmark(name: str, rows: Iterable[Row]) -> GeneratedBenchmark:
-    """Ask and score rows of the user's own, such as held-out ones, as the generated benchmark `name` does.
+    """Return rows of the user's own, such as held-out ones, as problems of the generated benchmark `name`.
 
     Raises:
         ValueError: for another name, or a row without the benchmark's fields.
     """
     task = find_task(name)
     if not isinstance(task, GeneratedTask):
-        raise ValueError(f"`{name}` takes no rows of one's own, since it is not answered by plain generation.")
+        raise ValueError(f"`{name}` takes no rows of one's own: it is not scored by the completion of a prompt alone.")
     return task.benchmark(name, ((f"Row {number}", row) for number, row in enumerate(rows, start=1)))

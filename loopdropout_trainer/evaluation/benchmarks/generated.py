@@ -1,4 +1,4 @@
-"""Benchmarks that are answered by greedy generation and scored by an answer metric, one problem at a time."""
+"""Benchmarks of greedy completions that an answer metric scores, one problem at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from accelerate.utils import gather_object
 from datasets import load_dataset
 
 from loopdropout_trainer.data.rows import BadRow, read_files
-from loopdropout_trainer.evaluation.answer_log import Answers
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
+from loopdropout_trainer.evaluation.answer_log import AnswerLog
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.scorers import load_metric
@@ -26,14 +26,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class GeneratedBenchmark(Benchmark):
-    """Problems and the rules to answer and score them.
+    """Problems, and how they are asked and scored.
 
     Attributes:
         name: for reports and files.
         prompts, references: one of each for every problem; references are what the metric compares with.
         metric: name of an answer metric.
-        max_new_tokens: most tokens of an answer.
-        stop_strings: an answer ends before the earliest of them.
+        max_new_tokens: most tokens of a completion.
+        stop_strings: a completion ends before the earliest of them.
     """
 
     name: str
@@ -55,33 +55,31 @@ class GeneratedBenchmark(Benchmark):
             **subject.settings(subject.in_turns(False)),
         }
 
-    def run(self, subject: Subject, answers: Answers, progress: bool = True) -> BenchmarkResult:
+    def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
         in_turns = subject.in_turns(False)
-        stops = subject.stops(self.stop_strings, in_turns)
-        texts = [subject.ask(prompt, in_turns) for prompt in self.prompts]
-        completions = generate_answers(subject, texts, answers, self.max_new_tokens, stops, in_turns, progress)
+        texts = [subject.prompt_text(prompt, in_turns) for prompt in self.prompts]
+        completions = complete(subject, texts, log, self.max_new_tokens, self.stop_strings, in_turns, progress)
         return score_completions(replace(self, prompts=texts), completions)
 
 
-def generate_answers(
+def complete(
     subject: Subject,
     texts: Sequence[str],
-    answers: Answers,
+    log: AnswerLog,
     max_new_tokens: int,
     stop_strings: Sequence[str],
     in_turns: bool,
     progress: bool = True,
 ) -> list[str]:
-    """Return a completion for each of the texts, over all processes; those in `answers`, by place, are not generated again.
+    """Return a greedy completion of each text, over all processes; those in the log, by place, are not generated again.
 
     Args:
-        texts: what the model continues, as `Subject.ask` gives them.
-        answers: completions by place; new ones are kept there.
+        texts: what the model continues, as `Subject.prompt_text` gives them.
+        log: where new completions are kept.
     """
     state = all_processes()
-    open_places = [place for place in range(len(texts)) if place not in answers.found]
-    share = open_places[state.process_index :: state.num_processes]
-    new: dict[int, str] = {}
+    missing = [place for place in range(len(texts)) if place not in log.found]
+    share = missing[state.process_index :: state.num_processes]
     with subject.running():
         for batch in generate_batches(
             subject.model,
@@ -89,17 +87,14 @@ def generate_answers(
             [subject.tokenize(texts[place], in_turns) for place in share],
             max_new_tokens if subject.max_new_tokens is None else subject.max_new_tokens,
             subject.batch_size,
-            stop_strings,
+            subject.stops(stop_strings, in_turns),
             progress=progress and state.is_main_process and bool(share),
             decoding=subject.decoding,
         ):
-            pairs = [(share[index], completion) for index, completion in batch]
-            answers.keep(pairs)
-            new.update(pairs)
-    found = dict(answers.found)
-    for part in gather_object([new]):
-        found.update(part)
-    return [found[place] for place in range(len(texts))]
+            log.keep((share[index], completion) for index, completion in batch)
+    for part in gather_object([{place: log.found[place] for place in share}]):
+        log.found.update(part)
+    return [log.found[place] for place in range(len(texts))]
 
 
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
@@ -127,7 +122,9 @@ class GeneratedTask(Task):
     max_new_tokens: int
     stop_strings: tuple[str, ...] = ()
 
-    def load(self, name: str, files: Files | None = None, limit: int | None = None) -> GeneratedBenchmark:
+    def load(
+        self, name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
+    ) -> GeneratedBenchmark:
         if files is None:
             rows = ((f"{name}, row {number}", row) for number, row in enumerate(self.rows(limit), start=1))
         else:
@@ -155,11 +152,6 @@ class GeneratedTask(Task):
         if not prompts:
             raise ValueError(f"`{name}` has no problems.")
         return GeneratedBenchmark(name, prompts, references, self.metric, self.max_new_tokens, self.stop_strings)
-
-
-def list_of(files: Files) -> list[Any]:
-    """Return one or several files as a list."""
-    return list(files) if isinstance(files, Sequence) and not isinstance(files, str) else [files]
 
 
 def from_hub(path: str, config: str | None = None, split: str = "test") -> Callable[[int | None], Iterable[Row]]:

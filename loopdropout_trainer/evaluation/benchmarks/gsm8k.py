@@ -38,6 +38,6 @@ BENCHMARKS = {
     "gsm_plus_mini": _task(from_hub("qintongli/GSM-Plus", split="testmini"), answer="solution"),
     **{
         f"arithmetic_{split}": _task(_arithmetic(split), max_new_tokens=80)
-        for split in ("test", "hard", "larger", "wording")
+        for split in ("test", "easy_test", "medium_test", "hard", "larger", "wording")
     },
 }

@@ -1,11 +1,12 @@
 """Tasks of lm-eval as benchmarks: its prompts and scorers, this package's model backend, and a log of every answer.
 
-Every process builds all requests, takes its share of those that are open, and gets the others' answers from them. So the
-results do not depend on the number of processes, and a killed evaluation continues inside a task.
+Every process builds all requests, computes its share of those that the log does not answer, and gets the others' answers
+from them. So the results do not depend on the number of processes, and a killed evaluation continues inside a task.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,14 +22,15 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from loopdropout_trainer.data.rows import BadRow, read_files
-from loopdropout_trainer.evaluation.answer_log import Answers
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
-from loopdropout_trainer.evaluation.benchmarks.generated import Row, list_of
+from loopdropout_trainer.data.rows import BadRow, DataError, read_files
+from loopdropout_trainer.evaluation.answer_log import AnswerLog
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
+from loopdropout_trainer.evaluation.benchmarks.generated import Row
 from loopdropout_trainer.evaluation.loading import quiet
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.saving.files import sha256_of_json
+from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.settings.versions import library_versions
 
 
@@ -42,9 +44,10 @@ class LmEvalTask(Task):
         metrics: this package's names of the metrics -> lm-eval's `metric,filter`; None: all, under lm-eval's names.
         num_fewshot: examples in the prompt; None: the task's own number.
         generation: fields of `generation_kwargs` that differ from the task's own.
-        in_turns: whether the protocol asks in turns.
+        in_turns: whether the protocol's prompts are turns of a chat.
         task_of: the task that a row of a local file belongs to, where one file holds several tasks.
         overrides: other fields of the task's configuration.
+        check_scorer: raises ValueError if something is missing that scoring needs.
     """
 
     tasks: str
@@ -55,8 +58,14 @@ class LmEvalTask(Task):
     in_turns: bool = False
     task_of: Callable[[Row], str] | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    check_scorer: Callable[[], None] | None = None
 
-    def load(self, name: str, files: Files | None = None, limit: int | None = None) -> LmEvalBenchmark:
+    def metric_names(self, name: str) -> tuple[str, ...]:
+        return tuple(self.metrics or ())
+
+    def load(
+        self, name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
+    ) -> LmEvalBenchmark:
         if find_spec("lm_eval") is None:
             raise ValueError(
                 f'`{name}` needs lm-eval, which is not installed: pip install "loopdropout-trainer[eval]".'
@@ -73,13 +82,19 @@ class LmEvalTask(Task):
             specs = self._specs(name, manager, None if files is None else LocalRows.read(name, list_of(files), self))
             with quiet("lm_eval.api.task"):  # it tells how to use local datasets, for each of them
                 tasks = list(manager.load(specs)["tasks"].values())
+        except DataError:
+            raise
         except Exception as error:  # a task's own code runs here, and the Hub's client raises many kinds
-            if isinstance(error, ValueError) and "not a problem of" in str(error):
-                raise
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"`{name}` cannot be loaded: {reason}") from error
-        benchmark = LmEvalBenchmark(name, self, tasks, manager, limit)
+            raise ValueError(f"`{name}` cannot be loaded: {one_line(error)}") from error
+        if self.check_scorer is not None:
+            self.check_scorer()
+        benchmark = LmEvalBenchmark(name, self, tasks, manager, limit, confirm_run_unsafe_code)
         for task in tasks:
+            if getattr(task, "UNSAFE_CODE", False) and not confirm_run_unsafe_code:
+                raise ValueError(
+                    f"`{name}` runs programs that the model has written, and lm-eval does not contain them: give "
+                    "`--confirm_run_unsafe_code true` on the command line to run them with your own rights."
+                )
             if self.num_fewshot is not None:
                 task.set_config(key="num_fewshot", value=self.num_fewshot)
             elif task.get_config("num_fewshot") is None:
@@ -117,11 +132,6 @@ class LmEvalTask(Task):
         return [{"group": f"{name} with local settings", "task": differing}]
 
 
-def any_lm_eval_task(task: str) -> LmEvalTask:
-    """Return the benchmark of a task, group or tag of lm-eval's, with all of its own settings."""
-    return LmEvalTask(task)
-
-
 # Local files
 
 
@@ -135,11 +145,11 @@ class Splits:
     def __getitem__(self, split: str) -> Dataset:
         rows = self.splits.get(split, self.splits.get(None))
         if rows is None:
-            raise ValueError(f"there is no file {self.task}.{split}.jsonl with the rows of the split `{split}`")
+            raise DataError(f"There is no file {self.task}.{split}.jsonl with the rows of the split `{split}`.")
         return Dataset.from_list(rows)
 
     def check_examples(self, name: str, task: Any) -> None:
-        """Refuse examples in the prompt that would be test problems, for want of rows of the split they come from.
+        """Refuse examples in the prompt that would be test problems, because their own split has no rows.
 
         Raises:
             ValueError: if there are such.
@@ -179,7 +189,7 @@ class LocalRows:
                 try:
                     task = None if spec.task_of is None else spec.task_of(row)
                 except KeyError as error:
-                    raise ValueError(f"{place} is not a problem of `{name}`: the field {error} is missing") from None
+                    raise DataError(f"{place} is not a problem of `{name}`: the field {error} is missing") from None
                 rows[task][None].append(row)
         if not rows:
             raise ValueError(f"`{name}` has no problems.")
@@ -214,7 +224,7 @@ class LocalRows:
 def _rows(name: str, path: Path) -> Iterator[tuple[str, Row]]:
     for place, row in read_files([path]):
         if isinstance(row, BadRow):
-            raise ValueError(f"{place} is not a problem of `{name}`: {row}")
+            raise DataError(f"{place} is not a problem of `{name}`: {row}")
         yield place, row
 
 
@@ -231,6 +241,7 @@ class LmEvalBenchmark(Benchmark):
         tasks: lm-eval's objects.
         manager: that loaded them.
         limit: only the first problems of each task.
+        confirm_run_unsafe_code: whether the user lets lm-eval run programs that the model has written.
     """
 
     name: str
@@ -238,6 +249,7 @@ class LmEvalBenchmark(Benchmark):
     tasks: list[Any]
     manager: Any
     limit: int | None = None
+    confirm_run_unsafe_code: bool = False
 
     kind: ClassVar[str] = "lm_eval"
 
@@ -255,7 +267,7 @@ class LmEvalBenchmark(Benchmark):
             **subject.settings(subject.in_turns(self.spec.in_turns)),
         }
 
-    def run(self, subject: Subject, answers: Answers, progress: bool = True) -> BenchmarkResult:
+    def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
         from lm_eval.evaluator import evaluate
 
         from loopdropout_trainer.evaluation.logged_lm import LoggedLM
@@ -265,7 +277,7 @@ class LmEvalBenchmark(Benchmark):
             for task in self.tasks:
                 task.set_fewshot_seed(seed=1234)  # lm-eval's default
             results = evaluate(
-                LoggedLM(subject, answers, in_turns, progress),
+                LoggedLM(subject, log, in_turns, progress),
                 self.manager.load(self.tasks),
                 limit=self.limit,
                 bootstrap_iters=0,
@@ -273,6 +285,7 @@ class LmEvalBenchmark(Benchmark):
                 system_instruction=subject.system_instruction if in_turns else None,
                 apply_chat_template=in_turns,
                 fewshot_as_multiturn=in_turns,
+                confirm_run_unsafe_code=self.confirm_run_unsafe_code,
             )
         return self._result(results)
 
@@ -303,6 +316,8 @@ class LmEvalBenchmark(Benchmark):
                 number = table.get(self.spec.tasks, next(iter(table.values()))).get(key)
                 if number is not None:
                     metrics[name] = Metric(number, None, None, len(predictions))
+        if not metrics:
+            raise ValueError(f"lm-eval gives `{self.name}` no finite number for {', '.join(wanted) or 'any metric'}.")
         return BenchmarkResult(self.name, predictions, metrics, {"lm_eval": table})
 
 
@@ -322,16 +337,16 @@ def _prediction(
         completion = sample["arguments"][best][1] if len(sample["arguments"][best]) > 1 else ""
         extracted = completion.strip()
     value = scored[next(iter(scored))]
-    whole = value in (0, 1)
+    integer = value in (0, 1)
     return Prediction(
         prompt=prompt,
         completion=completion,
         reference=str(sample["target"]),
         extracted=extracted,
-        correct=bool(value) if whole else None,
+        correct=bool(value) if integer else None,
         id=f"{task}/{place}" if grouped else str(place),
         values=None
-        if whole and len(scored) == 1
+        if integer and len(scored) == 1
         else {name: value for name, value in scored.items() if value is not None},
         group=task if grouped else None,
         log_likelihoods=log_likelihoods,
@@ -339,18 +354,18 @@ def _prediction(
 
 
 def _value(samples: Mapping[str, dict], key: str) -> float | None:
-    """Return a problem's value of a metric, if it is a number."""
+    """Return a problem's value of a metric, if it is a finite number."""
     metric, _, filtered = key.rpartition(",")
     value = samples.get(filtered, {}).get(metric)
-    return float(value) if isinstance(value, Real | np.bool_) else None
+    return float(value) if isinstance(value, Real | np.bool_) and math.isfinite(value) else None
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a row of lm-eval's table."""
+    """Return the metrics of a row of lm-eval's table that are finite numbers."""
     return {
         key: float(value)
         for key, value in row.items()
-        if "," in key and "_stderr" not in key and isinstance(value, Real)
+        if "," in key and "_stderr" not in key and isinstance(value, Real) and math.isfinite(value)
     }
 
 

@@ -22,6 +22,20 @@ def score_ifeval(doc: dict[str, Any], responses: list[str]) -> dict[str, Any]:
     return process_results(doc, responses)
 
 
+def check_punkt() -> None:
+    """Raise ValueError if IFEval's scorer lacks the data that it splits sentences by; lm-eval has tried to download it."""
+    import lm_eval.tasks.ifeval.instructions_util  # noqa: F401 (which does)
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        raise ValueError(
+            "`ifeval` needs NLTK's data `punkt_tab`, which is not on this machine: get it with `python -m nltk.downloader "
+            "punkt_tab`, or let NLTK_DATA name the folder that has it."
+        ) from None
+
+
 BENCHMARKS = {
     "mmlu": LmEvalTask(
         "mmlu",
@@ -46,5 +60,6 @@ BENCHMARKS = {
         generation={"max_gen_toks": 2048},
         in_turns=True,
         overrides={"process_results": score_ifeval},
+        check_scorer=check_punkt,
     ),
 }

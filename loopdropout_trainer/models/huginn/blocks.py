@@ -11,13 +11,11 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from loopdropout_trainer.looped import LoopState, project
-from loopdropout_trainer.models.attention import attend
+from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
-from loopdropout_trainer.models.layers import RMSNorm
+from loopdropout_trainer.models.layers import RMSNorm, attend, project
 from loopdropout_trainer.models.looped_modeling import RecurrentLayer
-from loopdropout_trainer.models.operations import rotate_halves, swiglu
-from loopdropout_trainer.models.recomputation import recomputable
+from loopdropout_trainer.models.operations import recomputable, rotate_halves, swiglu
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -74,7 +72,7 @@ class RavenAttention(nn.Module):
         """Return the attention's output [B, S, E], and its weights if the kernel gives them."""
         qkv = project(hidden_states, self.Wqkv)[0].unflatten(-1, (-1, self.head_dim))  # [B, S, all heads, d]
         query, key, value = qkv.split(self.num_heads, dim=2)
-        # The values are kept, and with them the memory of the whole projection: what is made of it is recomputable.
+        # The values are kept, and with them the memory of all of the projection: what is made of it is recomputable.
         query, key = self.rotated(query, key, position_embeddings)
         value = value.transpose(1, 2)
         if past_key_values is not None:

@@ -20,16 +20,15 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from loopdropout_trainer.looped import project
 from loopdropout_trainer.models.huginn.blocks import BLOCKS, HuginnAttention, RavenAttention, RavenBlock
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig, block_layout_of, drop_huginn_ids
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
-from loopdropout_trainer.models.layers import RMSNorm
-from loopdropout_trainer.models.loop_inputs import LoopInputs
+from loopdropout_trainer.models.layers import RMSNorm, project
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
+    LoopInputs,
     every_run,
 )
 from loopdropout_trainer.models.rotary import rotations

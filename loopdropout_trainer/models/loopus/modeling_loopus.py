@@ -20,13 +20,12 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from loopdropout_trainer.looped import LoopState
-from loopdropout_trainer.models.attention import SelfAttention
-from loopdropout_trainer.models.layers import PROJECTIONS, GatedMLP, RMSNorm, StaysFloat32
-from loopdropout_trainer.models.loop_inputs import LoopInputs
+from loopdropout_trainer.models.layers import PROJECTIONS, GatedMLP, RMSNorm, SelfAttention, StaysFloat32
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
+    LoopInputs,
     RecurrentLayer,
     every_run,
 )

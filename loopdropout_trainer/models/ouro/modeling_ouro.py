@@ -13,18 +13,17 @@ import torch
 from torch import nn
 
 from loopdropout_trainer.looped import LoopState
-from loopdropout_trainer.models.attention import SelfAttention
-from loopdropout_trainer.models.layers import PROJECTIONS, GatedMLP, RMSNorm
-from loopdropout_trainer.models.loop_inputs import LoopInputs
+from loopdropout_trainer.models.layers import PROJECTIONS, GatedMLP, RMSNorm, SelfAttention
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
+    LoopInputs,
     RecurrentLayer,
     every_run,
 )
+from loopdropout_trainer.models.operations import recomputable
 from loopdropout_trainer.models.ouro.configuration_ouro import OuroConfig
-from loopdropout_trainer.models.recomputation import recomputable
 from loopdropout_trainer.models.rotary import ExactRotaryEmbedding
 
 

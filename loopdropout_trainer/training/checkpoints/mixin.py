@@ -22,9 +22,9 @@ from transformers.utils import logging
 
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_card, save_adapter_metadata
-from loopdropout_trainer.saving.files import is_about_files, write_atomically, written_whole
+from loopdropout_trainer.saving.files import is_about_files, staged_files, write_atomically
 from loopdropout_trainer.saving.hub import push_error
-from loopdropout_trainer.saving.lock import only_process_in
+from loopdropout_trainer.saving.lock import folder_lock
 from loopdropout_trainer.training.checkpoints import sealing
 from loopdropout_trainer.training.checkpoints.identity import continues, differences, run_identity
 from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, run_of
@@ -131,7 +131,7 @@ class CheckpointsMixin:
             LockedError: if another run is at work there.
         """
         lock = ExitStack()
-        self.from_main_process(lambda: lock.enter_context(only_process_in(self.args.output_dir)))
+        self.from_main_process(lambda: lock.enter_context(folder_lock(self.args.output_dir)))
         with lock:
             yield
 
@@ -482,7 +482,7 @@ class CheckpointsMixin:
             return
         is_run = self._complete is not None and folder == Path(self.args.output_dir)
         advice = f"{_what_is_safe(self._newest_checkpoint_here())} Free some space and resume or save again."
-        with written_whole(folder, "The adapter", advice) as partial:
+        with staged_files(folder, "The adapter", advice) as partial:
             self._save_files(partial, state_dict, folder)
             names = [
                 file.relative_to(partial) for file in partial.rglob("*") if file.is_file() and file.suffix != ".md"
@@ -499,6 +499,7 @@ class CheckpointsMixin:
             return
         args = self.args
         save_adapter_metadata(
+            self.model,
             folder,
             num_loops=self.num_loops,
             **find_looped_model(self.model).trained_with,

@@ -1,29 +1,39 @@
 """Which examples run together in a loop, in which order, and which of them with gradient.
 
-Until its first active gate an example's loops are plain frozen computation. In loop t the examples whose first active gate
-is in a loop up to t have *joined*; the others *wait*:
+Up to its first active gate an example's loops are plain frozen computation. By its gates up to loop t an example is
 
-    h_t = recurrent_step(h_{t-1}) with adapter and gradient, for those that have joined
-    h_t = recurrent_step(h_{t-1}) with neither, for those that wait
+    frozen      0 .. 0 0    no active gate yet:          h_t = recurrent_step(h_{t-1}) with neither adapter nor gradient
+    active      .. g        an active gate in loop t:    h_t = recurrent_step(h_{t-1}) with adapter and gradient
+    inactive    .. g .. 0   one earlier, none in loop t: h_t = recurrent_step(h_{t-1}) with gradient, the update left out
 
-Those of the joined that have an active gate in loop t come first, so that the adapter can leave the others alone. Both are
-worth more launches where they save enough arithmetic: where few tokens would wait they join early, and where few would be
-left alone the adapter adds zero to them.
+Active and inactive examples run in one part, active ones first, so that the adapter can leave the others alone. Frozen ones
+run in a part of their own. Either costs launches, and is done where enough tokens save more arithmetic than that: few frozen
+examples run with the others early, and to few inactive ones the adapter adds zero. For gates [K, N] of 3 examples, all of
+them long enough:
+
+    loop 1   0 2 0    part (0, 2) frozen;   part (1), 1 active
+    loop 2   0 0 2    part (0)    frozen;   part (2, 1), 1 active
+    loop 3   0 2 2    part (0)    frozen;   part (1, 2), 2 active
 
 Nothing is approximated: a gate of zero removes the update, and what no trained weight has touched has no gradient. With
-independent gates of drop probability p, sum_{t=1..K} p^t of an example's K loops wait: 0.94 of 4 at p = 0.5.
+independent gates of drop probability p, sum_{t=1..K} p^t of an example's K loops are frozen: 0.94 of 4 at p = 0.5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from loopdropout_trainer.looped import LoopState
-from loopdropout_trainer.models.loop_inputs import LoopInputs
 from loopdropout_trainer.models.operations import take_rows
+from loopdropout_trainer.models.speed.packing import Packing
+
+
+if TYPE_CHECKING:  # the driver of the loops imports this module
+    from loopdropout_trainer.models.looped_modeling import LoopInputs
 
 
 @dataclass(frozen=True)
@@ -42,42 +52,41 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Worth:
+class Thresholds:
     """From how many tokens on it takes less time to treat examples apart.
 
     Attributes:
-        waiting: to run those that wait in launches of their own, beside others that have joined.
-        resting: to leave the update of those alone that have joined and have no active gate.
+        frozen: to run frozen examples in a part of their own, beside others.
+        inactive: to leave the update of inactive examples out.
     """
 
-    waiting: float = 0
-    resting: float = 0
+    frozen: float = 0
+    inactive: float = 0
 
 
-def schedule(active: Sequence[Sequence[bool]], lengths: Sequence[int], worth: Worth) -> list[list[Part]]:
+def schedule(active: Sequence[Sequence[bool]], lengths: Sequence[int], thresholds: Thresholds) -> list[list[Part]]:
     """Return the parts of each loop.
 
     Args:
         active: [K][N], whether an example has an active gate in a loop.
         lengths: [N], in tokens.
-        worth: from how many tokens on the examples of a part are worth it.
+        thresholds: from how many tokens on examples are treated apart.
     """
-    everyone, joined, parts = set(range(len(lengths))), set(), []
+    everyone, started, parts = set(range(len(lengths))), set(), []  # started: active or inactive, not frozen any more
     tokens = lambda examples: sum(lengths[index] for index in examples)
     for gates in active:
-        # Three kinds of examples, by their gates up to this loop: 0 .. 0 g, 0 .. g .. 0 and 0 .. 0 0.
         running = [index for index in sorted(everyone) if gates[index]]
-        joined.update(running)
-        if joined and tokens(everyone - joined) < worth.waiting:
-            joined = set(everyone)
-        waiting, resting = sorted(everyone - joined), sorted(joined.difference(running))
+        started.update(running)
+        if started and tokens(everyone - started) < thresholds.frozen:
+            started = set(everyone)  # for good: their state then has a graph, which later loops must not cut
+        frozen, inactive = sorted(everyone - started), sorted(started.difference(running))
         parts.append([])
-        if waiting:
-            parts[-1].append(Part(tuple(waiting), 0, frozen=True))
-        if joined and running and tokens(resting) < worth.resting:
-            parts[-1].append(Part(tuple(sorted(joined)), len(joined)))
-        elif joined:
-            parts[-1].append(Part((*running, *resting), len(running)))
+        if frozen:
+            parts[-1].append(Part(tuple(frozen), 0, frozen=True))
+        if started and running and tokens(inactive) < thresholds.inactive:
+            parts[-1].append(Part(tuple(sorted(started)), len(started)))
+        elif started:
+            parts[-1].append(Part((*running, *inactive), len(running)))
     return parts
 
 
@@ -93,58 +102,62 @@ class PackedLoops:
     """A packed micro-batch on its way through the loops. What a loop reads of it is made once for all loops.
 
     Args:
-        inputs: of the first loop, with all examples.
+        inputs: of the first loop, with all examples: state [1, T, H].
+        packing: of the examples.
         loop_state: of the model.
         mask_of: returns the attention's mask for examples of these lengths, packed in this order.
         lora_parameters: see `TrainingPolicy`; None: no loop runs as the frozen model.
-        worth: see `schedule`.
+        thresholds: see `schedule`.
     """
 
     def __init__(
         self,
         inputs: LoopInputs,
+        packing: Packing,
         loop_state: LoopState,
         mask_of: Callable[[Sequence[int]], object],
         lora_parameters: Sequence[torch.nn.Parameter] | None,
-        worth: Worth,
+        thresholds: Thresholds,
     ) -> None:
         self.loop_state = loop_state
         self.plan = loop_state.plan
         self.prepared = {}
         self.mask_of = mask_of
         self.lora_parameters = lora_parameters
-        self.packing, self.lengths = inputs.packing, inputs.packing.lengths
+        self.packing, self.lengths = packing, packing.lengths
         self.all = tuple(range(len(self.lengths)))
-        self.layouts = {self.all: _Layout(inputs, self.packing.tokens())}
-        self.parts: dict[tuple[int, ...], torch.Tensor] = {
-            self.all: inputs.state
-        }  # states [1, n, H] after the last loop
+        self.layouts = {self.all: _Layout(inputs, packing.tokens())}
+        # The state [1, n, H] of each part after the last loop, by the part's order; all of them together hold every example.
+        self.states: dict[tuple[int, ...], torch.Tensor] = {self.all: inputs.state}
         self.schedule = None
         if lora_parameters is not None and self.plan.active is not None:
-            examples = self.packing.examples
+            # Gates belong to rows or segments of the batch, lengths to the examples that were found in it.
+            examples = packing.examples
             active = [
                 [gates[e] for e in examples] if len(gates) > 1 else gates * len(examples) for gates in self.plan.active
             ]
-            self.schedule = schedule(active, self.lengths, worth)
+            self.schedule = schedule(active, self.lengths, thresholds)
         self.has_gradient = self.schedule is None
 
-    def run(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
+    def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
         """Run one loop, a function from inputs to the state after it, on all examples."""
         parts = [Part(self.all, len(self.all))] if self.schedule is None else self.schedule[loop]
         states = {}
         for part in parts:
-            layout, state = self._layout(part.order), self._state(part.order)
-            num_active = sum(self.lengths[index] for index in part.order[: part.num_active])
+            layout, state = self._layout(part.order), self._state(part.order)  # [1, n, H]
+            num_active = sum(
+                self.lengths[index] for index in part.order[: part.num_active]
+            )  # tokens, counted from the first
             step = self.plan.step(loop, state.device, layout.tokens, num_active, part.frozen, self.prepared)
             self.loop_state.announce(step)  # for what runs outside of a layer; layers announce it themselves
-            # Nothing trained has touched the state of those that wait. The gradient of those that rest passes through the
+            # Nothing trained has touched the state of frozen examples. The gradient of inactive ones passes through the
             # frozen weights to an earlier loop.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not part.frozen):
                 states[part.order] = recurrent_step(replace(layout.inputs, state=state, step=step))
             self.has_gradient |= not part.frozen
-        self.parts = states
+        self.states = states
 
-    def finish(self) -> LoopInputs:
+    def result(self) -> LoopInputs:
         """Return the inputs with the state [1, T, H] after the loops so far, in their first order."""
         state = self._state(self.all)
         if not self.has_gradient:
@@ -154,12 +167,12 @@ class PackedLoops:
 
     def _state(self, order: tuple[int, ...]) -> torch.Tensor:
         """Return the state [1, n, H] that examples have come to, in this order."""
-        if order in self.parts:
-            return self.parts[order]  # as it lies, without a copy
-        wanted = set(order)
-        sources = [part for part in self.parts if wanted.intersection(part)]
+        if order in self.states:
+            return self.states[order]  # as it lies, without a copy
+        # Of the parts before, those with some of the wanted examples, one after the other: (0, 2) and (1) for (2, 1).
+        sources = [part for part in self.states if not set(order).isdisjoint(part)]
         lie = [index for part in sources for index in part]
-        states = [self.parts[part] for part in sources]
+        states = [self.states[part] for part in sources]
         # Autocast to bfloat16 knows no float16 here: states may be float32 beside a float16 base's embeddings.
         with torch.autocast(states[0].device.type, enabled=False):
             state = states[0] if len(states) == 1 else torch.cat(states, dim=1)
@@ -174,12 +187,18 @@ class PackedLoops:
         return self.layouts[order]
 
     def _rows(self, lie: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-        """Return where the tokens of examples in `order` are in a row of examples that lie as in `lie`, [n]."""
+        """Return where the tokens of examples in `order` are in a row of examples that lie as in `lie`, [n].
+
+        Of lengths (2, 3, 1) that lie as (0, 1, 2), the examples (2, 1) are in rows 5, 2, 3, 4.
+        """
         starts, start = {}, 0
         for index in lie:
             starts[index] = start
             start += self.lengths[index]
-        lengths = torch.tensor([self.lengths[index] for index in order])
-        firsts = torch.tensor([starts[index] for index in order])
-        rows = torch.arange(int(lengths.sum())) + (firsts - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+        lengths = torch.tensor([self.lengths[index] for index in order])  # (1, 3)
+        firsts = torch.tensor(
+            [starts[index] for index in order]
+        )  # (5, 2), where they begin; they shall begin at (0, 1)
+        shifts = firsts - (lengths.cumsum(0) - lengths)  # (5, 1), of all tokens of an example
+        rows = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)  # 0 + 5, 1 + 1, 2 + 1, 3 + 1
         return rows.to(self.packing.device, non_blocking=True)

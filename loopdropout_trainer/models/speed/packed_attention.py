@@ -1,7 +1,6 @@
-"""Causal self-attention: of the rows of a batch by transformers' kernels, or of examples packed in one row.
+"""Causal self-attention of examples that are packed in one row: there is no padding, and no mask of the row as one text.
 
-A packed row has no padding and no mask: its examples attend to themselves, one after the other, or all at once where torch
-has a kernel for variable lengths.
+The examples attend to themselves, one after the other, or all at once where torch has a kernel for variable lengths.
 """
 
 from __future__ import annotations
@@ -9,20 +8,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import logging
 
-from loopdropout_trainer.looped import launches_pay, project
-from loopdropout_trainer.models.operations import rotate_halves
-from loopdropout_trainer.models.recomputation import recomputable
+from loopdropout_trainer.looped import launches_pay
 
 
 try:
@@ -73,6 +64,12 @@ class Lengths:
             self._masks[chunk, dtype] = added.to(self.device)
         return self._masks[chunk, dtype]
 
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float
+    ) -> torch.Tensor:
+        """Attend within each example of a row [1, heads, T, d]; return [1, T, heads, d]."""
+        return packed_attention(query, key, value, self, scaling, dropout)
+
 
 def lengths_in_chunks(lengths: Sequence[int], like: torch.Tensor, num_heads: int, head_dim: int) -> Lengths:
     """Return the lengths of examples for attention by few launches.
@@ -88,40 +85,14 @@ def lengths_in_chunks(lengths: Sequence[int], like: torch.Tensor, num_heads: int
         return Lengths(lengths, like.device)
     chunks: list[list[int]] = []
     for length in lengths:
-        # A pair of tokens takes 4 FLOP a channel forward, and 10 backward.
+        # One more example in a chunk of n tokens saves 12 launches of its own, forward and backward, and adds 2 n `length`
+        # pairs behind the mask. A pair takes 4 FLOP a channel forward (q k, and the sum of v), and 10 backward.
         pairs = 2 * sum(chunks[-1]) * length if chunks else 0  # of tokens that must not see each other
         if chunks and launches_pay(12, 14 * pairs * num_heads * head_dim, like):
             chunks[-1].append(length)
         else:
             chunks.append([length])
     return Lengths(lengths, like.device, chunks)
-
-
-def attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | Lengths | Any | None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by the kernel that the configuration names.
-
-    Args:
-        module: attention module, with `config`, `scaling` and what else transformers' kernels read from it.
-        query, key, value: [B, heads, S, d]; keys and values may have fewer heads.
-        mask: in the kernel's own form, or the `Lengths` of a packed row.
-
-    Returns:
-        [B, S, heads, d], and the attention weights if the kernel gives them.
-    """
-    if isinstance(mask, Lengths):
-        return packed_attention(query, key, value, mask, module.scaling, dropout), None
-    if torch.is_tensor(mask) and mask.is_floating_point():
-        mask = mask.to(query.dtype)
-    kernel = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
-    return kernel(module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs)
 
 
 @torch.compiler.disable(recursive=True)  # it would compile anew for all lengths
@@ -191,57 +162,3 @@ def _at_once_agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     if not agrees:
         logger.warning(f"torch's attention for variable lengths is not used on {device}: {reason.splitlines()[0]}.")
     return agrees
-
-
-class SelfAttention(nn.Module):
-    """Attention with rotary positions and separate projections, as in Llama; with `norm`, also of each head as in Qwen3.
-
-    Args:
-        config: with the fields of transformers' Llama.
-        layer_idx: layer of the cache that holds its keys.
-        norm: makes the normalisation of queries' and keys' heads from their size; None: there is none.
-    """
-
-    def __init__(self, config: PreTrainedConfig, layer_idx: int, norm: Any = None) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-        width, kv_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
-        if norm is not None:
-            self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | Lengths | Any | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attention's output [B, S, H], and its weights if the kernel gives them."""
-        projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, heads, d]
-        if hasattr(self, "q_norm"):  # it keeps its input, so that nothing else need be kept
-            query = recomputable(_normed_and_rotated, query, self.q_norm, *position_embeddings)
-            key = recomputable(_normed_and_rotated, key, self.k_norm, *position_embeddings)
-        else:
-            query, key = (rotate_halves(x.transpose(1, 2), *position_embeddings) for x in (query, key))
-        value = value.transpose(1, 2)  # [B, heads, S, d], as the others
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        output, weights = attend(self, query, key, value, attention_mask, dropout, **kwargs)
-        return project(output.flatten(-2), self.o_proj)[0], weights
-
-
-def _normed_and_rotated(x: torch.Tensor, norm: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the heads [B, heads, S, d] of x [B, S, heads, d]."""
-    return rotate_halves(norm(x).transpose(1, 2), cos, sin)

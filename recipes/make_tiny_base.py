@@ -1,6 +1,7 @@
-"""Pretrain the tiny Ouro that ships with the package, from scratch, on one CPU thread.
+"""Pretrain a tiny looped model from scratch, on one CPU thread: the Ouro that ships with the package, or another.
 
-    python recipes/make_tiny_ouro.py --output_dir loopdropout_trainer/tiny_ouro
+    python recipes/make_tiny_base.py --output_dir loopdropout_trainer/tiny_ouro
+    python recipes/make_tiny_base.py --family huginn --num_loops 8 --design random --output_dir outputs/tiny_huginn
 
 It learns the language of the quickstart's word problems in shorter problems and in other forms (`pretraining_texts`).
 Counted in steps and drawn from seeds, never by the clock: the same machine and versions give the same bytes, whose
@@ -26,7 +27,8 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from loopdropout_trainer.data.arithmetic import pretraining_texts
-from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
+from loopdropout_trainer.looped import LoopedModelMixin
+from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM, OuroConfig, OuroForCausalLM
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.command import run_command
 
@@ -58,8 +60,10 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int, hidden_size: int) -> OuroForCausalLM:
-    """Return an untrained Ouro of four loops."""
+def make_ouro(
+    tokenizer: PreTrainedTokenizerFast, num_loops: int, num_layers: int, hidden_size: int
+) -> OuroForCausalLM:
+    """Return an untrained Ouro: all of its layers are looped."""
     return OuroForCausalLM(
         OuroConfig(
             vocab_size=len(tokenizer),
@@ -67,6 +71,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int, hidden_size:
             intermediate_size=hidden_size * 11 // 4,
             num_hidden_layers=num_layers,
             num_attention_heads=hidden_size // 32,
+            num_loops=num_loops,
             max_position_embeddings=512,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
             bos_token_id=None,
@@ -74,6 +79,32 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int, hidden_size:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+
+
+def make_huginn(
+    tokenizer: PreTrainedTokenizerFast, num_loops: int, num_layers: int, hidden_size: int
+) -> HuginnForCausalLM:
+    """Return an untrained Huginn: one layer before the loop and one after it, and loops that start from random states."""
+    return HuginnForCausalLM(
+        HuginnConfig(
+            vocab_size=len(tokenizer),
+            padded_vocab_size=len(tokenizer),
+            n_embd=hidden_size,
+            intermediate_size=hidden_size * 11 // 4,
+            n_heads=hidden_size // 32,
+            n_layers_in_prelude=1,
+            n_layers_in_recurrent_block=num_layers,
+            n_layers_in_coda=1,
+            mean_recurrence=num_loops,
+            block_size=512,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+FAMILIES = {"ouro": make_ouro, "huginn": make_huginn}
 
 
 def batches_of(tokenizer: PreTrainedTokenizerFast, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
@@ -88,28 +119,28 @@ def batches_of(tokenizer: PreTrainedTokenizerFast, batch_size: int, seed: int) -
             yield torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in batch])
 
 
-def losses_of(model: OuroForCausalLM, ids: torch.Tensor, loops: list[int]) -> torch.Tensor:
+def losses_of(model: LoopedModelMixin, ids: torch.Tensor, loops: list[int]) -> torch.Tensor:
     """Return the cross entropy of the readouts of some loops, counted from 0."""
     targets = ids[:, 1:]
     kept = targets != model.config.pad_token_id
-    readouts = model.model(ids, output_readouts=True).readouts
+    readouts = model.base_model(ids, output_readouts=True).readouts
     return torch.stack([F.cross_entropy(model.lm_head(readouts[t][:, :-1][kept]), targets[kept]) for t in loops])
 
 
 @dataclass(frozen=True)
 class Design:
-    """What a step of pretraining at about four loops minimises.
+    """What a step of pretraining at a fixed number of loops minimises, or at one or two loops more.
 
     Attributes:
-        weights: of the losses of the four loops' readouts.
+        weights: of the losses of the loops' readouts, four of them.
         deeper: share of the batches that run five or six loops; the readouts from the fourth on share the last weight.
     """
 
     weights: tuple[float, ...]
     deeper: float = 0.0
 
-    def loss(self, model: OuroForCausalLM, ids: torch.Tensor, done: float, rng: Random) -> torch.Tensor:
-        """Return the weighted loss of one batch."""
+    def loss(self, model: LoopedModelMixin, ids: torch.Tensor, done: float, rng: Random, own: int) -> torch.Tensor:
+        """Return the weighted loss of one batch, of which the part `done` of the training has gone before."""
         *early, late = self.weights
         loops = len(self.weights)
         model.config.num_loops = rng.randint(loops + 1, loops + 2) if rng.random() < self.deeper else loops
@@ -118,10 +149,18 @@ class Design:
         return (losses_of(model, ids, list(weights)) * torch.tensor(list(weights.values()))).sum()
 
 
-def loss_at_random_depth(model: OuroForCausalLM, ids: torch.Tensor, done: float, rng: Random) -> torch.Tensor:
-    """Return the loss at a depth drawn for the batch: 2/3 of its last readout, 1/3 of a random earlier one."""
-    most = 3 if done < 0.15 else 4 if done < 0.4 else 8
+def loss_at_random_depth(
+    model: LoopedModelMixin, ids: torch.Tensor, done: float, rng: Random, own: int
+) -> torch.Tensor:
+    """Return the loss at a depth drawn for the batch: 2/3 of its last readout, 1/3 of a random earlier one.
+
+    Depths of 2 to twice the model's own, `own`; at the beginning, less deep. Random start states are drawn anew for every
+    batch.
+    """
+    most = own - 1 if done < 0.15 else own if done < 0.4 else 2 * own
     model.config.num_loops = rng.randint(2, most)
+    if hasattr(model.config, "state_seed"):
+        model.config.state_seed = rng.randrange(2**31)
     last = model.config.num_loops - 1
     final, earlier = losses_of(model, ids, [last, rng.randrange(last)])
     return (2 * final + earlier) / 3
@@ -139,22 +178,33 @@ DESIGNS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--family", choices=FAMILIES, default="ouro", help="of the model (default: %(default)s)")
     parser.add_argument("--design", choices=DESIGNS, default="late", help="of the loss (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1200, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch_size", type=int, default=32, help="texts in a batch (default: %(default)s)")
+    parser.add_argument(
+        "--num_loops", type=int, default=4, help="K; other than 4 with `random` (default: %(default)s)"
+    )
     parser.add_argument("--num_layers", type=int, default=1, help="of the looped block (default: %(default)s)")
     parser.add_argument("--hidden_size", type=int, default=128, help="default: %(default)s")
     parser.add_argument("--muon_rate", type=float, default=0.02, help="peak, for matrices (default: %(default)s)")
     parser.add_argument("--adam_rate", type=float, default=4e-3, help="peak, for the rest (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and texts (default: %(default)s)")
     args = parser.parse_args()
+    if args.num_loops != 4 and args.design != "random":
+        parser.error(
+            f"--design {args.design} weights the readouts of 4 loops; --num_loops {args.num_loops} needs random"
+        )
 
     torch.set_num_threads(1)  # sums in one order
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer(pretraining_texts(20_000, seed=0))
-    model = make_model(tokenizer, args.num_layers, args.hidden_size).train()
+    model = FAMILIES[args.family](tokenizer, args.num_loops, args.num_layers, args.hidden_size).train()
     model.compile_layers()
-    matrices = [weight for weight in model.model.layers.parameters() if weight.dim() == 2]
+    outside = ("embed_tokens", "wte", "lm_head", "early_exit_gate")
+    matrices = [
+        w for name, w in model.named_parameters() if w.dim() == 2 and not any(part in name for part in outside)
+    ]
     chosen = set(map(id, matrices))
     others = [weight for weight in model.parameters() if id(weight) not in chosen]
     optimizers = [
@@ -177,7 +227,7 @@ def main() -> None:
                     group["lr"] = peak * min((step + 1) / WARMUP_STEPS, (1 + math.cos(math.pi * done)) / 2)
             ids = next(batches)
             tokens += ids.numel()
-            loss = loss_of(model, ids, done, rng)
+            loss = loss_of(model, ids, done, rng, args.num_loops)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -193,7 +243,9 @@ def main() -> None:
                 total = 0.0
 
     model.eval()
-    model.config.num_loops = 4
+    model.config.num_loops = args.num_loops
+    if args.family == "huginn":
+        model.config.state_seed = 0
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -204,4 +256,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "make_tiny_ouro.py")
+    run_command(main, "make_tiny_base.py")

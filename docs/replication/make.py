@@ -1,0 +1,321 @@
+"""Make the tables and figures of docs/replication.md from finished studies.
+
+    python docs/replication/make.py collect outputs/studies/small outputs/studies/map ...   # runs -> runs.csv.gz
+    python docs/replication/make.py write                                                   # runs.csv.gz -> the document
+
+`collect` keeps one row for each number that a run measured, so that every number of the document is in one small file:
+
+    study, method, learning_rate, seed     which run
+    examples, steps, epochs, min_steps ... what a map varies
+    metric                                 development, accuracy, loss_reduction, frozen_loss or readout_loss
+    depth, loop                            loops K at inference; the one loop that has the adapter, or whose readout it is
+    value                                  in percent; losses in nats per token
+    verdicts                               of an accuracy: one bit for each test problem, as hexadecimal digits
+
+Intervals are 95% of a bootstrap that draws seeds and problems, each with replacement (10,000 draws, percentiles); methods are
+paired by seed and problem.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+
+HERE = Path(__file__).parent
+RUNS = HERE / "runs.csv.gz"
+DOCUMENT = HERE.parent / "replication.md"
+TEST = "arithmetic_easy_test"
+DRAWS = 10_000
+
+
+# From runs to rows.
+
+
+def rows_of(run: Path, study: str) -> Iterator[dict]:
+    """Yield the rows of one run's folder, STUDY/METHOD/lr_RATE/seed_SEED."""
+    method, rate, seed = run.parts[-3], float(run.parts[-2].removeprefix("lr_")), int(run.parts[-1].removeprefix("seed_"))
+    results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    trained = results["train_info"]
+    settings = results["run_info"]["settings"]
+    easiest, hardest = settings.get("arithmetic_steps") or (3, 5)
+    known = {
+        "study": study, "method": method, "learning_rate": rate, "seed": seed, "num_loops": trained["num_loops"],
+        "examples": trained["examples"], "steps": trained["steps"], "difficulty": f"{easiest} to {hardest}",
+    }  # fmt: skip
+    for name, measured in results["benchmarks"].items():
+        metric = "development" if name == "development" else "accuracy"
+        yield {**known, "metric": metric, "depth": trained["num_loops"], **counted(measured, metric == "accuracy")}
+    for depth, measured in results["by_depth"].items():
+        if int(depth) != trained["num_loops"]:
+            yield {**known, "metric": "accuracy", "depth": int(depth), **counted(measured)}
+    for loop, measured in enumerate(results.get("single_loop_benchmarks", ()), 1):
+        yield {**known, "metric": "accuracy", "depth": trained["num_loops"], "loop": loop, **counted(measured)}
+    if results.get("single_loop"):
+        losses = results["single_loop"]
+        yield {**known, "metric": "frozen_loss", "value": losses["frozen"]}
+        for loop, loss in enumerate(losses["only"], 1):
+            yield {**known, "metric": "loss_reduction", "loop": loop, "value": 100 * (1 - loss / losses["frozen"])}
+        yield {**known, "metric": "loss_reduction", "value": 100 * (1 - losses["all_on"] / losses["frozen"])}
+    for loop, loss in enumerate(results.get("readout_losses", ()), 1):
+        yield {**known, "metric": "readout_loss", "loop": loop, "value": loss}
+
+
+def counted(measured: dict, keep_verdicts: bool = True) -> dict:
+    """Return accuracy in percent, and the verdicts as hexadecimal digits, the first problem in the highest bit."""
+    bits = "".join(str(int(prediction["correct"])) for prediction in measured["predictions"])
+    digits = f"{int(bits + '0' * (-len(bits) % 4), 2):0{-(-len(bits) // 4)}x}"
+    return {"value": measured["score"], "problems": len(bits), "verdicts": digits if keep_verdicts else None}
+
+
+def collect(folders: Iterable[str]) -> pd.DataFrame:
+    """Return the rows of all finished runs of some studies."""
+    rows = []
+    for folder in map(Path, folders):
+        for path in sorted(folder.glob("*/lr_*/seed_*/results.json")):
+            rows += rows_of(path.parent, folder.name)
+    return pd.DataFrame(rows)
+
+
+# From rows to numbers.
+
+
+def verdicts(row: pd.Series) -> np.ndarray:
+    """Return which problems were solved, [problems]."""
+    bits = bin(int("1" + row["verdicts"], 16))[3:]
+    return np.array([bit == "1" for bit in bits[: int(row["problems"])]], dtype=float)
+
+
+class Study:
+    """The rows of one study, each method at the learning rate that its development accuracy on the first seed chooses."""
+
+    def __init__(self, rows: pd.DataFrame) -> None:
+        self.rows = rows
+        development = rows[rows["metric"] == "development"]
+        first = development[development["seed"] == development.groupby("method")["seed"].transform("min")]
+        first = first.sort_values("learning_rate")  # the smaller rate of equals
+        best = first.loc[first.groupby("method", sort=False)["value"].idxmax()]
+        self.rates = dict(zip(best["method"], best["learning_rate"], strict=True))
+
+    def of(self, method: str, metric: str, depth: int | None = None, loop: int | None = None, rate: float | None = None):
+        """Return the rows of one method and metric, by seed; `depth` None: the method's own."""
+        rate = self.rates.get(method) if rate is None else rate
+        rows = self.rows[(self.rows["method"] == method) & (self.rows["metric"] == metric)]
+        rows = rows[np.isclose(rows["learning_rate"], -1.0 if rate is None else rate)]
+        if metric in ("accuracy", "development"):
+            rows = rows[rows["depth"] == (rows["num_loops"] if depth is None else depth)]
+        rows = rows[rows["loop"].isna() if loop is None else rows["loop"] == loop]
+        return rows.drop_duplicates("seed").set_index("seed").sort_index()
+
+    def gains(self, ours: str, other: str, metric: str = "accuracy", **where) -> np.ndarray:
+        """Return ours - other, [seeds, problems] for accuracies, [seeds, 1] for other metrics; only seeds that both have."""
+        a, b = self.of(ours, metric, **where), self.of(other, metric, **where)
+        pairs = [(a.loc[seed], b.loc[seed]) for seed in a.index.intersection(b.index)]
+        if metric == "accuracy":
+            return 100 * np.array([verdicts(one) - verdicts(two) for one, two in pairs])
+        return np.array([[one["value"] - two["value"]] for one, two in pairs])
+
+
+def interval(gains: np.ndarray) -> tuple[float, float]:
+    """Return the 95% interval of the mean of gains [seeds, problems] over other seeds and other problems."""
+    generator = np.random.default_rng(0)
+    seeds, problems = gains.shape
+    chosen = generator.multinomial(seeds, np.full(seeds, 1 / seeds), size=DRAWS) / seeds  # [draws, seeds]
+    means = chosen @ gains  # [draws, problems]
+    if problems > 1:
+        weights = generator.multinomial(problems, np.full(problems, 1 / problems), size=DRAWS) / problems
+        means = (means * weights).sum(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def mean_sd(rows: pd.DataFrame, digits: int = 1) -> str:
+    """Return `mean ± SD` of a metric over seeds."""
+    values = rows["value"].to_numpy(dtype=float)
+    if not len(values):
+        return "-"
+    spread = f" ± {values.std(ddof=1):.{digits}f}" if len(values) > 1 else ""
+    return f"{values.mean():.{digits}f}{spread}"
+
+
+# The claims.
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence of the paper, its number there, and what it comes to here: gains [seeds, problems], above zero if it holds."""
+
+    words: str
+    paper: str
+    gains: Callable[[Study], np.ndarray]
+    unit: str = "points"
+    study: str = "small"
+
+    def row(self, studies: dict[str, Study]) -> str:
+        study = studies.get(self.study)
+        gains = self.gains(study) if study is not None else np.empty((0, 1))
+        if not len(gains):
+            return f"| {self.words} | {self.paper} | not measured | - | - |"
+        digits = 1 if self.unit == "points" else 3
+        mean = f"{gains.mean():+.{digits}f}"
+        if len(gains) < 2:
+            return f"| {self.words} | {self.paper} | {mean} {self.unit} | 1 | one seed |"
+        low, high = interval(gains)
+        verdict = "**seen**" if low > 0 else "**opposite**" if high < 0 else "undecided"
+        text = f"{mean} [{low:+.{digits}f}, {high:+.{digits}f}] {self.unit}"
+        return f"| {self.words} | {self.paper} | {text} | {len(gains)} | {verdict} |"
+
+
+def against(other: str, ours: str = "loop_dropout", **where) -> Callable[[Study], np.ndarray]:
+    return lambda study: study.gains(ours, other, **where)
+
+
+def late_bias(method: str) -> Callable[[Study], np.ndarray]:
+    """rho_K - rho_1 of one method."""
+
+    def gains(study: Study) -> np.ndarray:
+        loops = int(study.rows.loc[study.rows["method"] == method, "num_loops"].iloc[0])
+        last, first = (study.of(method, "loss_reduction", loop=loop)["value"] for loop in (loops, 1))
+        return (last - first).to_numpy(dtype=float)[:, None]
+
+    return gains
+
+
+def flatter(study: Study) -> np.ndarray:
+    """max rho_t - min rho_t of LoRA, less Loop Dropout's."""
+    spreads = []
+    for method in ("lora", "loop_dropout"):
+        loops = sorted(study.rows.loc[study.rows["method"] == method, "loop"].dropna().unique())
+        rho = pd.concat([study.of(method, "loss_reduction", loop=int(loop))["value"] for loop in loops], axis=1)
+        spreads.append(rho.max(axis=1) - rho.min(axis=1))
+    return (spreads[0] - spreads[1]).dropna().to_numpy(dtype=float)[:, None]
+
+
+def keeps(depth: int) -> Callable[[Study], np.ndarray]:
+    """By how much less accuracy Loop Dropout loses than LoRA from the training depth to another."""
+    return lambda study: study.gains("loop_dropout", "lora", depth=depth) - study.gains("loop_dropout", "lora")
+
+
+def minus(gains: Callable[[Study], np.ndarray]) -> Callable[[Study], np.ndarray]:
+    return lambda study: -gains(study)
+
+
+CLAIMS = [
+    Claim("LoRA's update reduces the loss more in the last loop than in the first: rho_K - rho_1", "+20.5", late_bias("lora")),
+    Claim("Loop Dropout is flatter: LoRA's max - min of rho_t, less Loop Dropout's", "+15.4", flatter),
+    Claim("Alone in loop 1, its update reduces the loss more than LoRA's", "+18.9",
+          against("lora", metric="loss_reduction", loop=1)),
+    Claim("More accurate at the training depth", "+1.90", against("lora")),
+    Claim("More accurate at twice the training depth", "+4.75", against("lora", depth=8)),
+    Claim("Loses less than LoRA from the training depth to twice it", "+2.85", keeps(8)),
+    Claim("More accurate at half the training depth", "-", against("lora", depth=2)),
+    *(Claim(f"More accurate with its update in loop {loop} only", paper, against("lora", loop=loop))
+      for loop, paper in enumerate(("+1.28", "+64.42", "+83.60", "+80.11"), 1)),
+    *(Claim(f"The readout of loop {loop} has a lower loss", paper, minus(against("lora", metric="readout_loss", loop=loop)),
+            unit="nats") for loop, paper in enumerate(("+0.193", "+0.071", "+0.025", "+0.037"), 1)),
+    Claim("More accurate than LoRA+", "+0.99", against("lora_plus")),
+    Claim("More accurate than rsLoRA", "+2.0", against("rslora")),
+    Claim("More accurate than dropout on the adapter's input", "+2.2", against("input_dropout")),
+    Claim("More accurate than LoRA Dropout", "+0.76", against("lora_dropout")),
+    Claim("Rescaling matters: than unscaled masks", "+2.86", against("unscaled")),
+    Claim("Which loops are masked matters: than the dose control", "+2.00", against("dose_control")),
+    Claim("Masking the entire adapter matters: than module-wise masks", "+2.05", against("module_wise")),
+    Claim("Than low-rank weight noise", "+1.87", against("weight_noise")),
+    Claim("Than parallel noise of the same mean and variance", "+1.95", against("parallel_noise")),
+    Claim("p = 0.5 is more accurate than p = 0.25", "+0.6", against("p_0.25")),
+    Claim("p = 0.5 is more accurate than p = 0.75", "+0.1", against("p_0.75")),
+    Claim("p = 0.5 is more accurate than p = 0.1", "-", against("p_0.1")),
+    Claim("Masking helps a shared update more than independent ones of rank 4", "-1.14, +6.60",
+          lambda s: paired(s.gains("loop_dropout", "lora"), s.gains("independent_rank_4_masked", "independent_rank_4"))),
+    Claim("Masking helps a shared update more than independent ones of rank 16", "+0.45, +7.00",
+          lambda s: paired(s.gains("loop_dropout", "lora"), s.gains("independent_rank_16_masked", "independent_rank_16"))),
+    Claim("More accurate at rank 4", "+0.56", against("rank_4_lora", "rank_4")),
+    Claim("More accurate at rank 64", "+0.43", against("rank_64_lora", "rank_64")),
+    *(Claim(f"More accurate when both train at the rate {rate:g}", "+0.56 to +2.62", against("lora", rate=rate))
+      for rate in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
+    *(Claim(f"More accurate when trained and evaluated at K = {depth}", paper, against(f"depth_{depth}_lora", f"depth_{depth}"))
+      for depth, paper in ((2, "+2.17"), (6, "+1.59"), (8, "+0.51"))),
+    Claim("LoRA at random depth is more accurate at twice the depth than LoRA", "-", against("lora", "random_depth_lora", depth=8)),
+    Claim("At random depth, Loop Dropout is more accurate than LoRA", "-", against("random_depth_lora", "random_depth")),
+    Claim("At random depth, evaluated at twice the depth", "-", against("random_depth_lora", "random_depth", depth=8)),
+    *(Claim(f"{words} (base of two layers)", paper, gains, study="two_layers") for words, paper, gains in (
+        ("LoRA's late bias, rho_K - rho_1", "+20.5", late_bias("lora")), ("Flatter than LoRA", "+15.4", flatter),
+        ("More accurate than LoRA", "+1.90", against("lora")), ("At twice the depth", "+4.75", against("lora", depth=8)),
+        ("More accurate than CoTo", "+0.94", against("coto")))),
+    *(Claim(f"{words} (tiny Huginn, 8 loops)", "-", gains, study="huginn") for words, gains in (
+        ("LoRA's late bias, rho_K - rho_1", late_bias("lora")), ("Flatter than LoRA", flatter),
+        ("More accurate than LoRA", against("lora")), ("At twice the depth", against("lora", depth=16)))),
+]  # fmt: skip
+
+
+def paired(ours: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the difference of two gains [seeds, problems] over the seeds that both have, the first ones."""
+    seeds = min(len(ours), len(others))
+    return ours[:seeds] - others[:seeds]
+
+
+def claims_table(studies: dict[str, Study]) -> str:
+    head = "| claim | paper | here, 95% interval | seeds | verdict |\n|---|---|---|---|---|\n"
+    return head + "\n".join(claim.row(studies) for claim in CLAIMS)
+
+
+def methods_table(study: Study) -> str:
+    """Return each method's accuracy by depth and loss reductions, mean ± SD over its seeds."""
+    depths = (2, 4, 8)
+    lines = [f"| method | rate | seeds | {' | '.join(f'K = {depth}' for depth in depths)} | rho_1 | rho_K |",
+             "|" + "---|" * (len(depths) + 5)]  # fmt: skip
+    for method, rate in study.rates.items():
+        own = study.of(method, "accuracy")
+        if not len(own):
+            continue
+        cells = [mean_sd(study.of(method, "accuracy", depth=depth)) for depth in depths]
+        loops = int(own["num_loops"].iloc[0])
+        cells += [mean_sd(study.of(method, "loss_reduction", loop=loop)) for loop in (1, loops)]
+        lines.append(f"| {method} | {rate:g} | {len(own)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def choices_table(study: Study) -> str:
+    """Return each method's development accuracy by learning rate, on the first seed."""
+    development = study.rows[study.rows["metric"] == "development"]
+    lines = ["| method | development accuracy by learning rate, % |", "|---|---|"]
+    for method, chosen in study.rates.items():
+        mine = development[development["method"] == method]
+        mine = mine[mine["seed"] == mine["seed"].min()].sort_values("learning_rate").drop_duplicates("learning_rate")
+        cells = [f"{row.learning_rate:g}: {'**' * (row.learning_rate == chosen)}{row.value:.1f}{'**' * (row.learning_rate == chosen)}"
+                 for row in mine.itertuples()]  # fmt: skip
+        lines.append(f"| {method} | {', '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(rows: pd.DataFrame) -> None:
+    """Replace what stands between each pair of marks in the document."""
+    studies = {name: Study(part) for name, part in rows.groupby("study") if name != "map"}
+    small = studies["small"]
+    tables = {"claims": claims_table(studies), "methods": methods_table(small), "rates": choices_table(small)}
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
+    DOCUMENT.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["collect", *folders] if folders:
+            collect(folders).to_csv(RUNS, index=False, compression={"method": "gzip", "mtime": 0})
+        case ["write"]:
+            write(pd.read_csv(RUNS))
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What runs inside the sandbox (see sandbox.py): EvalPlus, with nothing of this package.
+
+    score.py prepare FOLDER        reads FOLDER/problems.pickle, writes FOLDER/N.pickle and FOLDER/N.py for each problem
+    score.py check FOLDER N USER   runs the program in FOLDER/N.pickle as USER (0: unchanged); the exit code is its verdict
+
+`prepare` runs EvalPlus's own solutions, and reads what the model has written as text. `check` runs the model's program and
+has the expected outputs, but not the solution that they come from. No output of a program is read: it could be anything.
+"""
+
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import sys
+
+
+LIMITS = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": 64 << 20, "RLIMIT_NOFILE": 256, "RLIMIT_AS": 4 << 30}
+"""For each process; the memory is EvalPlus's own limit."""
+
+MOST_PROCESSES = 16
+"""In a sandbox. Outside of one the limit would count all processes of the user."""
+
+VERDICTS = ("pass", "base: fail", "base: timeout", "plus: fail", "plus: timeout")
+"""Verdict i is the exit code 10 + i: with the problem's own tests (`base`), then with those that EvalPlus adds (`plus`)."""
+
+SECONDS = 300
+"""Most time to read one answer, and to run one of EvalPlus's solutions."""
+
+
+def prepare(folder):
+    """Read the program in each answer, and compute the expected outputs, as EvalPlus's command line does."""
+    from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
+    from evalplus.gen.util import trusted_exec
+    from evalplus.sanitize import sanitize
+
+    with open(f"{folder}/problems.pickle", "rb") as file:
+        jobs = pickle.load(file)  # written by this package's own process
+    for number, (dataset, problem, answer) in enumerate(jobs):
+        child = os.fork()  # a text of a stranger may exhaust or crash the parser
+        if child:
+            os.waitpid(child, 0)
+            continue
+        signal.alarm(SECONDS)
+        entry_point = problem["entry_point"]
+        job = {"dataset": dataset, "entry_point": entry_point, "atol": problem["atol"]}
+        job["solution"] = sanitize(answer, entry_point)
+        not_none = dataset == "mbpp" and entry_point in MBPP_OUTPUT_NOT_NONE_TASKS
+        for part in ("base", "plus"):
+            job[f"{part}_input"] = problem[f"{part}_input"]
+            canonical = problem["prompt"] + problem["canonical_solution"]
+            job[part], job[f"{part}_time"] = trusted_exec(canonical, job[f"{part}_input"], entry_point, True, not_none)
+        with open(f"{folder}/{number}.py", "w", encoding="utf-8", errors="replace") as file:
+            file.write(job["solution"])
+        with open(f"{folder}/{number}.pickle", "wb") as file:
+            pickle.dump(job, file)
+        os._exit(0)
+
+
+def check(folder, number, user):
+    """Run one program on the inputs of its problem, and exit with its verdict."""
+    from evalplus.eval import untrusted_check
+
+    with open(f"{folder}/{number}.pickle", "rb") as file:
+        job = pickle.load(file)
+    limits = {**LIMITS, "RLIMIT_NPROC": MOST_PROCESSES} if user else LIMITS
+    for name, most in limits.items():
+        hard = resource.getrlimit(getattr(resource, name))[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(getattr(resource, name), (most, most))
+    if user and os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)  # and no capability is left
+    verdict = "pass"
+    for part in ("base", "plus"):
+        status, _ = untrusted_check(
+            job["dataset"],
+            job["solution"],
+            job[f"{part}_input"],
+            job["entry_point"],
+            expected=job[part],
+            atol=job["atol"],
+            ref_time=job[f"{part}_time"],
+            fast_check=True,
+        )
+        if status != "pass":
+            verdict = f"{part}: {status}"
+            break
+    os._exit(10 + VERDICTS.index(verdict))
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder: its files are no modules for programs
+    multiprocessing.set_start_method("fork")
+    if sys.argv[1] == "prepare":
+        prepare(sys.argv[2])
+    else:
+        check(sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,222 @@
+"""TRL's parser of dataclasses, for recipes too, with errors of one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from huggingface_hub.dataclasses import type_validator
+from trl import TrlParser
+
+from loopdropout_trainer.settings.command import program_name
+from loopdropout_trainer.settings.ranges import shown
+from loopdropout_trainer.settings.secrets import is_secret
+
+
+USUAL_FIELDS = {
+    *(
+        "output_dir",
+        "seed",
+        "use_cpu",
+        "bf16",
+        "report_to",
+        "logging_steps",
+        "eval_strategy",
+        "save_strategy",
+        "save_steps",
+    ),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "num_train_epochs", "max_steps"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "weight_decay", "max_grad_norm"),
+    *("max_length", "completion_only_loss", "assistant_only_loss", "packing"),
+    *("resume_from_checkpoint", "hub_model_id", "push_to_hub"),
+    *("beta", "loss_type", "precompute_ref_log_probs"),  # DPO
+    *(
+        "num_generations",
+        "max_completion_length",
+        "temperature",
+        "top_p",
+        "top_k",
+        "num_iterations",
+        "steps_per_generation",
+    ),
+    *("epsilon", "scale_rewards", "reward_weights", "log_completions", "use_vllm"),  # GRPO
+}
+"""The fields of TRL's and transformers' training arguments that `--help` lists; `--help_all` lists all."""
+
+_MAPPING_OR_PATH = ("deepspeed", "fsdp_config", "accelerator_config")
+
+
+class RecipeError(ValueError):
+    """A recipe or command line that cannot be run, in one sentence."""
+
+
+class RecipeParser(TrlParser):
+    """Reads the fields of dataclasses from a command line and from a recipe.
+
+    Of the command line TRL's parser knows names, types, choices and lists, to which mappings as JSON are added. The values
+    of a YAML file TRL hands on as they are; here they are checked against the fields' types and choices.
+
+    Attributes:
+        hints: the type of each field, by its name.
+    """
+
+    def __init__(self, dataclass_types: Sequence[type], description: str | None = None) -> None:
+        super().__init__(
+            dataclass_types,
+            prog=program_name(),
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            usage="%(prog)s [RECIPE.yaml] [--field value ...]",
+            epilog="`--help_all` lists all fields, with TRL's and transformers' own.",
+        )
+        self.hints: dict[str, Any] = {}
+        listed = {*USUAL_FIELDS}
+        for cls in dataclass_types:
+            hints = typing.get_type_hints(cls)
+            self.hints |= {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+            for base in cls.__mro__:
+                if not base.__module__.startswith(("trl.", "transformers.")):
+                    listed |= vars(base).get("__annotations__", {}).keys()
+        self.choices: dict[str, list[Any]] = {}
+        for action in self._actions:
+            if action.dest == "help":
+                continue
+            is_negation = isinstance(action, argparse._StoreFalseAction)  # `--no_field`
+            if is_negation or (action.dest not in listed and "--help_all" not in sys.argv):
+                action.help = argparse.SUPPRESS
+            elif action.help and action.default not in (None, argparse.SUPPRESS):
+                action.help += f" (default: {str(action.default).replace('%', '%%')})"
+            action.required, action.default = False, argparse.SUPPRESS  # so that only what was typed comes back
+            if action.choices:
+                self.choices[action.dest] = list(action.choices)
+            if takes_mapping(self.hints[action.dest]) and action.nargs != "+":  # of a list or a mapping: the list
+                action.type = _mapping_or_path if action.dest in _MAPPING_OR_PATH else _mapping
+        self.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
+
+    def read_command_line(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Return the fields that a command line sets.
+
+        Raises:
+            RecipeError: for an unknown option, or a value of another type.
+        """
+        given, unknown = self.parse_known_args(list(argv))
+        if unknown:
+            option = unknown[0].split("=")[0]
+            valid = [option for action in self._actions for option in action.option_strings]
+            raise RecipeError(f"Unknown option `{option}`{nearest(option, valid)}")
+        for name, value in vars(given).items():
+            self._check_type(name, value, f"`--{name}`")
+        return vars(given)
+
+    def read_recipe(self, recipe: Mapping[str, Any], path: str | None) -> dict[str, Any]:
+        """Return the fields that a recipe sets, with an integer for a float and one value for a list of one made such.
+
+        Args:
+            recipe: values by field, as YAML has them.
+            path: of the file, for errors.
+
+        Raises:
+            RecipeError: for an unknown field, or a value of another type.
+        """
+        settings = {}
+        for name, value in recipe.items():
+            if name not in self.hints:
+                raise RecipeError(f"{path} has an unknown key `{name}`{nearest(str(name), list(self.hints))}")
+            if name == "resume_from_checkpoint" and isinstance(value, bool):  # a string to transformers
+                value = str(value).lower()
+            settings[name] = _as_typed(value, self.hints[name])
+            self._check_type(name, settings[name], f"`{name}` in {path}")
+        return settings
+
+    def _check_type(self, name: str, value: Any, where: str) -> None:
+        """Raise RecipeError for a value that is not of the field's type or not among its choices."""
+        hint = self.hints[name]
+        is_text = isinstance(value, str) and takes_mapping(hint) and name not in _MAPPING_OR_PATH
+        try:
+            type_validator(name, value, hint)
+            if is_text:  # which TRL's hints allow for the command line's sake
+                raise TypeError
+        except TypeError:
+            found = f"a {type(value).__name__}" if is_secret(name) else "nothing" if value is None else shown(value)
+            raise RecipeError(f"{where} must be {described(hint)}; got {found}.") from None
+        if value is not None and name in self.choices and value not in self.choices[name]:
+            raise RecipeError(f"{where} must be one of {', '.join(self.choices[name])}; got {shown(value)}.")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print with a page of usage."""
+        about = re.match(r"argument (--\w+)[^:]*: (.*)", message, re.DOTALL)
+        if about is None:
+            raise RecipeError(f"The command line cannot be read: {message}.")
+        option, reason = about.groups()
+        raise RecipeError(f"`{option}` cannot be read" + ("." if is_secret(option) else f": {reason}."))
+
+
+def nearest(word: str, valid: Sequence[str]) -> str:
+    """Return the end of a sentence about an unknown word: the valid one that was probably meant."""
+    near = difflib.get_close_matches(word, valid, n=1)
+    return f"; did you mean `{near[0]}`?" if near else "; `--help` lists the valid ones."
+
+
+def described(hint: Any) -> str:
+    """Return what a field takes, in words."""
+    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+    words = []
+    for option in _options(hint):
+        kind, of = typing.get_origin(option) or option, [names.get(of, "value") for of in typing.get_args(option)]
+        if kind is list:
+            words.append(f"a list [{of[0]}, ...]")
+        elif kind is dict:
+            words.append(f"a mapping {{name: {of[-1] if of else 'value'}}}")
+        elif kind is typing.Literal:
+            words += map(str, typing.get_args(option))
+        elif kind is not type(None) and not (kind is str and takes_mapping(hint)):
+            words.append(names.get(kind, getattr(kind, "__name__", str(kind))))
+    return " or ".join(words)
+
+
+def takes_mapping(hint: Any) -> bool:
+    """Say whether a field takes a mapping."""
+    return any((typing.get_origin(option) or option) is dict for option in _options(hint))
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _as_typed(value: Any, hint: Any) -> Any:
+    """Return a value of YAML as the field's type has it: 1 for 1.0, and 0.5 for [0.5] where only a list is taken."""
+    options = [option for option in _options(hint) if option is not type(None)]
+    if len(options) == 1 and typing.get_origin(options[0]) is list and isinstance(value, (str, int, float)):
+        value = [value]
+    for option in options:
+        kinds = typing.get_args(option)
+        if isinstance(value, list) and typing.get_origin(option) is list:
+            return [_as_typed(item, kinds[0]) for item in value]
+        if isinstance(value, dict) and typing.get_origin(option) is dict:
+            return {key: _as_typed(item, kinds[1]) for key, item in value.items()}
+    return float(value) if options == [float] and type(value) is int else value
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """Return a mapping that is given as JSON on the command line."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"it must be a mapping as JSON, such as '{{\"name\": 1}}'; got {shown(text)}")
+    return value
+
+
+def _mapping_or_path(text: str) -> dict[str, Any] | str:
+    return _mapping(text) if text.lstrip().startswith(("{", "[")) else text
