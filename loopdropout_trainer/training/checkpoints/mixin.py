@@ -38,6 +38,10 @@ logger = logging.get_logger(__name__)
 PROGRESS = "progress.json"
 RULE_STATE = "rule_state.json"
 _STATE = "trainer_state.json"
+_TOTALS = (
+    *("seconds", "step_seconds", "num_tokens", "peak_memory_gb"),
+    *("loss_sum", "loss_since_log", "last_logged_step"),
+)
 
 
 class NonFiniteLossError(RuntimeError):
@@ -307,7 +311,8 @@ class CheckpointsMixin:
         with _reading(resume_from_checkpoint):
             progress = Path(resume_from_checkpoint) / PROGRESS
             if progress.exists():
-                self._earlier = json.loads(progress.read_text(encoding="utf-8"))
+                totals = json.loads(progress.read_text(encoding="utf-8"))
+                self._earlier = {name: totals[name] for name in _TOTALS}
             self._load_rule_state(Path(resume_from_checkpoint))
             stopped_early = self._restore_callbacks()
         if self.state.global_step > max_steps:
