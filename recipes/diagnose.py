@@ -3,8 +3,8 @@
     accelerate launch recipes/diagnose.py RECIPE.yaml --adapters "LoRA=outputs/lora" "Loop Dropout=outputs/loop_dropout"
     python recipes/diagnose.py recipes/quickstart.yaml --adapters ... --diagnostics single_loop readouts --num_rows 64
 
-A recipe of sft.py or evaluate.py will do; what concerns only the training is not read. JSON, tables and figures go to
-`output_dir`/diagnostics. The same command continues a run that was killed.
+A recipe of sft.py or evaluate.py will do; what concerns only the training is not read. Tables are printed; JSON files, which
+`loopdropout report` draws, go to `output_dir`/diagnostics. The same command continues a run that was killed.
 """
 
 from __future__ import annotations

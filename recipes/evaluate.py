@@ -2,7 +2,7 @@
 
     accelerate launch recipes/evaluate.py recipes/evaluation/metamath.yaml --adapter outputs/metamath_gsm
     accelerate launch recipes/evaluate.py recipes/evaluation/tulu2.yaml --adapter none lora=outputs/lora ours=outputs/tulu2
-    python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --depths 2 4 8
+    python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --at_depths 2 4 8
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --gates 1-1-1-1 single_loop
 
 A recipe of sft.py will do, too: what concerns only the training is not read. `output_dir`/evaluation.json gets settings,

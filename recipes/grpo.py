@@ -33,10 +33,9 @@ class GRPORun(Run):
         for name in self.rewards.rewards:
             if name not in REWARDS:
                 raise RecipeError(f"`rewards` must be among {', '.join(REWARDS)}; got {name!r}.")
-        if self.script.single_loop_batches:
-            raise RecipeError(
-                "`single_loop_batches` measures losses of examples, which GRPO has none of: leave it out."
-            )
+        for name in ("single_loop_batches", "live_diagnostics_steps"):
+            if getattr(self.script, name):
+                raise RecipeError(f"`{name}` measures losses of examples, which GRPO has none of: leave it out.")
 
     def examples(self, rows: Dataset | None) -> Dataset | None:
         if rows is None:

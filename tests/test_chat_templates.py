@@ -62,10 +62,10 @@ def test_the_prompt_is_not_trained_and_the_answer_with_its_end_is(chat_tokenizer
     set_chat_template(chat_tokenizer, name)
     thinking = {"enable_thinking": answer is REASONED}
     turns = [SYSTEM, USER]
-    asked = chat_tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **thinking)
-    assert asked == prompt
-    whole = chat_tokenizer.apply_chat_template([*turns, answer], tokenize=False)
-    assert whole.removesuffix("\n") == prompt + trained
+    shown = chat_tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **thinking)
+    assert shown == prompt
+    joined = chat_tokenizer.apply_chat_template([*turns, answer], tokenize=False)
+    assert joined.removesuffix("\n") == prompt + trained
     encoded = chat_tokenizer.apply_chat_template(
         [*turns, answer, USER, answer], return_dict=True, return_assistant_tokens_mask=True
     )

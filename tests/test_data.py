@@ -180,11 +180,11 @@ def test_tulu_masks_turn_by_turn(write, bytes_tokenizer, bpe_tokenizer, batch_of
 
 def test_tulu_prompt_is_the_beginning_of_the_trained_text(bytes_tokenizer):
     messages = samples("tulu2")[0]["messages"]
-    whole = bytes_tokenizer.apply_chat_template(messages, tokenize=False)
+    joined = bytes_tokenizer.apply_chat_template(messages, tokenize=False)
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = bytes_tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
-            assert whole.startswith(prompt + message["content"].strip() + "<eos>")
+            assert joined.startswith(prompt + message["content"].strip() + "<eos>")
 
 
 def test_gsm8k_prompt_and_target(bytes_tokenizer, bpe_tokenizer, batch_of):

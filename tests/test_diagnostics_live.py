@@ -1,19 +1,24 @@
 """Diagnostics while training: they tell what the adapter does, and training does not notice them."""
 
+import json
 import random
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import tiny_ouro
 
-from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
-from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
+from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.diagnostics import LiveDiagnosticsCallback, readout_losses, single_loop_activation
+from loopdropout_trainer.settings.recipe import RecipeError
 
 
 @pytest.fixture
 def train(tokenizer, dataset, config, tmp_path):
-    def run(model, **fields):
+    def run(model, every_steps=None, num_rows=16, **fields):
         trainer = LoopDropoutSFTTrainer(
             model,
             config(output_dir=str(tmp_path / "run"), **fields),
@@ -21,6 +26,8 @@ def train(tokenizer, dataset, config, tmp_path):
             eval_dataset=dataset.select(range(32, 48)),
             processing_class=tokenizer,
         )
+        if every_steps is not None:
+            trainer.add_callback(LiveDiagnosticsCallback(trainer, every_steps, num_rows))
         trainer.train()
         return trainer
 
@@ -42,8 +49,8 @@ def test_training_is_the_same_to_the_last_bit(train, make_tiny, fields):
     if fields and make_tiny is not tiny_ouro:
         pytest.skip("one family is enough for the layouts of a batch")
     runs = []
-    for every in (0, 2):
-        trainer = train(make_tiny(), max_steps=5, **fields, live_diagnostics_steps=every)
+    for every in (None, 2):
+        trainer = train(make_tiny(), max_steps=5, **fields, every_steps=every)
         losses = [
             {k: v for k, v in log.items() if "time" not in k and "second" not in k}
             for log in trainer.state.log_history
@@ -59,7 +66,7 @@ def test_training_is_the_same_to_the_last_bit(train, make_tiny, fields):
 
 
 def test_what_is_logged_is_what_the_saved_adapter_shows(train):
-    trainer = train(tiny_ouro(), max_steps=3, live_diagnostics_steps=3, live_diagnostics_rows=6, learning_rate=0.05)
+    trainer = train(tiny_ouro(), max_steps=3, every_steps=3, num_rows=6, learning_rate=0.05)
     (log,) = live_logs(trainer)  # the end falls on a step that was measured
     rows = [trainer.eval_dataset[index] for index in range(6)]
     batch = trainer.data_collator(rows)
@@ -76,13 +83,56 @@ def test_what_is_logged_is_what_the_saved_adapter_shows(train):
 
 def test_its_cost_is_told(train, caplog):
     with caplog.at_level("INFO", logger="loopdropout_trainer"):
-        trainer = train(tiny_ouro(), max_steps=2, live_diagnostics_steps=1)
+        trainer = train(tiny_ouro(), max_steps=2, every_steps=1)
     (line,) = [record.getMessage() for record in caplog.records if "Live diagnostics took" in record.getMessage()]
     seconds = sum(log["live/seconds"] for log in live_logs(trainer))
     assert float(line.split()[3]) == pytest.approx(seconds, abs=0.06) and "% of the training's time" in line
 
 
-def test_it_is_off_by_default_and_bad_numbers_are_refused(tmp_path):
-    assert LoopDropoutConfig(str(tmp_path), bf16=False).live_diagnostics_steps == 0
-    with pytest.raises(ValueError, match="`live_diagnostics_rows` must be at least 1; got 0"):
-        LoopDropoutConfig(str(tmp_path), bf16=False, live_diagnostics_rows=0)
+def test_what_it_cannot_measure_is_refused(tokenizer, dataset, config):
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="evaluation rows.*`num_eval_examples`"):
+        LiveDiagnosticsCallback(trainer)
+    for bad in ({"every_steps": 0}, {"num_rows": 0}):
+        (name,) = bad
+        with pytest.raises(ValueError, match=f"`{name}`.* at least 1; got 0"):
+            LiveDiagnosticsCallback(trainer, **bad)
+
+
+def test_a_recipe_asks_for_it(tmp_path, monkeypatch):
+    """`live_diagnostics_steps` of a recipe, and the same without evaluation rows."""
+    monkeypatch.chdir(tmp_path)
+    spec = spec_from_file_location("sft_script", Path(__file__).parents[1] / "recipes" / "sft.py")
+    sft = module_from_spec(spec)
+    spec.loader.exec_module(sft)
+    recipe = {
+        "model_name_or_path": "tiny-ouro",
+        "preparation": "arithmetic",
+        "num_train_examples": 8,
+        "max_steps": 2,
+        "num_eval_examples": 4,
+        "per_device_train_batch_size": 2,
+        "dtype": "float32",
+        "bf16": False,
+        "use_cpu": True,
+        "live_diagnostics_steps": 1,
+        "live_diagnostics_rows": 4,
+        "report_to": "none",
+        "single_loop_batches": 1,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "output_dir": "out",
+        "max_length": 256,
+        "disable_tqdm": True,
+    }
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    sft.main(["recipe.yaml"])
+    history = json.loads(Path("out/checkpoint-2/trainer_state.json").read_text())["log_history"]
+    logs = [log for log in history if "live/seconds" in log]
+    assert [log["step"] for log in logs] == [1, 2]
+    table = json.loads(Path("out/results.json").read_text())["single_loop"]  # 8 rows of a batch, of which there are 4
+    assert [logs[-1][f"live/rho_loop_{t}"] for t in (1, 2, 3, 4)] == pytest.approx(
+        table["reductions_percent"], abs=1e-4
+    )
+    with pytest.raises(RecipeError, match="`live_diagnostics_steps` needs evaluation rows"):
+        sft.main(["recipe.yaml", "--num_eval_examples", "0", "--output_dir", "other"])

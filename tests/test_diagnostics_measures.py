@@ -8,32 +8,26 @@ import pytest
 import scipy.stats
 import torch
 from conftest import tiny_ouro
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
+from loopdropout_trainer import use_gates
 from loopdropout_trainer.adapters import add_gates
-from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.diagnostics import DIAGNOSTICS, Context, single_loop_activation
-from loopdropout_trainer.diagnostics.rows import Example, Rows, tokenize
+from loopdropout_trainer.diagnostics.rows import Rows
 from loopdropout_trainer.diagnostics.similarity import linear_cka
-from loopdropout_trainer.diagnostics.subjects import Subject
+from loopdropout_trainer.evaluation import Subject
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 
 
-ROWS = Rows.make(
-    "test",
-    [
-        Example(ids, [-100] * (3 + row) + ids[3 + row :])
-        for row, length in enumerate((12, 9, 15, 7, 11))
-        for ids in [[(7 * row + 13 * place) % 200 + 40 for place in range(length)]]
-    ],
-    batch_size=2,
-    pad_id=1,
-)
+LABELLED = [
+    {"input_ids": ids, "labels": [-100] * (3 + row) + ids[3 + row :]}
+    for row, length in enumerate((12, 9, 15, 7, 11))
+    for ids in [[(7 * row + 13 * place) % 200 + 40 for place in range(length)]]
+]
+ROWS = Rows.make("test", LABELLED, batch_size=2, pad_token_id=1)
 
 
 def adapted(model, seed=1, scale=0.2):
@@ -47,11 +41,13 @@ def adapted(model, seed=1, scale=0.2):
     return peft_model.eval()
 
 
-def measure(name, model, rows=ROWS, kind="adapter", depths=(1, 2)):
-    config = find_looped_model(model).config
-    context = Context(Subject("method", kind), config.num_loops, rows, [], depths, all_processes(), model=model)
-    diagnostic = DIAGNOSTICS[name]()
-    assert diagnostic.why_not(context) is None
+def context_of(model, rows=ROWS, depths=(1, 2)):
+    return Context(Subject(model, None), "adapter", rows, [], depths, all_processes())
+
+
+def measure(name, model, rows=ROWS, depths=(1, 2)):
+    context, diagnostic = context_of(model, rows, depths), DIAGNOSTICS[name]()
+    assert diagnostic.skip_reason(context) is None
     return diagnostic.measure(context)
 
 
@@ -109,8 +105,7 @@ def test_adapters_for_one_depth_are_left_out_of_the_depths():
     for rule in ("independent", "learned"):
         model = adapted(tiny_ouro())
         add_gates(model, rule=make_rule(rule))
-        context = Context(Subject("method", "adapter"), 4, ROWS, [], (1,), all_processes(), model=model)
-        assert "parameters of its own, for one depth only" in DIAGNOSTICS["depth"]().why_not(context)
+        assert "parameters of its own, for one depth only" in DIAGNOSTICS["depth"]().skip_reason(context_of(model))
         assert np.isfinite(measure("patterns", model)["frozen"])
 
 
@@ -236,7 +231,7 @@ def test_cka_is_its_definition():
 def test_similarity_looks_at_the_states():
     model = adapted(tiny_ouro())
     found = measure("similarity", model)
-    assert found["num_tokens"] == ROWS.num_tokens
+    assert found["num_tokens"] == ROWS.identity["num_tokens"]
     states = []
     for batch in ROWS.batches:
         with torch.no_grad():
@@ -248,14 +243,8 @@ def test_similarity_looks_at_the_states():
 
 def test_results_do_not_depend_on_the_batch_size(make_tiny):
     model = adapted(make_tiny())
-    examples = [
-        Example(ids[:length].tolist(), labels[:length].tolist())
-        for batch in ROWS.batches
-        for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
-        for length in [int(mask.sum())]
-    ]
-    others = Rows.make("test", examples, batch_size=5, pad_id=1)
-    assert others.sha256 == ROWS.sha256 and len(others.batches) == 1
+    others = Rows.make("test", LABELLED, batch_size=5, pad_token_id=1)
+    assert others.identity == ROWS.identity and len(others.batches) == 1
     for name in ("readouts", "single_loop", "settling", "updates"):
         for key, value in measure(name, model).items():
             other = measure(name, model, others)[key]
@@ -264,24 +253,3 @@ def test_results_do_not_depend_on_the_batch_size(make_tiny):
                 if isinstance(value, str)
                 else np.array(other) == pytest.approx(np.array(value), abs=1e-4)
             )
-
-
-def test_targets_are_the_trainers(model, tokenizer, config):
-    """The rows that are measured are tokenized and masked like the rows that are trained on."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = chat_template("tulu2")
-    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    datasets = [
-        Dataset.from_list([{"prompt": f"{i}+{i}", "completion": f"={2 * i}"} for i in range(5)]),
-        Dataset.from_list([{"text": f"{i} and {i}"} for i in range(5)]),
-        Dataset.from_list([{"messages": turns}, {"messages": turns + turns}]),
-    ]
-    for dataset in datasets:
-        marked = {"assistant_only_loss": "messages" in dataset.column_names}
-        trainer = LoopDropoutSFTTrainer(
-            copy.deepcopy(model), config(**marked), train_dataset=dataset, processing_class=tokenizer
-        )
-        for mine, row in zip(tokenize(dataset, tokenizer), trainer.train_dataset, strict=True):
-            batch = trainer.data_collator([row])
-            assert mine.input_ids == batch["input_ids"][0].tolist()
-            assert mine.labels == batch["labels"][0].tolist()

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -10,17 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from conftest import tiny_ouro
 from test_diagnostics_measures import adapted
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
-from loopdropout_trainer.diagnostics import DIAGNOSTICS, Report, single_loop_activation
-from loopdropout_trainer.diagnostics.answers import Answers, compare_seeds
-from loopdropout_trainer.diagnostics.rows import load_rows
+from loopdropout_trainer.diagnostics import DIAGNOSTICS, Measurements, single_loop_activation
+from loopdropout_trainer.diagnostics.answers import compare_seeds
+from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
+from loopdropout_trainer.diagnostics.compared import find_models
+from loopdropout_trainer.diagnostics.rows import load_rows_to_score
 from loopdropout_trainer.diagnostics.single_loop import SingleLoop
-from loopdropout_trainer.diagnostics.subjects import find_subjects
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
-from loopdropout_trainer.saving.adapter_files import save_adapter_metadata
+from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -49,8 +52,10 @@ def saved(tmp_path_factory, tokenizer):
     for seed, name in enumerate(("lora", "dropout_1", "dropout_2"), start=1):
         adapted(copy.deepcopy(base), seed).save_pretrained(folder / name)
         rule = "lora" if name == "lora" else "loop_dropout"
-        save_adapter_metadata(folder / name, num_loops=4, rule=rule, p=None if name == "lora" else 0.5)
-        (folder / name / "recipe.yaml").write_text(f"{settings}seed: {seed}\nlearning_rate: 1.0e-4\n")
+        facts = {"num_loops": 4, "rule": rule, "p": None if name == "lora" else 0.5}
+        (folder / name / ADAPTER_METADATA).write_text(json.dumps(facts))
+        trained = {**yaml.safe_load(settings), "seed": seed}
+        (folder / name / "results.json").write_text(json.dumps({"run_info": {"settings": trained}}))
     adapted(copy.deepcopy(base), 1).merge_and_unload().save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder / "merged")
     (folder / "recipe.yaml").write_text(
@@ -60,16 +65,20 @@ def saved(tmp_path_factory, tokenizer):
     return folder
 
 
+def script():
+    spec = spec_from_file_location("diagnose_script", ROOT / "recipes" / "diagnose.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def diagnose(saved):
     """`diagnose(output_dir, *options)` runs the script on the recipe and its adapters."""
-    spec = spec_from_file_location("diagnose_script", ROOT / "recipes" / "diagnose.py")
-    script = module_from_spec(spec)
-    spec.loader.exec_module(script)
 
     def run(output_dir, *options, adapters=("LoRA=lora", "Loop Dropout=dropout_1", "Loop Dropout=dropout_2")):
         named = [adapter.replace("=", f"={saved}/") for adapter in adapters]
-        script.main([str(saved / "recipe.yaml"), "--output_dir", str(output_dir), "--adapters", *named, *options])
+        script().main([str(saved / "recipe.yaml"), "--output_dir", str(output_dir), "--adapters", *named, *options])
         files = (Path(output_dir) / "diagnostics").glob("*.json")
         return {file.stem: json.loads(file.read_text()) for file in files}
 
@@ -113,8 +122,6 @@ def test_every_diagnostic_leaves_what_is_documented(everything):
         )
         for field in MEASURED[name] | {name}:
             assert f"`{field}`" in documented
-        pictures = sorted(file.name for file in folder.glob(f"{name}*.p*"))
-        assert {Path(file).suffix for file in pictures} == {".png", ".pdf"} and len(pictures) % 2 == 0
         assert DIAGNOSTICS[name].title.split()[0] in printed
     # but for the last line, which is a path
     assert max(map(len, printed.splitlines()[:-1])) <= 80
@@ -122,11 +129,9 @@ def test_every_diagnostic_leaves_what_is_documented(everything):
 
 def test_the_numbers_are_those_of_the_functions(everything, saved, tokenizer):
     """From the folders, without the run: losses of the first adapter, and equality of an adapter and its merged model."""
-    from loopdropout_trainer.data import DataArguments
-
     _, _, files = everything
-    arguments = DataArguments(preparation="arithmetic", num_train_examples=20, num_eval_examples=6)
-    rows = load_rows(arguments, tokenizer, "held_out", 500, 3, max_length=512)
+    data = {"preparation": "arithmetic", "num_train_examples": 20, "num_eval_examples": 6, "max_length": 512}
+    rows = load_rows_to_score(RowArguments(**data, rows_batch_size=3), tokenizer)
     want = single_loop_activation(adapted(tiny_ouro(), 1), rows.batches)
     found = files["single_loop"]["runs"][0]["measured"]
     assert found["only"] == pytest.approx(want.only, abs=1e-5) and found["frozen"] == pytest.approx(want.frozen)
@@ -141,7 +146,7 @@ def test_the_numbers_are_those_of_the_functions(everything, saved, tokenizer):
 
 def test_seeds_become_mean_and_sample_standard_deviation(everything):
     _, printed, files = everything
-    report = Report(files["single_loop"])
+    report = Measurements(files["single_loop"])
     a, b = (run["measured"]["all_on"] for run in files["single_loop"]["runs"][1:])
     mean, sd = report.series("all_on")["Loop Dropout"]
     assert mean == pytest.approx((a + b) / 2) and sd == pytest.approx(abs(a - b) / 2**0.5)
@@ -149,79 +154,78 @@ def test_seeds_become_mean_and_sample_standard_deviation(everything):
     assert f"{mean:.4f} ± {sd:.4f}" in printed
 
 
-def test_a_killed_run_goes_on_and_other_settings_are_refused(diagnose, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_and_other_rows_are_measured_anew(diagnose, tmp_path, monkeypatch):
     names = ("--diagnostics", "single_loop", "readouts")
     before = diagnose(tmp_path, *names)
-    parts = tmp_path / "diagnostics" / "parts"
-    (parts / "single_loop" / "Loop_Dropout-1.json").unlink()
+    parts = tmp_path / "diagnostics" / "parts" / "single_loop"
+    third = before["single_loop"]["runs"][2]["measured"]
+    (lost,) = (part for part in parts.iterdir() if json.loads(part.read_text())["found"]["measured"] == third)
+    lost.write_text("{")  # damaged
     (tmp_path / "diagnostics" / "single_loop.json").unlink()
     measured = []
     original = SingleLoop.measure
     monkeypatch.setattr(
-        SingleLoop, "measure", lambda self, context: measured.append(context.subject.path) or original(self, context)
+        SingleLoop, "measure", lambda self, context: measured.append(context.rows.identity) or original(self, context)
     )
-    after = diagnose(tmp_path, *names)
-    assert [Path(path).name for path in measured] == ["dropout_2"]
-    for name in before:
-        for old, new in zip(before[name]["runs"], after[name]["runs"], strict=True):
-            assert old["measured"] == new["measured"]
-    with pytest.raises(SettingsChangedError, match=r"`rows\.num_rows` was 6 and is 3.*another `output_dir`"):
-        diagnose(tmp_path, *names, "--num_rows", "3")
-    with pytest.raises(SettingsChangedError, match=r"`adapter` was"):
-        diagnose(tmp_path, *names, adapters=("LoRA=dropout_1",))
+    assert _without_seconds(diagnose(tmp_path, *names)) == _without_seconds(before) and len(measured) == 1
+    fewer = diagnose(tmp_path, *names, "--num_rows", "3")
+    assert fewer["single_loop"]["settings"]["rows"]["num_rows"] == 3 and len(measured) == 4
+    assert _without_seconds(diagnose(tmp_path, *names)) == _without_seconds(before) and len(measured) == 4
 
 
-def test_runs_that_are_not_comparable_are_refused(diagnose, saved, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in (saved / "lora").iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    recipe = (saved / "lora" / "recipe.yaml").read_text()
-    adapters = ("LoRA=lora", "More=../" + str(other.relative_to(saved.parent)))
-    for old, new, message in (
-        ("num_train_examples: 20", "num_train_examples: 40", "`num_train_examples` was 20 .* 40 in the other"),
-        (str(saved / "base"), "ByteDance/Ouro-1.4B", "`model_name_or_path` ByteDance/Ouro-1.4B"),
-    ):
-        (other / "recipe.yaml").write_text(recipe.replace(old, new))
-        with pytest.raises(RecipeError, match=message) as caught:
-            diagnose(tmp_path / "out", "--diagnostics", "dose", adapters=adapters)
-        assert "\n" not in str(caught.value)
+def _without_seconds(files):
+    for content in files.values():
+        for run in content["runs"]:
+            run.pop("seconds", None)
+    return files
 
 
-def test_adapters_of_several_training_depths_are_methods_of_their_own(tmp_path):
-    for folder, depth in (("a", 4), ("b", 6), ("c", 6)):
-        (tmp_path / folder).mkdir()
-        save_adapter_metadata(tmp_path / folder, num_loops=depth)
-    a, b, c = (f"LoRA={tmp_path / folder}" for folder in "abc")
-    assert [each.method for each in find_subjects([a, b, c])] == [
-        "base",
-        "LoRA (K = 4)",
-        "LoRA (K = 6)",
-        "LoRA (K = 6)",
-    ]
-    assert [each.method for each in find_subjects([b, c])] == ["base", "LoRA", "LoRA"]
+@pytest.fixture
+def other(saved):
+    """`other(name, change)`: a copy of the first adapter, with changed settings of its training."""
+
+    def copied(name, weights=True, **changed):
+        shutil.copytree(saved / "lora", saved / name, dirs_exist_ok=True)
+        results = json.loads((saved / name / "results.json").read_text())
+        results["run_info"]["settings"] |= changed
+        (saved / name / "results.json").write_text(json.dumps(results))
+        if weights:
+            adapted(tiny_ouro(), 9).save_pretrained(saved / name)
+        return name
+
+    return copied
 
 
-def test_a_grid_of_pictures_may_have_an_empty_place(everything, tmp_path):
-    """Three methods in two columns, and matrices of training depth by evaluation depth."""
-    _, _, files = everything
-    for name in ("patterns", "similarity"):
-        content = copy.deepcopy(files[name])
-        content["runs"].append({**content["runs"][-1], "method": "Third"})
-        assert all(file.stat().st_size > 1000 for file in DIAGNOSTICS[name]().draw(Report(content), tmp_path / name))
-    score = {"correct": 1, "missing": 0, "score": 50.0}
-    measured = {
-        "depths": [2, 4],
-        "relative_compute": [0.6, 1.0],
-        "benchmarks": {"math": {"total": 2, "results": [score] * 2}},
-    }
-    runs = [
-        {"method": f"LoRA (K = {depth})", "kind": "adapter", "train_num_loops": depth, "measured": measured}
-        for depth in (2, 4)
-    ]
-    report = Report({"title": "", "settings": {"num_loops": 4}, "runs": runs})
-    names = {file.name for file in DIAGNOSTICS["depth_generation"]().draw(report, tmp_path / "depth_generation")}
-    assert names == {f"depth_generation{what}.{kind}" for what in ("", "_matrix") for kind in ("png", "pdf")}
+@pytest.mark.parametrize(
+    ("weights", "changed", "message"),
+    [
+        (True, {"num_train_examples": 40}, "`num_train_examples` was 20 .* 40 in the other"),
+        (True, {"model_name_or_path": "ByteDance/Ouro-1.4B"}, "`model_name_or_path` ByteDance/Ouro-1.4B"),
+        (False, {"seed": 7}, "`LoRA` .* and `LoRA` .* hold the same weights"),
+    ],
+)
+def test_adapters_that_cannot_be_compared_are_refused(diagnose, other, tmp_path, weights, changed, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        diagnose(
+            tmp_path / "out",
+            "--diagnostics",
+            "dose",
+            adapters=("LoRA=lora", f"LoRA={other('copy', weights, **changed)}"),
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_of_several_training_depths_are_methods_of_their_own(saved, tmp_path):
+    paths = []
+    for name, depth in (("lora", 4), ("dropout_1", 6), ("dropout_2", 6)):
+        paths.append(f"LoRA={shutil.copytree(saved / name, tmp_path / name)}")
+        (tmp_path / name / ADAPTER_METADATA).write_text(json.dumps({"num_loops": depth}))
+
+    def methods(adapters):
+        return [each.method for each in find_models(DiagnosticArguments(adapters=adapters), str(saved / "base"))]
+
+    assert methods(paths) == ["base", "LoRA (K = 4)", "LoRA (K = 6)", "LoRA (K = 6)"]
+    assert methods(paths[1:]) == ["base", "LoRA", "LoRA"]
 
 
 @pytest.mark.parametrize(
@@ -230,17 +234,42 @@ def test_a_grid_of_pictures_may_have_an_empty_place(everything, tmp_path):
         (["--diagnostics", "doses"], "`diagnostics` must be among .*dose.*; got 'doses'"),
         (["--import", "missing.py"], "`import` names missing.py, which cannot be imported"),
         (["--evaluations", "Other=x.json"], "`evaluations` names x.json for `Other`"),
+        (["--evaluations", "LoRA=FILE", "--diagnostics", "answers"], "is not a results file"),
         (["--models", "Merged"], r"`models` takes name=path; got 'Merged'"),
         (["--models", "LoRA=x"], "`LoRA` names an adapter and a merged model"),
-        (["--depths", "0"], "`depths` must be whole numbers of at least 1"),
-        (["--rows", "gsm9k"], "`rows` must be held_out or among"),
+        (["--models", "base=x"], "`models` must not name one `base`"),
+        (["--adapters", "LoRA=nowhere"], "adapter nowhere cannot be loaded"),
+        (["--depths", "0"], "`depths` must be"),
+        (["--depths", "100000"], "`depths` must be"),
+        (["--num_rows", "0"], "`num_rows` must be"),
+        (["--rows", "gsm9k"], "must be among"),
+        (["--rows", "gsm8k", "--benchmark_files", '{"gsm8k": "nowhere.jsonl"}'], "nowhere.jsonl"),
+        (["--rows", "gsm8k", "--benchmark_files", '{"gsm8k": "FILE"}'], "row 1"),
+        (["--rows", "development"], "must be among"),
     ],
 )
 def test_mistakes_are_one_sentence(diagnose, tmp_path, options, message):
+    (tmp_path / "bad.jsonl").write_text('{"question": 3, "rows": []}\n')
+    options = [option.replace("FILE", str(tmp_path / "bad.jsonl")) for option in options]
     with pytest.raises(ValueError, match=message) as caught:
-        diagnose(tmp_path, *options)
+        diagnose(tmp_path / "out", *options)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "diagnostics").exists()
+    assert not list((tmp_path / "out").rglob("*.json"))
+
+
+def test_a_broken_results_file_beside_an_adapter_is_one_sentence(diagnose, saved, other, tmp_path):
+    for broken in ("{", "[]", '{"run_info": {"settings": 3}}'):
+        (saved / other("broken") / "results.json").write_text(broken)
+        with pytest.raises(RecipeError, match="results.json is not the results file of a training"):
+            diagnose(tmp_path, "--diagnostics", "dose", adapters=("LoRA=broken",))
+
+
+def test_a_recipe_runs_no_code(saved, tmp_path):
+    (tmp_path / "code.py").write_text("raise SystemExit('run')")
+    recipe = (saved / "recipe.yaml").read_text() + f"imports: [{tmp_path / 'code.py'}]\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    with pytest.raises(RecipeError, match="`imports`.*command line"):
+        script().main([str(tmp_path / "recipe.yaml"), "--adapters", f"LoRA={saved / 'lora'}"])
 
 
 def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
@@ -255,10 +284,11 @@ def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
         DIAGNOSTICS.pop("last_two", None)
     patterns = {tuple(each["loops"]): each["loss"] for each in files["patterns"]["runs"][0]["measured"]["patterns"]}
     (run,) = files["last_two"]["runs"]
-    assert run["measured"]["loss"] == pytest.approx(patterns[3, 4])
-    assert (tmp_path / "diagnostics" / "last_two.png").is_file()
+    assert run["measured"]["losses"] == pytest.approx([patterns[3, 4], patterns[1, 2, 3, 4]])
     printed = capsys.readouterr().out
-    assert "Loss with the adapter in the last two loops" in printed and f"{run['measured']['loss']:.4f}" in printed
+    assert (
+        "Loss with the adapter in the last two loops" in printed and f"{run['measured']['losses'][0]:.4f}" in printed
+    )
 
 
 def test_answers_are_generated_once_under_the_gates_that_are_asked_for(diagnose, saved, tokenizer, tmp_path):
@@ -269,9 +299,11 @@ def test_answers_are_generated_once_under_the_gates_that_are_asked_for(diagnose,
     benchmark = load_benchmark("arithmetic_test", limit=4)
     model = adapted(tiny_ouro(), 1)
     of = {name: next(r for r in files[name]["runs"] if r["method"] == "LoRA")["measured"] for name in GENERATING}
-    answering = tmp_path / "diagnostics" / "parts" / "answering" / "LoRA-0" / "arithmetic_test"
-    labels = {"depth_4", "depth_2", *(f"depth_4_gates_{g}" for g in ("1_0_0_0", "0_1_0_0", "0_0_1_0", "0_0_0_1"))}
-    assert {folder.name for folder in answering.iterdir()} == labels
+    generated = tmp_path / "diagnostics" / "parts" / "generated" / "arithmetic_test"
+    settings = {folder: json.loads((folder / "settings.json").read_text()) for folder in generated.iterdir()}
+    gates = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    adapter = [(s["num_loops"], s["gates"]) for s in settings.values() if s["adapter"]]
+    assert sorted(adapter, key=str) == sorted([(4, None), (2, None), *((4, each) for each in gates)], key=str)
     all_on = evaluate_benchmark(model, tokenizer, benchmark, progress=False)
     answers = of["answers"]["arithmetic_test"]
     assert [each["completion"] for each in answers["problems"]] == [p.completion for p in all_on.predictions]
@@ -282,10 +314,8 @@ def test_answers_are_generated_once_under_the_gates_that_are_asked_for(diagnose,
     }
     with use_gates(model, [0.0, 1.0, 0.0, 0.0]):
         only_2 = evaluate_benchmark(model, tokenizer, benchmark, progress=False)
-    kept = [
-        json.loads(line)["answer"]
-        for line in sorted((answering / "depth_4_gates_0_1_0_0" / "00000.jsonl").read_text().splitlines())
-    ]
+    (of_2,) = (folder for folder, s in settings.items() if s["gates"] == [0, 1, 0, 0])
+    kept = [json.loads(line)["answer"] for line in (of_2 / "00000.jsonl").read_text().splitlines()]
     assert sorted(kept) == sorted(p.completion for p in only_2.predictions)
     assert only_2.predictions != all_on.predictions
     steps = [problem["num_steps"] for problem in arithmetic_problems("test", 4)]
@@ -336,21 +366,15 @@ def test_answers_of_an_evaluation_are_taken_if_they_are_to_the_same_problems(dia
         )
     file = tmp_path / "4" / "evaluation.json"
     generated = diagnose(tmp_path / "a", "--diagnostics", "answers", adapters=("LoRA=lora",))
-    asked = []
-    original = Answers.measure
-
-    def measure(self, context):
-        answer = context.answer
-        context.answer = lambda *call: asked.append(context.subject.method) or answer(*call)
-        return original(self, context)
-
-    monkeypatch.setattr(Answers, "measure", measure)
-    options = ("--diagnostics", "answers", "--evaluations", f"LoRA={file}")
-    taken = diagnose(tmp_path / "b", *options, adapters=("LoRA=lora",))
-    assert asked == ["base"]
+    options = ("--diagnostics", "answers", "--evaluations")
+    taken = diagnose(tmp_path / "b", *options, f"LoRA={file}", adapters=("LoRA=lora",))
+    assert len(list((tmp_path / "b" / "diagnostics" / "parts" / "generated" / "arithmetic_test").iterdir())) == 1
     assert taken["answers"]["runs"][1]["measured"] == generated["answers"]["runs"][1]["measured"]
-    with pytest.raises(RecipeError, match="cannot be compared: the `prompts` of `arithmetic_test` differ"):
-        diagnose(tmp_path / "c", *options[:-1], f"LoRA={tmp_path / '3' / 'evaluation.json'}", adapters=("LoRA=lora",))
+    with pytest.raises(SettingsChangedError, match="`problems_sha256` was"):
+        other_problems = tmp_path / "3" / "evaluation.json"
+        diagnose(tmp_path / "c", *options, f"LoRA={other_problems}", adapters=("LoRA=lora",))
+    with pytest.raises(SettingsChangedError, match="`adapter` was"):
+        diagnose(tmp_path / "c", *options, f"LoRA={file}", adapters=("LoRA=dropout_1",))
 
 
 @pytest.mark.slow

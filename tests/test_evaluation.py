@@ -293,10 +293,13 @@ def test_a_merged_model_a_training_recipe_and_mistakes(saved, evaluate_script, t
         (["--benchmarks", "gsm8k", "gsm8k"], "`benchmarks` must name each .* once"),
         (["--averages", '{"a": []}'], "`averages` must give `a` a list of one or more metrics"),
         (["--averages", '{"a": ["gsm9k"]}'], "`averages` has `gsm9k` in `a`, which must be among"),
-        (["--depths", "100000"], "`depths` must be .*from 1 to 1,024; got 100000"),
-        (["--depths", "2", "2"], "`depths` must name each .* once"),
-        (["--depths", "2", "4", "--gates", "1-0-0-0"], "`gates` must be single_loop where there are several `depths`"),
-        (["--depths", "2", "4", "--readout", "3"], "`readout` must be one of the loops of all `depths`"),
+        (["--at_depths", "100000"], "`at_depths` must be .*from 1 to 1,024; got 100000"),
+        (["--at_depths", "2", "2"], "`at_depths` must name each .* once"),
+        (
+            ["--at_depths", "2", "4", "--gates", "1-0-0-0"],
+            "`gates` must be single_loop where there are several `at_depths`",
+        ),
+        (["--at_depths", "2", "4", "--readout", "3"], "`readout` must be one of the loops of all `at_depths`"),
         (["--gates", "1-0", "--adapter", str(saved / "adapter")], "`gates` must be a number for each of the 4 loops"),
         (["--readout", "5"], "`readout` must be one of the loops 1 to 4; got 5"),
         (["--system_instruction", "Be brief."], "set `apply_chat_template` to true"),
@@ -336,7 +339,7 @@ def test_an_adapter_gives_the_same_answers_in_bfloat16_as_at_the_end_of_its_trai
 
 def test_depths_and_single_loops_are_rows_of_one_evaluation(saved, tokenizer, evaluate_script, tmp_path):
     options = command(saved, tmp_path, adapter=saved / "adapter", benchmark_limit=2, max_new_tokens=8)
-    evaluate_script.main([*options, "--depths", "2", "3", "--gates", "single_loop"])
+    evaluate_script.main([*options, "--at_depths", "2", "3", "--gates", "single_loop"])
     evaluate_script.main([*options, "--gates", "1-1-1-1", "0-1-0-0"])
     rows = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
     found = {name: (row["meta_info"]["num_loops"], row["meta_info"]["gates"]) for name, row in rows.items()}

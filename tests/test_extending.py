@@ -70,40 +70,45 @@ def test_the_example_is_short_and_announces_every_loop():
     assert find_looped_model(with_adapter(model, scale=0.1)).recurrent_linears() == names
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gated_forward_and_gradients_equal_swapping_the_weights_by_hand(checkpointing):
-    gates = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.5, 2.0]])
-    ids = torch.randint(2, 258, (2, 9))
+def assert_gradients_are_those_of_swapped_weights(make, last_in_a_loop, gates, checkpointing):
+    """Compare with a reference that knows nothing of descriptions: W + g Delta by hand, one example at a time.
 
-    peft_model = with_adapter(tiny_hrm(), scale=0.1).train()
+    Args:
+        make: makes the model.
+        last_in_a_loop: returns a model's module whose calls are counted: when it has run, a loop has ended.
+        gates: [K, 2].
+    """
+    ids = torch.randint(2, 258, (2, 9))
+    peft_model = with_adapter(make(), scale=0.1).train()
     if checkpointing:
         peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
     with use_gates(peft_model, gates):
         out = peft_model(ids, labels=ids, use_cache=False)
         out.loss.backward()
-    gradients = {name: p.grad for name, p in peft_model.named_parameters() if p.requires_grad}
-
-    # The reference knows nothing of descriptions: it counts the calls of the slow stack, and runs one example at a time.
-    weights = {
-        name: p.detach().clone().requires_grad_() for name, p in peft_model.named_parameters() if "lora_" in name
-    }
+    named = {name: p for name, p in peft_model.named_parameters() if p.requires_grad}
+    weights = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
     for row in range(2):
-        model, loop = tiny_hrm().train(), [0]
+        model, loop = make().train(), [0]
         for name, module in model.named_modules():
-            a = weights.get(f"base_model.model.{name}.lora_A.default.weight")
-            if a is not None:
-                b = weights[f"base_model.model.{name}.lora_B.default.weight"]
+            if f"base_model.model.{name}.lora_A.default.weight" in weights:
+                a, b = (weights[f"base_model.model.{name}.lora_{factor}.default.weight"] for factor in "AB")
 
                 def forward(x, module=module, a=a, b=b, row=row, loop=loop):
                     return nn.functional.linear(x, module.weight + gates[loop[0], row] * 2 * b @ a)
 
                 module.forward = forward
-        model.model.H_module.register_forward_hook(lambda *_, loop=loop: loop.__setitem__(0, loop[0] + 1))
+        last_in_a_loop(model).register_forward_hook(lambda *_, loop=loop: loop.__setitem__(0, loop[0] + 1))
         logits = model(ids[row : row + 1], use_cache=False).logits
         torch.testing.assert_close(out.logits[row], logits[0], atol=1e-5, rtol=1e-5)
         (nn.functional.cross_entropy(logits[0, :-1], ids[row, 1:]) / 2).backward()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, weights[name].grad, atol=1e-5, rtol=1e-4)
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gated_forward_and_gradients_equal_swapping_the_weights_by_hand(checkpointing):
+    gates = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.5, 2.0]])
+    assert_gradients_are_those_of_swapped_weights(tiny_hrm, lambda model: model.model.H_module, gates, checkpointing)
 
 
 def test_depth_is_read_and_set_as_everywhere(tmp_path):

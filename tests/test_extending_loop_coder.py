@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import with_adapter
+from test_extending import assert_gradients_are_those_of_swapped_weights
 from torch import nn
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops, merge_and_save, use_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops, merge_and_save
 from loopdropout_trainer.looped.described import DESCRIPTIONS
 
 
@@ -53,29 +54,10 @@ def test_the_example_announces_both_loops_and_reads_both(loop_coder):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_equal_swapping_the_weights_by_hand(loop_coder, checkpointing):
-    gates, ids = torch.tensor([[0.0, 2.0], [0.5, -1.0]]), torch.randint(2, 258, (2, 9))
-    peft_model = with_adapter(tiny(loop_coder), scale=0.1).train()
-    if checkpointing:
-        peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    with use_gates(peft_model, gates):
-        peft_model(ids, labels=ids).loss.backward()
-    named = {name: p for name, p in peft_model.named_parameters() if p.requires_grad}
-    weights = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
-    for row in range(2):  # one example at a time; calls of the last layer are counted
-        model, loop = tiny(loop_coder).train(), [0]
-        for name, module in model.named_modules():
-            if f"base_model.model.{name}.lora_A.default.weight" in weights:
-                a, b = (weights[f"base_model.model.{name}.lora_{factor}.default.weight"] for factor in "AB")
-
-                def forward(x, module=module, a=a, b=b, row=row, loop=loop):
-                    return nn.functional.linear(x, module.weight + gates[loop[0], row] * 2 * b @ a)
-
-                module.forward = forward
-        model.model.layers[-1].register_forward_hook(lambda *_, loop=loop: loop.__setitem__(0, loop[0] + 1))
-        logits = model(ids[row : row + 1]).logits
-        (nn.functional.cross_entropy(logits[0, :-1], ids[row, 1:]) / 2).backward()
-    for name, parameter in named.items():
-        torch.testing.assert_close(parameter.grad, weights[name].grad, atol=1e-5, rtol=1e-4)
+    gates = torch.tensor([[0.0, 2.0], [0.5, -1.0]])
+    assert_gradients_are_those_of_swapped_weights(
+        lambda: tiny(loop_coder), lambda model: model.model.layers[-1], gates, checkpointing
+    )
 
 
 def test_it_trains_and_merges(loop_coder, config, dataset, tokenizer, tmp_path):

@@ -18,8 +18,7 @@ from loopdropout_trainer.data import DataArguments, chat_template, load_data
 from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.data.lengths import token_lengths
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict.gsm8k_strict import normalize, score
-from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
-from loopdropout_trainer.settings.recipe import load_recipe, settings_yaml
+from loopdropout_trainer.settings.recipe import settings_yaml
 from loopdropout_trainer.settings.secrets import public_settings, public_words
 
 
@@ -133,19 +132,20 @@ def test_an_adapter_without_named_layers_goes_on_the_recurrent_block(config, dat
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"r": 0}, "rank `r`|`r` should be a positive"),
-        ({"lora_alpha": 0}, "`lora_alpha` must be a number above 0; got 0"),
-        ({"lora_alpha": float("nan")}, "`lora_alpha` must be a number above 0; got nan"),
-        ({"lora_dropout": 1.0}, r"`lora_dropout` must lie in \[0, 1\); got 1.0"),
-        ({"lora_dropout": float("nan")}, r"`lora_dropout` must lie in \[0, 1\); got nan"),
-        ({"target_modules": ["nothing"]}, "must name linear projections of the recurrent block .*; got 'nothing'"),
+        ({"r": 0}, "`r`"),
+        ({"lora_alpha": float("nan")}, "`lora_alpha` .*; got nan"),
+        ({"lora_dropout": 1.0}, "`lora_dropout` .*; got 1.0"),
+        ({"target_modules": ["nothing"]}, "recurrent block .*; got 'nothing'"),
     ],
 )
 def test_an_adapter_that_trains_nothing_is_refused(config, dataset, tokenizer, fields, message):
-    peft_config = LoraConfig(**fields)
     with pytest.raises(ValueError, match=message):
         LoopDropoutSFTTrainer(
-            tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer, peft_config=peft_config
+            tiny_ouro(),
+            config(),
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            peft_config=LoraConfig(**fields),
         )
 
 
@@ -179,55 +179,19 @@ def test_a_pattern_that_takes_for_ever_is_not_matched(tmp_path):
 
 
 def test_tokens_of_text_are_kept_and_those_of_the_hub_are_not():
-    settings = {
-        "eos_token": "<end>",
-        "pad_token": "<pad>",
-        "include_num_input_tokens_seen": "no",
-        "max_new_tokens": 5,
-        "hub_token": "secret",
-        "push_to_hub_token": "secret",
+    kept = {"eos_token": "<end>", "include_num_input_tokens_seen": "no", "max_new_tokens": 5}
+    secret = {"hub_token": "secret", "push_to_hub_token": "secret", "hub_tokn": "secret", "api_passwort": "secret"}
+    mixed = {
         "model_init_kwargs": {"token": "secret", "pad_token_id": 0},
-        "run_name": f"run of {TOKEN}",
+        "run_name": f"of {TOKEN}",
         "report_to": [TOKEN],
     }
-    public = public_settings(settings)
-    assert public == {
-        "eos_token": "<end>",
-        "pad_token": "<pad>",
-        "include_num_input_tokens_seen": "no",
-        "max_new_tokens": 5,
-        "model_init_kwargs": {"pad_token_id": 0},
-        "run_name": "run of ***",
-        "report_to": ["***"],
-    }
-    assert "eos_token: <end>" in settings_yaml(settings)
-    words = [
-        "--hub_token",
-        "secret",
-        "--hub_token=secret",
-        "--eos_token",
-        "<end>",
-        "--hub_tokn",
-        "secret",
-        "--seed",
-        "1",
-    ]
-    assert public_words(words) == [
-        *("--hub_token", "***", "--hub_token=***", "--eos_token", "<end>", "--hub_tokn", "***", "--seed", "1")
-    ]
-
-
-def test_a_sweep_keeps_no_token(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"model_name_or_path: m\nhub_token: {TOKEN}\nseed: 1\n")
-    arguments = SweepArguments(
-        recipe=str(recipe), learning_rates=[1e-3], methods=["lora"], output_dir=str(tmp_path / "out")
-    )
-    sweep = Sweep(arguments, tmp_path, ["--hub_token", TOKEN])
-    sweep.claim()
-    sweep.claim()  # and knows itself again
-    assert TOKEN not in (tmp_path / "out" / "sweep.json").read_text()
-    assert load_recipe(recipe)["hub_token"] == TOKEN
+    public = {"model_init_kwargs": {"pad_token_id": 0}, "run_name": "of ***", "report_to": ["***"]}
+    assert public_settings({**kept, **secret, **mixed}) == {**kept, **public}
+    assert "eos_token: <end>" in settings_yaml(kept)
+    words = "--hub_token secret --hub_token=secret --eos_token <end> --hub_tokn secret --seed 1"
+    hidden = "--hub_token *** --hub_token=*** --eos_token <end> --hub_tokn *** --seed 1"
+    assert public_words(words.split()) == hidden.split()
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------------

@@ -17,11 +17,9 @@ from pathlib import Path
 
 import pytest
 from test_runs import RECIPE, save_tiny_model, sft
-from test_sweep import Lab
 
 
 KILLS, SEED = int(os.environ.get("KILLS", "50")), int(os.environ.get("KILL_SEED", "0"))
-SWEEP_KILLS = max(1, KILLS // 5)  # the others are of a run
 os.environ["OMP_NUM_THREADS"] = "1"
 here = Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
@@ -104,7 +102,7 @@ def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
     straight = ends(tmp_path / "straight" / "run")
 
     chance, killed, runs = random.Random(SEED), collections.Counter(), 0
-    while killed.total() < KILLS - SWEEP_KILLS:
+    while killed.total() < KILLS:
         name = list(PLACES)[(killed.total() + runs) % len(PLACES)]
         place, events = PLACES[name]
         if place is None:
@@ -123,41 +121,3 @@ def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
     assert ends(tmp_path / "killed" / "run") == straight
     print(f"\n{killed.total()} kills over {runs + 1} runs: {dict(killed)}")
     assert KILLS < 50 or set(killed) == set(PLACES)
-
-
-@pytest.mark.slow
-def test_a_sweep_killed_at_random_does_nothing_twice_and_chooses_the_same(tmp_path):
-    straight, killed = Lab(tmp_path / "straight"), Lab(tmp_path / "killed")
-    began = time.monotonic()
-    straight.sweep().run()
-    seconds = time.monotonic() - began
-    chance, kills = random.Random(SEED), 0
-    while kills < SWEEP_KILLS:
-        sweep = os.fork()
-        if sweep == 0:
-            try:
-                killed.sweep().run()
-            finally:
-                os._exit(0)
-        time.sleep(chance.uniform(0.02, seconds / 4))
-        os.kill(sweep, signal.SIGKILL)
-        if os.WIFSIGNALED(os.waitpid(sweep, 0)[1]):
-            kills += 1
-        else:  # it was faster, or the run that was killed last was still dying
-            time.sleep(0.2)
-            if (tmp_path / "killed" / "out" / "summary.json").exists():
-                shutil.rmtree(tmp_path / "killed" / "out")
-    deadline = time.monotonic() + 60
-    while True:  # the run that was killed with its sweep may need a moment
-        try:
-            killed.sweep().run()
-            break
-        except Exception:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    summaries = [json.loads((lab.folder / "out" / "summary.json").read_text()) for lab in (straight, killed)]
-    for summary in summaries:
-        for method in summary["methods"].values():
-            method.pop("recipe")
-    assert summaries[0] == summaries[1]
-    print(f"\n{kills} kills of the sweep; {len(killed.ran())} commands for {len(straight.ran())} jobs")

@@ -16,7 +16,7 @@ from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.evaluation import BENCHMARKS
 from loopdropout_trainer.models import HuginnConfig, NanbeigeConfig, OuroConfig
 from loopdropout_trainer.runs.plan import num_steps, plan_run
-from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, is_recipe
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import load_recipe, parse_recipe
 
@@ -72,26 +72,32 @@ def test_recipe_parses_and_names_itself(path):
     assert config.max_steps == -1 and not config.packing
 
 
-@pytest.mark.parametrize("path", sorted((RECIPES / "sweeps").glob("*.yaml")), ids=name_of)
+SWEEPS = sorted([*(RECIPES / "sweeps").glob("*.yaml"), *(RECIPES / "studies").glob("*.yaml")])
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=name_of)
 def test_sweep_recipe_parses(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (arguments,), _ = parse_recipe([SweepArguments], [str(path)])
-    assert f"python recipes/sweep.py recipes/{name_of(path)}.yaml" in path.read_text()
+    head = path.read_text().split("\n\n")[0]
+    assert f"python recipes/sweep.py recipes/{name_of(path)}.yaml" in head and "# Costs: " in head
     # A sweep of its own has a folder of its own; one that adds seeds or rates to another says so and has the other's.
     shared = Path(arguments.output_dir).name
-    assert shared == path.stem or f"in the folder of {shared}.yaml" in " ".join(path.read_text().split("\n# ")), path
-    assert Path(arguments.output_dir).parent == Path("outputs/sweeps")
-    methods = [method for method in arguments.methods if is_recipe(method)]
-    assert all(Path(path) in {each.relative_to(ROOT) for each in TRAINING} for path in (arguments.recipe, *methods))
+    assert shared == path.stem or f"in the folder of {shared}.yaml" in " ".join(head.split("\n# ")), path
+    assert Path(arguments.output_dir).parent == Path("outputs") / path.parent.name
+    sweep = Sweep(arguments, RECIPES)  # reads the recipe of every method
+    trainings = len(set().union(*map(sweep.planned, sweep.parts.values())))
+    assert f"{trainings} trainings" in head
+    preparation = load_recipe(arguments.recipe)["preparation"]
+    if preparation == "arithmetic":
+        return
     rates = {
         "metamath_gsm": [1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4],
         "gsm8k": [3e-5, 1e-4, 2e-4, 3e-4, 6e-4],
         "tulu2": [1e-4],
-    }[load_recipe(arguments.recipe)["preparation"]]
-    assert arguments.learning_rates == rates or arguments.full_grid and set(arguments.learning_rates) <= set(rates)
-    jobs = len(arguments.seeds) if arguments.full_grid else 1
-    jobs *= len(arguments.learning_rates) * len(arguments.methods)
-    assert len({job.results for job in Sweep(arguments, RECIPES).ready_jobs()}) == jobs
+    }[preparation]
+    for part in sweep.parts.values():
+        assert part.learning_rates == rates or part.full_grid and set(part.learning_rates) <= set(rates)
 
 
 def test_learning_rates_of_the_paper():

@@ -119,6 +119,30 @@ def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, launches, 
     )
 
 
+def test_the_plain_path_reads_alone():
+    """With optimisations off, a forward and backward pass runs no code of them, and few files of the package."""
+    model, (inputs, _) = adapted(tiny_ouro()), batch("left")
+    package, files = str(Path(__file__).resolve().parents[1] / "loopdropout_trainer"), set()
+
+    def note(frame, event, argument):
+        file = frame.f_code.co_filename
+        if file.startswith(package):
+            files.add(file.removeprefix(package).strip("/"))
+
+    state = add_gates(model, in_activation_dtype=True)
+    sys.setprofile(note)
+    try:
+        with applied_gates(state, MIXED):
+            model(**inputs).loss.backward()
+    finally:
+        sys.setprofile(None)
+    assert files == {
+        "adapters/gated.py",
+        *(f"looped/{name}.py" for name in ("plan", "state")),
+        *(f"models/{name}.py" for name in ("layers", "looped_modeling", "operations", "ouro/modeling_ouro")),
+    }
+
+
 def test_optimisations_are_exact_with_a_float_mask():
     model = adapted(tiny_ouro(attn_implementation="eager"))
     for layout in ("right", "packed"):

@@ -1,88 +1,122 @@
-"""Sweeps: what runs in which order, which rate is chosen, and that nothing is done twice, whatever interrupts it."""
+"""Sweeps: what runs in which order, which rate is chosen, what is refused, and that nothing is done twice, whatever dies."""
 
 import json
 import os
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from pathlib import Path
 
+import optuna
 import pytest
-from conftest import tiny_ouro
+import yaml
 from rich.console import Console
 
-from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, sweep_command_line
-from loopdropout_trainer.saving.lock import LockedError
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, load_runs, sweep_argv
+from loopdropout_trainer.runs.workers import visible_gpus
 from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(RECIPES.parent)}
-# Stands in for sft.py and evaluate.py: notes its command, then writes results with a score that peaks at rate 0.02.
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+RECIPE = {
+    "model_name_or_path": "tiny-ouro",
+    "dtype": "float32",
+    "preparation": "arithmetic",
+    "num_train_examples": 8,
+    "num_eval_examples": 2,
+    "max_length": 256,
+    "max_steps": 1,
+    "per_device_train_batch_size": 2,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "benchmarks": ["arithmetic_test"],
+    "benchmark_limit": 2,
+    "single_loop_batches": 1,
+    "compare_with": ["lora"],
+}
+# Stands in for sft.py: notes what it did, then writes results with a score that peaks at the rate 0.02. `RUN` is the real one.
 SCRIPT = """
-import json, pathlib, sys, time
-argv = sys.argv[1:]
-def option(name, default=None):
-    return argv[-argv[::-1].index(name)] if name in argv else default
-out = pathlib.Path(option("--output_dir"))
-with open({log!r}, "a") as log:
-    print(pathlib.Path(sys.argv[0]).name, *argv, file=log)
-if pathlib.Path({trap!r}).exists():
-    pathlib.Path({trap!r}).unlink()
+import json, os, pathlib, sys, time, yaml
+if "loopdropout_trainer.runs.run" in sys.modules:
+    from loopdropout_trainer.runs.run import Run as RUN
+
+LAB = pathlib.Path(__file__).parent
+
+def main(argv):
+    recipe, out = yaml.safe_load(open(argv[0])), pathlib.Path(argv[argv.index("--output_dir") + 1])
+    rate, seed = recipe["learning_rate"], recipe["seed"]
+    did = "measured" if (out / "trained").exists() else "trained"
+    note = [did, "/".join(out.parts[-3:]), recipe["benchmarks"], os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")]
+    with open(LAB / "log", "a") as log:
+        print(json.dumps(note), file=log)
+    trap = LAB / "trap"
+    if trap.exists() and trap.read_text() in ("fail", str(out)):
+        kind = trap.read_text()
+        trap.unlink()
+        (out / "results.json").write_text('{"run_info": ')  # cut off
+        print("It is broken.", file=sys.stderr)
+        sys.exit(3)
+    if (LAB / "slow").exists():
+        time.sleep(float((LAB / "slow").read_text()))
     out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_text('{{"benchmarks": ')  # cut off in the middle
-    time.sleep(60) if {hang} else sys.exit(3)
-out.mkdir(parents=True, exist_ok=True)
-if option("--learning_rate") in {diverging}:
-    (out / "diverged.json").write_text(json.dumps({{"error": "The loss of step 3 is not finite (nan)."}}))
-    sys.exit(2)
-correct = {{"0.01": 5, "0.02": 7, "0.04": 7}}.get(option("--learning_rate"), 1)
-if option("--adapter"):
-    correct = int(option("--adapter")[-1])
-names = [option("--benchmarks")]
-name = "evaluation.json" if option("--adapter") else "results.json"
-result = {{"score": 10.0 * correct, "correct": correct, "total": 10, "missing": 0}}
-cost = {{"train_seconds": 90.0, "peak_memory_gb": 2.5}}
-(out / name).write_text(json.dumps({{"benchmarks": {{each: result for each in names}}, "train_info": cost}}))
+    if (LAB / "diverging").exists() and rate in json.loads((LAB / "diverging").read_text()):
+        (out / "diverged.json").write_text(json.dumps({"error": "The loss of step 3 is not finite (nan)."}))
+        sys.exit(2)
+    (out / "trained").touch()
+    correct = {0.01: 5, 0.02: 7, 0.04: 7}.get(rate, 1)
+    scores = {name: correct if name == "development" else seed % 10 for name in recipe["benchmarks"]}
+    results = {name: {"score": 10.0 * n, "correct": n, "total": 10, "predictions": []} for name, n in scores.items()}
+    cost = {"train_seconds": 90.0, "peak_memory_gb": 2.5}
+    report = {"benchmarks": results, "train_info": cost, "run_info": {"settings": {**recipe, "output_dir": str(out)}}}
+    (out / "results.json").write_text(json.dumps(report))
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
 """
 
 
 class Lab:
-    """A folder with stand-in scripts, a recipe, and the log of the commands that ran."""
+    """A folder with a script that stands in for sft.py, a recipe, and the log of what ran."""
 
-    def __init__(self, folder, hang=False, diverging=()):
-        self.folder, self.log, self.trap = folder, folder / "log", folder / "trap"
+    def __init__(self, folder):
+        self.folder, self.out = folder, folder / "out"
         folder.mkdir(exist_ok=True)
-        for name in ("sft.py", "evaluate.py"):
-            text = SCRIPT.format(log=str(self.log), trap=str(self.trap), hang=hang, diverging=diverging)
-            (folder / name).write_text(text)
+        (folder / "sft.py").write_text(SCRIPT)
         self.recipe = folder / "recipe.yaml"
-        self.recipe.write_text("model_name_or_path: m\nbenchmarks: [test]\n")
+        self.recipe.write_text(yaml.safe_dump(RECIPE))
 
-    def sweep(self, passed_on=(), **fields):
-        defaults = {
-            "recipe": str(self.recipe),
-            "learning_rates": [0.04, 0.01, 0.02],
-            "seeds": [101, 102],
-            "output_dir": str(self.folder / "out"),
-        }
-        return Sweep(SweepArguments(**{**defaults, **fields}), self.folder, passed_on)
+    def arguments(self, **fields):
+        defaults = {"recipe": str(self.recipe), "learning_rates": [0.04, 0.01, 0.02], "seeds": [101, 102]}
+        return {"methods": ["lora"], "output_dir": str(self.out), **defaults, **fields}
+
+    def sweep(self, **fields):
+        (self.folder / "sweep.yaml").write_text(yaml.safe_dump(self.arguments(**fields), sort_keys=False))
+        (arguments,), _ = parse_recipe([SweepArguments], [str(self.folder / "sweep.yaml")])
+        return Sweep(arguments, self.folder)
+
+    def run(self, **fields):
+        sweep = self.sweep(**fields)
+        sweep.run()
+        return sweep
 
     def ran(self):
-        return self.log.read_text().splitlines() if self.log.exists() else []
+        """(trained or measured, METHOD/lr_X/seed_S, benchmarks, process, GPU) of each start of the script."""
+        log = self.folder / "log"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    def did(self):
+        return [(did, run) for did, run, *_ in self.ran()]
 
 
 @pytest.fixture
 def lab(tmp_path):
     return Lab(tmp_path)
-
-
-def words(line):
-    argv = line.split()
-    return argv[0], dict(zip(argv[2::2], argv[3::2], strict=True))
 
 
 def tables(sweep):
@@ -93,284 +127,386 @@ def tables(sweep):
     return capture.get()
 
 
-def test_grid_then_choice_then_seeds_then_tests(lab):
-    sweep = lab.sweep()
-    sweep.run()
-    trained = [words(line)[1] for line in lab.ran() if line.startswith("sft.py")]
-    lora = [(w["--learning_rate"], w["--seed"]) for w in trained if w["--rule"] == "lora"]
-    # The score peaks at 0.02 and is the same at 0.04: the smaller one is chosen.
-    assert lora == [("0.01", "101"), ("0.02", "101"), ("0.04", "101"), ("0.02", "102")]
-    assert [w["--rule"] for w in trained] == ["lora"] * 4 + ["loop_dropout"] * 4
-    assert all(w["--benchmarks"] == "development" for w in trained)
-    assert len({w["--output_dir"] for w in trained}) == 8
-    tested = [words(line)[1] for line in lab.ran() if line.startswith("evaluate.py")]
-    assert [Path(w["--adapter"]).parts[-3:] for w in tested] == [
-        (method, "lr_0.02", f"seed_{seed}") for method in ("lora", "loop_dropout") for seed in (101, 102)
+def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
+    sweep = lab.run(methods=["lora", "loop_dropout"])
+    # The score peaks at 0.02 and is the same at 0.04: the smaller one is chosen. Its run is measured, not trained again.
+    lora = [(did, run) for did, run in lab.did() if run.startswith("lora/")]
+    assert lora == [
+        *(("trained", f"lora/lr_{rate}/seed_101") for rate in (0.01, 0.02, 0.04)),
+        ("measured", "lora/lr_0.02/seed_101"),
+        ("trained", "lora/lr_0.02/seed_102"),
     ]
-    assert sweep.chosen_rate("lora") == 0.02
-    assert "0.01: 50.00  0.02: 70.00*  0.04: 70.00" in tables(sweep)
-    # 1 and 2 of 10 correct on the test, 7 of 10 on development
-    row = next(line for line in tables(sweep).splitlines() if "lora" in line and "±" in line)
-    assert "15.00 ± 7.07 (2)" in row and "70.00 ± 0.00 (2)" in row
+    # Seed by seed, so that what is compared when a sweep is stopped has the same seeds.
+    assert [run for _, run in lab.did()][-2:] == [f"{method}/lr_0.02/seed_102" for method in ("lora", "loop_dropout")]
+    assert [names for _, run, names, *_ in lab.ran() if run == "lora/lr_0.02/seed_101"] == [
+        ["development"],
+        ["arithmetic_test"],
+    ]
+    text = tables(sweep)
+    assert "0.01: 50.00  0.02: 70.00*  0.04: 70.00" in text
+    row = next(line for line in text.splitlines() if "lora" in line and "±" in line)
+    assert "15.00 ± 7.07 (2)" in row and "1.5" in row and "2.50" in row
+    assert text.splitlines()[3].strip() in (lab.out / "summary.txt").read_text()
 
-    sweep.run()
-    assert len(lab.ran()) == 12  # nothing is done twice
-    lab.sweep(seeds=[101, 102, 103], methods=["lora"]).run()  # a sweep may grow
-    assert [words(line)[1].get("--seed") for line in lab.ran()[12:]] == ["103", None]
+    runs = load_runs(lab.out)
+    assert {(r["method"], r["learning_rate"], r["seed"]) for r in runs if r["final"]} == {
+        (method, 0.02, seed) for method in ("lora", "loop_dropout") for seed in (101, 102)
+    }
+    assert [(r["learning_rate"], r["chosen"], r["selection_score"]) for r in runs if r["method"] == "lora"] == [
+        (0.01, False, 50.0),
+        (0.02, True, 70.0),
+        (0.04, False, 70.0),
+        (0.02, True, None),
+    ]
+    assert all(r["part"] == "all" and r["results"]["run_info"]["settings"]["seed"] == r["seed"] for r in runs)
+    frame = sweep.trials_dataframe()
+    assert len(frame) == len(lab.ran()) == 10 and set(frame["state"]) == {"COMPLETE"}
+
+    lab.run(methods=["lora", "loop_dropout"])
+    assert len(lab.ran()) == 10  # nothing is done twice
+    lab.run(methods=["lora"], seeds=[101, 102, 103])  # a sweep may grow
+    assert lab.did()[10:] == [("trained", "lora/lr_0.02/seed_103")]
 
 
-def test_failed_and_cut_off_runs_are_done_again(lab):
-    lab.trap.touch()
-    with pytest.raises(SweepError, match="sft.py .* failed with exit status 3; the same sweep command goes on"):
-        lab.sweep().run()
-    assert len(lab.ran()) == 1
-    lab.sweep().run()  # results.json of the first run is there, but cut off
-    assert lab.ran()[0] == lab.ran()[1]
-    assert len(set(lab.ran())) == len(lab.ran()) - 1
+def test_two_seeds_choose_and_a_choice_does_not_depend_on_what_is_measured(lab):
+    sweep = lab.run(selection_seeds=2, measure={"benchmark_limit": 1})
+    assert Counter(did for did, _ in lab.did()) == {"trained": 6, "measured": 2}
+    assert sweep.selection_settings("lora")["benchmark_limit"] == 2
+    assert "single_loop_batches" not in sweep.selection_settings("lora")
 
 
-def test_an_interrupted_run_ends_with_the_sweep_and_is_done_again(tmp_path, monkeypatch):
-    lab = Lab(tmp_path, hang=True)
-    lab.trap.touch()
-    children = []
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **fields: children.append(popen(*args, **fields)) or children[-1]
+def test_what_is_measured_may_change_on_a_finished_sweep(lab):
+    lab.run()
+    count = len(lab.ran())
+    lab.run(measure={"benchmarks": ["arithmetic_test", "arithmetic_hard"]})
+    assert lab.did()[count:] == [("measured", f"lora/lr_0.02/seed_{seed}") for seed in (101, 102)]
+    assert all("arithmetic_hard" in run["results"]["benchmarks"] for run in load_runs(lab.out) if run["final"])
+    lab.run(measure={"benchmarks": ["arithmetic_test", "arithmetic_hard"]})
+    assert len(lab.ran()) == count + 2
+
+
+def test_parts_share_runs_and_have_settings_of_their_own(lab):
+    methods = {"lora": "lora", "half": {"rule": "loop_dropout", "p": 0.5}}
+    parts = {
+        "rates": {"methods": ["lora"], "full_grid": True, "measure": {"benchmarks": ["arithmetic_hard"]}},
+        "main": {},
+        "deep": {
+            "methods": ["half"],
+            "settings": {"num_loops": 6},
+            "learning_rates": [0.02],
+            "measure": {"depths": [2]},
+        },
+    }
+    sweep = lab.run(methods=methods, parts=parts, measure={"benchmarks": ["arithmetic_test"]})
+    trained = [run for did, run in lab.did() if did == "trained"]
+    assert len(trained) == len(set(trained)) == 6 + 4 + 2
+    finals = [(r["part"], r["method"], r["learning_rate"]) for r in load_runs(lab.out) if r["final"]]
+    assert Counter(finals)["main", "lora", 0.02] == 2 and Counter(finals)["deep", "half@deep", 0.02] == 2
+    # A run that two parts share is measured as the first one says; what chose a rate is known although it was measured.
+    assert all(
+        list(run["results"]["benchmarks"]) == ["arithmetic_hard"]
+        for run in load_runs(lab.out)
+        if run["method"] == "lora" and run["final"]
     )
+    settings = json.loads((lab.out / "half@deep/lr_0.02/seed_101/results.json").read_text())["run_info"]["settings"]
+    assert settings["num_loops"] == 6 and settings["depths"] == [2] and settings["rule"] == "loop_dropout"
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(sweep.plan_table())
+    assert [int(line.split("│")[5]) for line in capture.get().splitlines() if line.startswith("│")] == [6, 5, 2, 13]
+    count = len(lab.ran())
+    lab.run(methods=methods, parts=parts, measure={"benchmarks": ["arithmetic_test"]}, only=["main"])
+    assert len(lab.ran()) == count
 
-    def interrupt():
-        while not lab.ran():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
+def test_a_failure_stops_with_the_log_and_is_done_again(lab):
+    (lab.folder / "trap").write_text("fail")
+    with pytest.raises(
+        SweepError, match=r"(?s)lora/lr_0.01/seed_101 failed with exit status 3; .*goes on.*It is broken"
+    ):
         lab.sweep().run()
-    assert children[0].poll() is not None
     assert len(lab.ran()) == 1
-    lab.sweep().run()
-    assert lab.ran()[0] == lab.ran()[1]
+    lab.run()  # the first run's results.json is there, but cut off
+    assert lab.did()[0] == lab.did()[1] and len(lab.ran()) == 1 + 5
 
 
-def test_a_sweep_that_is_killed_takes_its_run_with_it(tmp_path):
-    lab = Lab(tmp_path, hang=True)
-    lab.trap.touch()
-    sweep = os.fork()
-    if sweep == 0:
-        lab.sweep().run()
-        os._exit(0)
-    deadline = time.time() + 60
-    while not lab.ran() and time.time() < deadline:
-        time.sleep(0.02)
-    with pytest.raises(LockedError, match=f"process {sweep} on .* is at work in"):
-        lab.sweep().run()
-    run = children_of(sweep)
-    assert len(run) == 1
-    os.kill(sweep, signal.SIGKILL)
-    os.waitpid(sweep, 0)
-    while any(Path(f"/proc/{pid}").exists() and "Z" not in state_of(pid) for pid in run) and time.time() < deadline:
-        time.sleep(0.02)
-    assert time.time() < deadline
-    lab.sweep().run()
-    assert lab.ran()[0] == lab.ran()[1]
-
-
-def children_of(pid):
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def state_of(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "Z"
-
-
-def test_a_rate_that_diverges_is_out_and_the_sweep_goes_on(tmp_path):
-    lab = Lab(tmp_path, diverging=("0.02",))
-    sweep = lab.sweep(methods=["lora"])
-    sweep.run()
-    assert sweep.chosen_rate("lora") == 0.04  # 0.02 had been the best
+def test_a_rate_that_diverges_is_out(lab):
+    (lab.folder / "diverging").write_text("[0.02]")
+    sweep = lab.run()
     assert "0.01: 50.00  0.02: diverged  0.04: 70.00*" in tables(sweep)
-    ran = len(lab.ran())
-    sweep.run()
-    assert len(lab.ran()) == ran  # nor is it tried again
-
-    other = Lab(tmp_path / "all", diverging=("0.01", "0.02", "0.04"))
-    other.sweep(methods=["lora", "loop_dropout"]).run()
-    assert len(other.ran()) == 6  # nothing to choose from: the other method is tried all the same
-    assert other.sweep().chosen_rate("lora") is None
-
-
-def test_table_and_choice_are_saved(lab):
-    sweep = lab.sweep(methods=["lora"])
-    sweep.run()
-    summary = json.loads((lab.folder / "out" / "summary.json").read_text())
-    lora = summary["methods"]["lora"]
-    assert lora["chosen_learning_rate"] == 0.02
-    assert [row["score"] for row in lora["grid"]] == [50.0, 70.0, 70.0]
-    assert [(run["seed"], run["benchmarks"]["test"]["correct"]) for run in lora["runs"]] == [(101, 1), (102, 2)]
-    written = (lab.folder / "out" / "summary.md").read_text()
-    assert "| lora | 0.02 | 70.00 ± 0.00 (2) | 15.00 ± 7.07 (2) | 1.5 | 2.50 |" in written
-    assert "0.02: 70.00*" in written
+    count = len(lab.ran())
+    lab.run()
+    assert len(lab.ran()) == count  # nor is it tried again
+    (lab.folder / "diverging").write_text("[0.01, 0.02, 0.04]")
+    lab.run(output_dir=str(lab.folder / "none"))
+    assert len(lab.ran()) == count + 3  # nothing to choose from
+    full = lab.run(output_dir=str(lab.folder / "full"), full_grid=True)
+    assert tables(full).count("(0, 2 diverged)") == 0 and len(load_runs(lab.folder / "full")) == 6
 
 
-def test_what_trains_at_other_settings_is_tested_at_them(lab):
-    passed_on = [
-        "--num_loops",
-        "6",
-        "--max_steps",
-        "3",
-        "--dtype",
-        "float32",
-        "--benchmark_files={}",
-        "--warmup_steps",
-        "2",
-    ]
-    lab.sweep(passed_on, methods=["lora"]).run()
-    for line in lab.ran():
-        trains = line.startswith("sft.py")
-        expected = passed_on if trains else ["--num_loops", "6", "--dtype", "float32", "--benchmark_files={}"]
-        assert line.endswith(" " + " ".join(expected))
-        assert trains or "--max_steps" not in line
+def test_a_run_waits_for_what_still_works_in_its_folder(lab):
+    code = "import sys, time; from loopdropout_trainer.saving.lock import folder_lock\n"
+    code += f"with folder_lock({str(lab.out / 'lora/lr_0.01/seed_101')!r}): print(1, flush=True); time.sleep(1.5)"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=ENVIRONMENT)
+    holder.stdout.readline()
+    began = time.monotonic()
+    lab.run(learning_rates=[0.01], seeds=[101])
+    assert time.monotonic() - began > 1
+    holder.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_the_script_is_stopped_and_continues(tmp_path, stop):
-    lab = Lab(tmp_path, hang=True)
-    command = [sys.executable, str(tmp_path / "sweep.py"), str(lab.recipe), "--learning_rates", "0.01", "0.02"]
-    command += ["--methods", "lora", "--seeds", "1", "2", "--output_dir", str(tmp_path / "out")]
-    (tmp_path / "sweep.py").write_text((RECIPES / "sweep.py").read_text())  # the real one, beside the stand-ins
-    lab.trap.touch()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    deadline = time.time() + 120
-    while not lab.ran() and process.poll() is None and time.time() < deadline:
-        time.sleep(0.05)
-    process.send_signal(stop)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == (130 if stop == signal.SIGINT else 1)
-    assert "the same command continues" in errors
-    assert len(lab.ran()) == 1
-
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=ENVIRONMENT)
-    assert len(lab.ran()) == 1 + 3 + 2
-    assert "0.01: 50.00  0.02: 70.00*" in done.stdout
+def test_what_a_running_job_reads_is_never_written_again(lab):
+    lab.run()
+    before = {path: path.read_bytes() for path in (lab.out / "recipes").iterdir()}
+    identity = (lab.out / "sweep.json").read_bytes()
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, "max_steps": 5}))
+    for fields in ({}, {"print_commands": True}):
+        sweep = lab.sweep(**fields)
+        with pytest.raises(SweepError, match="made with `lora: max_steps` 1, and now it is 5: .*another `output_dir`"):
+            sweep.commands() if fields else sweep.run()
+    with pytest.raises(SweepError, match="made with `select_on` 'development'"):
+        lab.sweep(select_on="arithmetic_hard").run()
+    assert {path: path.read_bytes() for path in (lab.out / "recipes").iterdir()} == before
+    assert (lab.out / "sweep.json").read_bytes() == identity
 
 
-def test_commands_for_a_scheduler(lab):
+def test_commands_for_a_scheduler(lab, monkeypatch):
     def commands():
-        return [list(job.command) for job in lab.sweep(methods=["lora"], launcher="accelerate launch").ready_jobs()]
+        return lab.sweep(seeds=[101, 102], print_commands=True).commands()
 
     def finish(command):
-        subprocess.run([sys.executable, *command[2:]], check=True)
+        subprocess.run(shlex.split(command), check=True)
 
     grid = commands()
-    assert [command[:3] for command in grid] == [["accelerate", "launch", str(lab.folder / "sft.py")]] * 3
+    assert len(grid) == 3 and all(str(lab.folder / "sft.py") in command for command in grid)
     for command in grid[1:]:
         finish(command)
     assert commands() == grid[:1]  # the choice waits for the whole grid
     finish(grid[0])
-    second, test = commands()
-    assert "102" in second and "--adapter" in test
-    finish(second)
-    finish(test)
-    (test,) = commands()
-    finish(test)
+    final = commands()
+    assert len(final) == 2 and all("lr_0.02" in command for command in final)
+    for command in final:
+        finish(command)
     assert commands() == []
+    lab.run()
+    assert len(lab.ran()) == 5  # a worker takes over what a scheduler has done
+    (lab.out / "sweep.db").unlink()
+    lab.run()  # and what was done before the storage was lost, but for the score of the run that was measured
+    assert lab.did()[5:] == [("measured", "lora/lr_0.02/seed_101")] * 2
 
 
-def test_final_runs_are_tested_at_other_depths_too(lab):
-    sweep = lab.sweep(methods=["lora"], seeds=[101], test_depths=[2, 6])
-    sweep.run()
-    tested = [words(line)[1] for line in lab.ran() if line.startswith("evaluate.py")]
-    assert [w.get("--num_loops") for w in tested] == [None, "2", "6"]
-    assert [Path(w["--output_dir"]).name for w in tested] == ["test", "test_depth_2", "test_depth_6"]
-    assert len({w["--adapter"] for w in tested}) == 1
-    count = len(lab.ran())
-    lab.sweep(methods=["lora"], seeds=[101], test_depths=[2, 6]).run()
-    assert len(lab.ran()) == count
-    for wrong, found in (([0], "from 1 to 1,024"), (6, "list of depths")):
-        with pytest.raises(ValueError, match=f"`test_depths`.*{found}"):
-            lab.sweep(test_depths=wrong)
+def test_a_launcher_starts_the_script(lab):
+    launcher = shlex.join(["env", "CUDA_VISIBLE_DEVICES=7", sys.executable])
+    (arguments,), _ = parse_recipe([SweepArguments], [*command_line(lab), "--launcher", launcher])
+    Sweep(arguments, lab.folder).run()
+    assert {gpu for *_, gpu in lab.ran()} == {"7"} and len(lab.ran()) == 1
 
 
-def test_full_grid_chooses_nothing(lab):
-    lab.sweep(methods=["lora"], full_grid=True, test_benchmarks=[]).run()
-    assert len(lab.ran()) == 6
-    assert tables(lab.sweep(methods=["lora"], full_grid=True, test_benchmarks=[])).count("(2)") == 3
+def command_line(lab):
+    words = ["--recipe", str(lab.recipe), "--learning_rates", "0.01", "--methods", "lora", "--seeds", "101"]
+    return [*words, "--output_dir", str(lab.out)]
 
 
-def test_methods_as_recipes_with_their_own_rates(lab):
-    variant = lab.folder / "lora_plus.yaml"
-    variant.write_text("extends: recipe.yaml\nlora_r: 4\n")
-    sweep = lab.sweep(["--max_steps", "3"], methods=["lora", str(variant)], rate_factors='{"lora_plus": 0.5}')
-    first = next(job for job in sweep.ready_jobs() if str(variant) in job.command)
-    assert "--rule" not in first.command
-    assert shlex.join(first.command).endswith("--max_steps 3")
-    assert sweep.rates(str(variant)) == [0.005, 0.01, 0.02]
-    assert sweep.rates("lora") == [0.01, 0.02, 0.04]
-
-
-def test_refusals(lab):
-    lab.sweep(methods=["lora"]).claim()
-    with pytest.raises(SweepError, match="made with `passed_on` .*another `output_dir`"):
-        lab.sweep(["--max_steps", "3"]).run()
-    lab.recipe.write_text("model_name_or_path: n\n")
-    with pytest.raises(SweepError, match="`lora: benchmarks` ..test.., and now it is None"):
-        lab.sweep().run()
-    lab.recipe.write_text("model_name_or_path: m\nbenchmarks: [test]\n")
-    with pytest.raises(SweepError, match="no benchmark `test` to choose by; they have development"):
-        lab.sweep(["--benchmarks", "development"], select_on="test", output_dir=str(lab.folder / "other")).run()
-    for message, fields in {
-        "`seeds` must be one or more different values": {"seeds": [1, 1]},
-        "`learning_rates` must be a number above 0; got 0.0": {"learning_rates": [0.0, 1.0]},
-        "`methods` must have different names": {"methods": ["a/x.yaml", "b/x.yaml"]},
-        "`rate_factors` names `x`": {"rate_factors": {"x": 2.0}},
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            lab.sweep(**fields)
-
-
-def test_command_line(lab):
-    argv, passed_on = sweep_command_line([str(lab.recipe), "--learning_rates", "1e-4", "--", "--max_steps", "3"])
-    (arguments,), _ = parse_recipe([SweepArguments], argv)
-    assert (arguments.recipe, arguments.learning_rates, passed_on) == (str(lab.recipe), [1e-4], ["--max_steps", "3"])
-    (lab.folder / "sweep.yaml").write_text(f"recipe: {lab.recipe}\nlearning_rates: [1e-4, 5e-5]\n")
-    argv, _ = sweep_command_line([str(lab.folder / "sweep.yaml"), "--seeds", "1", "2"])
-    (arguments,), _ = parse_recipe([SweepArguments], argv)
-    assert (arguments.learning_rates, arguments.seeds) == ([5e-5, 1e-4], [1, 2])
-    with pytest.raises(RecipeError):
-        parse_recipe([SweepArguments], ["--recipe", "x.yaml"])
-
-
-@pytest.mark.slow
-def test_a_real_sweep(tmp_path, tokenizer):
-    """Two rules, two rates, two seeds on the tiny model, killed in the middle: the real scripts from first to last."""
-    tiny_ouro().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(
-        f"model_name_or_path: {tmp_path / 'model'}\ndtype: float32\npreparation: arithmetic\nnum_train_examples: 16\n"
-        "num_eval_examples: 4\nmax_length: 400\nmax_steps: 2\nper_device_train_batch_size: 4\nbf16: false\n"
-        "report_to: none\nbenchmarks: [arithmetic_test]\nbenchmark_limit: 4\n"
+def test_command_line(lab, monkeypatch, capsys):
+    words = sweep_argv(
+        [str(lab.recipe), "--learning_rates", "1e-4", "--methods", "lora", "unscaled", "--settings", '{"p": 0.1}']
     )
-    command = [sys.executable, str(RECIPES / "sweep.py"), str(recipe), "--learning_rates", "1e-3", "2e-3"]
-    command += ["--seeds", "1", "2", "--output_dir", str(tmp_path / "out")]
-    process = subprocess.Popen(command, env=ENVIRONMENT)
-    first = tmp_path / "out" / "lora" / "lr_0.001" / "seed_1" / "results.json"
-    deadline = time.time() + 600
-    while not first.exists() and process.poll() is None and time.time() < deadline:
-        time.sleep(0.2)
-    time.sleep(8)  # well into the second run
-    process.terminate()
-    process.wait(timeout=120)
-    stamp = first.stat().st_mtime_ns
+    (arguments,), _ = parse_recipe([SweepArguments], words)
+    assert (arguments.recipe, arguments.learning_rates) == (str(lab.recipe), [1e-4])
+    sweep = Sweep(arguments, lab.folder)
+    assert sweep.methods["unscaled"]["p"] == 0.1 and "p" not in sweep.methods["lora"]
+    (lab.folder / "plus.yaml").write_text("extends: recipe.yaml\nlora_r: 4\n")
+    sweep = lab.sweep(methods=["lora", str(lab.folder / "plus.yaml")], rate_factors={"plus": 0.5})
+    assert sweep.rates(sweep.parts["all"], "plus") == [0.005, 0.01, 0.02]
+    assert (sweep.methods["plus"]["lora_r"], "rule" in sweep.methods["plus"]) == (4, False)
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "recipes/sweep.py"))["main"](["--help"])
+    text = capsys.readouterr().out
+    assert "--storage" in text and "--learning_rates" in text and "_HELP" not in text
 
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900, env=ENVIRONMENT)
-    assert first.stat().st_mtime_ns == stamp
-    assert len(list((tmp_path / "out").glob("*/*/*/results.json"))) == 6
-    assert len(list((tmp_path / "out").glob("*/*/*/test/evaluation.json"))) == 4
-    assert "arithmetic_test" in done.stdout
-    settings = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    assert settings["recipes"]["lora"]["max_steps"] == 2
+
+NO_PATH = "must have names of letters"
+REFUSALS = [  # fields, the field that is named, the fault
+    ({"methods": ["a/x.yaml", "b/x.yaml"]}, "methods", "different names"),
+    ({"methods": {"../../x": "lora"}}, "methods", NO_PATH),
+    ({"methods": {"x": 3}}, "methods", "got 3"),
+    ({"methods": ["no_rule"]}, "no_rule", "rule"),
+    ({"methods": ["nowhere.yaml"]}, "nowhere.yaml", "cannot be read"),
+    ({"recipe": "nowhere.yaml"}, "nowhere.yaml", "cannot be read"),
+    ({"learning_rates": [0.0]}, "learning_rates", "above 0"),
+    ({"learning_rates": [0.1, 0.1]}, "learning_rates", "different"),
+    ({"seeds": [-1]}, "seeds", "at least 0"),
+    ({"seeds": []}, "seeds", "one or more"),
+    ({"rate_factors": {"x": 2.0}}, "rate_factors", "`x`"),
+    ({"rate_factors": {"lora": 0.0}}, "rate_factors", "above 0"),
+    ({"minutes": {"x": 2.0}}, "minutes", "`x`"),
+    ({"select_on": "no_benchmark"}, "select_on", "no_benchmark"),
+    ({"select_on": "--adapter=/x"}, "select_on", "--adapter=/x"),
+    ({"selection_seeds": 0}, "selection_seeds", "at least 1"),
+    ({"measure": {"benchmarks": ["no_benchmark"]}}, "measure", "no_benchmark"),
+    ({"measure": {"benchmarks": []}}, "measure", "must name `benchmarks`"),
+    ({"measure": {"lora_r": 4}}, "measure", "lora_r"),
+    ({"measure": {"depths": [0]}}, "depths", "0"),
+    ({"measure": {"depths": "x"}}, "depths", "x"),
+    ({"settings": {"lora_rank": 4}}, "lora_rank", "did you mean"),
+    ({"settings": {"lora_r": 0}}, "lora_r", "0"),
+    ({"settings": {"hub_token": "hf_secretsecret"}}, "hub_token", "secret"),
+    ({"settings": {"trust_remote_code": True}}, "trust_remote_code", "command line"),
+    ({"parts": {}}, "parts", "one or more"),
+    ({"parts": {"../x": {}}}, "parts", NO_PATH),
+    ({"parts": {"x": [1]}}, "part `x`", "mapping"),
+    ({"parts": {"x": {"seed": [1]}}}, "part `x`", "seed"),
+    ({"parts": {"x": {"seeds": ["a"]}}}, "seeds", "part `x`"),
+    ({"parts": {"x": {"seeds": [1, 1]}}}, "seeds", "part `x`"),
+    ({"parts": {"x": {"methods": ["coto"]}}}, "methods", "coto"),
+    ({"parts": {"x": {"settings": {"num_loops": 0}}}}, "num_loops", "0"),
+    ({"only": ["x"]}, "only", "x"),
+    ({"script": "evaluate"}, "script", "evaluate"),
+    ({"output_dir": "recipe.yaml/out"}, "output_dir", "is a file"),
+    ({"workers": 0}, "workers", "at least 1"),
+    ({"storage": "nonsense"}, "storage", "cannot be opened"),
+]
+
+
+@pytest.mark.parametrize("fields, field, fault", REFUSALS, ids=lambda value: str(value)[:40])
+def test_refused_before_the_first_training(lab, monkeypatch, fields, field, fault):
+    monkeypatch.chdir(lab.folder)
+    with pytest.raises((RecipeError, SweepError)) as refused:
+        lab.sweep(**fields).run()
+    text = str(refused.value)
+    assert field in text and fault in text and len(text.splitlines()) == 1 and "hf_secret" not in text
+    assert not lab.ran() and (not lab.out.exists() or "storage" in fields)
+
+
+def test_a_launcher_that_is_no_command_is_one_sentence(lab):
+    with pytest.raises(RecipeError, match="`launcher` cannot be split into words"):
+        parse_recipe([SweepArguments], [*command_line(lab), "--launcher", "'"])
+    with pytest.raises(RecipeError, match="launcher.*command line"):
+        lab.sweep(launcher="sh -c 'touch ran'")
+
+
+def test_a_damaged_sweep_file_is_one_sentence(lab):
+    lab.out.mkdir()
+    for text in ("{", "[]"):
+        (lab.out / "sweep.json").write_text(text)
+        with pytest.raises(SweepError, match="sweep.json cannot be read .*move it away"):
+            lab.run()
+
+
+def test_gpus_of_workers(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    assert visible_gpus() == ["3", "4"]
+
+
+# Processes that share a sweep, and die.
+
+
+def start(lab, *options, **fields):
+    """Start the real script, beside the one that stands in for sft.py."""
+    (lab.folder / "sweep.py").write_text((ROOT / "recipes/sweep.py").read_text())
+    (lab.folder / "sweep.yaml").write_text(yaml.safe_dump(lab.arguments(**fields), sort_keys=False))
+    command = [sys.executable, str(lab.folder / "sweep.py"), str(lab.folder / "sweep.yaml"), *options]
+    environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "5,7"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def wait_for(condition, process, seconds=180):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.02)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def under_way(lab):
+    """Return (run, worker, training) for each run that a worker does, and whose training has begun."""
+    name = json.loads((lab.out / "sweep.json").read_text())["name"]
+    study = optuna.load_study(study_name=name, storage=f"sqlite:///{lab.out / 'sweep.db'}")
+    trainings = {run: pid for _, run, _, pid, _ in lab.ran() if is_running(pid)}
+    found = []
+    for trial in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
+        run, worker = trial.user_attrs.get("run"), trial.user_attrs.get("worker", "")
+        if run in trainings:
+            found.append((run, int(worker.rpartition(":")[2]), trainings[run]))
+    return found
+
+
+def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
+    """SIGKILL of a worker and of its training: the other one finishes everything. Then a failure stops them both."""
+    (lab.folder / "slow").write_text("1")
+    fields = {"methods": ["lora", "loop_dropout"]}
+    process = start(lab, "--workers", "2", **fields)
+    wait_for(lambda: len({gpu for *_, gpu in lab.ran()}) == 2 and under_way(lab), process)
+    run, *pids = under_way(lab)[0]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    assert len({gpu for *_, gpu in lab.ran()}) == 2  # one GPU each, while there were two
+    done = Counter(run for _, run in lab.did())
+    lost = done.pop(run)
+    assert sum(done.values()) + lost == 10 + 1  # only what was lost was begun again
+    assert "10 of at most 10" in output and len(load_runs(lab.out)) == 8
+
+    (lab.folder / "trap").write_text(str(lab.out / "lora/lr_0.02/seed_103"))
+    process = start(lab, "--workers", "2", methods=["lora", "loop_dropout"], seeds=[101, 102, 103, 104])
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 2 and "It is broken" in output and "goes on from there" in output.splitlines()[-1]
+    assert ("trained", "loop_dropout/lr_0.02/seed_103") in lab.did()  # what ran beside it was finished
+    assert (lab.out / "loop_dropout/lr_0.02/seed_103/results.json").exists()
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_sweep_that_is_stopped_takes_its_run_with_it_and_goes_on(lab, stop):
+    (lab.folder / "slow").write_text("60")
+    process = start(lab)
+    wait_for(lambda: lab.ran(), process)
+    training = lab.ran()[0][3]
+    process.send_signal(stop)
+    output, _ = process.communicate(timeout=60)
+    if stop != signal.SIGKILL:
+        assert process.returncode == 130 and "the same command continues" in output
+    end = time.monotonic() + 30
+    while is_running(training) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(training)
+    (lab.folder / "slow").unlink()
+    lab.run()
+    assert lab.did()[0] == lab.did()[1] and len(lab.ran()) == 1 + 5
+
+
+def test_a_real_sweep(tmp_path):
+    """The real script, two rules and rates on the packaged model: the run of the chosen rate is not trained again."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**RECIPE, "save_strategy": "no"}))
+    fields = {
+        "recipe": str(recipe),
+        "learning_rates": [0.001, 0.002],
+        "seeds": [1],
+        "output_dir": str(tmp_path / "out"),
+    }
+    parts = {"main": {}, "deep": {"methods": ["lora"], "settings": {"num_loops": 2}, "full_grid": True}}
+    measure = {"benchmarks": ["arithmetic_easy_test"], "depths": [2, 4]}
+    (tmp_path / "sweep.yaml").write_text(
+        yaml.safe_dump({**fields, "parts": parts, "measure": measure}, sort_keys=False)
+    )
+    main = runpy.run_path(str(ROOT / "recipes/sweep.py"))["main"]
+    main([str(tmp_path / "sweep.yaml")])
+    runs = [run for run in load_runs(tmp_path / "out") if run["final"]]
+    assert [(run["part"], run["method"]) for run in runs] == [
+        ("main", "lora"),
+        ("main", "loop_dropout"),
+        *[("deep", "lora@deep")] * 2,
+    ]
+    for run in runs:
+        assert set(run["results"]["by_depth"]) == {"2", "4"} and run["results"]["single_loop"]
+        assert run["results"]["meta_info"]["num_loops"] == (2 if run["part"] == "deep" else 4)
+        log = (tmp_path / "out" / run["folder"] / "log.txt").read_text()
+        assert ("nothing is left to train" in log) == (run["part"] == "main")

@@ -117,9 +117,11 @@ class Study:
         """Return ours - other, [seeds, problems] for accuracies, [seeds, 1] for other metrics; only seeds that both have."""
         a, b = self.of(ours, metric, **where), self.of(other, metric, **where)
         pairs = [(a.loc[seed], b.loc[seed]) for seed in a.index.intersection(b.index)]
+        if not pairs:
+            return np.empty((0, 1))
         if metric == "accuracy":
             return 100 * np.array([verdicts(one) - verdicts(two) for one, two in pairs])
-        return np.array([[one["value"] - two["value"]] for one, two in pairs])
+        return np.array([one["value"] - two["value"] for one, two in pairs])[:, None]
 
 
 def interval(gains: np.ndarray) -> tuple[float, float]:
@@ -180,7 +182,7 @@ def late_bias(method: str) -> Callable[[Study], np.ndarray]:
     """rho_K - rho_1 of one method."""
 
     def gains(study: Study) -> np.ndarray:
-        loops = int(study.rows.loc[study.rows["method"] == method, "num_loops"].iloc[0])
+        loops = int(study.rows.loc[study.rows["method"] == method, "num_loops"].max())
         last, first = (study.of(method, "loss_reduction", loop=loop)["value"] for loop in (loops, 1))
         return (last - first).to_numpy(dtype=float)[:, None]
 
@@ -257,7 +259,7 @@ CLAIMS = [
 def paired(ours: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return the difference of two gains [seeds, problems] over the seeds that both have, the first ones."""
     seeds = min(len(ours), len(others))
-    return ours[:seeds] - others[:seeds]
+    return ours[:seeds] - others[:seeds] if seeds else np.empty((0, 1))
 
 
 def claims_table(studies: dict[str, Study]) -> str:

@@ -17,7 +17,7 @@ class DataReport:
         train, held_out: rows kept to train and to evaluate on.
         train_tokens: tokens of the training examples, each counted once; longest: most tokens of one of them.
         dropped: number of dropped rows by reason.
-        unused: usable rows that were not asked for.
+        unused: usable rows beyond the number to train on.
         bad_rows: the first few bad rows that were skipped, with their places.
     """
 
@@ -42,7 +42,7 @@ class DataReport:
 
     def __str__(self) -> str:
         counts = [("read", self.read), ("  to train on", self.train), ("  held out", self.held_out)]
-        counts += [("  not asked for", self.unused)] if self.unused else []
+        counts += [("  not used", self.unused)] if self.unused else []
         counts += [(f"  dropped: {reason}", count) for reason, count in sorted(self.dropped.items())]
         width = max(len(name) for name, _ in counts)
         lines = [f"Rows of {self.source}"]

@@ -1,12 +1,16 @@
-"""What recipes/diagnose.py is told: which adapters, which diagnostics, on what."""
+"""The settings of recipes/diagnose.py: which adapters, which diagnostics, on what."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.diagnostics.rows import HELD_OUT
+from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
+from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_list
+
+
+HELD_OUT = "held_out"
 
 
 @dataclass
@@ -16,21 +20,26 @@ class RowArguments(DataArguments):
     rows: str = field(
         default=HELD_OUT,
         metadata={
-            "help": "`held_out` for the recipe's held-out rows, or a benchmark for its problems with reference solutions."
+            "help": "`held_out` for the recipe's held-out rows, or a benchmark for its prompts with reference solutions."
         },
     )
-    num_rows: int = field(default=500, metadata={"help": "Most rows, from the first on."})
-    rows_batch_size: int = field(default=8, metadata={"help": "Rows that one process runs at a time."})
+    num_rows: int = field(default=500, metadata={"help": "At most so many rows, from the first on."})
+    rows_batch_size: int = field(default=8, metadata={"help": "Rows that one process computes at a time."})
     max_length: int | None = field(
         default=1024, metadata={"help": "As in training: held-out rows with more tokens are dropped."}
+    )
+    completion_only_loss: bool | None = field(
+        default=None, metadata={"help": "As in training: whether only completions are scored."}
+    )
+    assistant_only_loss: bool = field(
+        default=False, metadata={"help": "As in training: whether only the assistant's turns are scored."}
     )
 
     def __post_init__(self):
         if self.rows == HELD_OUT:
             super().__post_init__()
         for name in ("num_rows", "rows_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+            check_integer(name, getattr(self, name))
 
 
 @dataclass
@@ -50,7 +59,7 @@ class DiagnosticArguments(BenchmarkArguments):
     evaluations: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Files of evaluate.py as name=FILE.json, whose answers are taken instead of generating them.",
+            "help": "Files of evaluate.py as name=FILE.json, whose results are taken instead of generating them.",
             "nargs": "+",
         },
     )
@@ -60,7 +69,7 @@ class DiagnosticArguments(BenchmarkArguments):
     imports: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Files (or module names) with diagnostics of your own.",
+            "help": "Files (or module names) with diagnostics of your own; from the command line only.",
             "aliases": ["--import"],
             "nargs": "+",
         },
@@ -71,14 +80,18 @@ class DiagnosticArguments(BenchmarkArguments):
     )
     group_by: list[str] = field(
         default_factory=lambda: ["subject", "level", "num_steps"],
-        metadata={"help": "Columns of a benchmark's rows by which answers are broken down, where it has them."},
+        metadata={"help": "Columns of a benchmark's rows by which accuracies are broken down, where it has them."},
     )
     output_dir: str = field(default="outputs", metadata={"help": "Results go to its subfolder `diagnostics`."})
 
     def __post_init__(self):
         super().__post_init__()
+        check_folder("output_dir", self.output_dir)
+        for name in ("adapters", "models", "evaluations", "diagnostics", "imports", "group_by"):
+            check_list(name, getattr(self, name))
         if not self.adapters and not self.models:
             raise ValueError("`adapters` must name one or more as name=path, or `models` a merged model.")
-        if self.depths is not None and (not self.depths or min(self.depths) < 1):
-            raise ValueError(f"`depths` must be whole numbers of at least 1; got {self.depths}.")
-        self.depths = None if self.depths is None else sorted(set(self.depths))
+        if self.depths is not None:
+            for depth in self.depths or [None]:
+                check_integer("depths", depth, 1, MOST_LOOPS)
+            self.depths = sorted(set(self.depths))

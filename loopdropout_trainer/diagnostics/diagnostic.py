@@ -1,4 +1,4 @@
-"""What a diagnostic is: something measured on one adapter, and a table and figures of all of them.
+"""What a diagnostic is: something measured on one model, and a table of all of them.
 
 A subclass of `Diagnostic` with a name is found by that name: one file is one diagnostic, and nothing else has to know it.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import reduce
+from operator import getitem
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -20,16 +21,18 @@ from torch import nn
 
 from loopdropout_trainer.adapters import use_gates
 from loopdropout_trainer.diagnostics.rows import Rows
-from loopdropout_trainer.diagnostics.scores import Batch, Scores, measuring, score_final
-from loopdropout_trainer.diagnostics.style import BASE
-from loopdropout_trainer.diagnostics.subjects import Subject
+from loopdropout_trainer.diagnostics.scores import Batch, Scores, evaluating, score_final, total
 from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.evaluation.statistics import mean_and_sd, plus_minus
+from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 
 
 Found = TypeVar("Found")
+Path = tuple[Any, ...]
+"""Keys and indices of a number in `measured`."""
+
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {}
 
 
@@ -39,14 +42,16 @@ class Diagnostic:
     Class attributes:
         name: of its files, and on the command line.
         title: above its table.
-        needs: `rows` (teacher-forced targets) or `problems` (answered by generation).
+        needs: `rows` (teacher-forced targets) or `benchmarks` (evaluated by generation).
         needs_adapter: whether it gates an update, which the base and a merged model do not have apart from the weights.
+        form: of the numbers in its table; default: four digits.
     """
 
     name: ClassVar[str] = ""
     title: ClassVar[str] = ""
     needs: ClassVar[str] = "rows"
     needs_adapter: ClassVar[bool] = False
+    form: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -59,40 +64,36 @@ class Diagnostic:
             )
         DIAGNOSTICS[cls.name] = cls
 
-    def why_not(self, context: Context) -> str | None:
-        """Return why this subject cannot be measured, or None if it can."""
-        if self.needs_adapter and context.subject.kind != "adapter":
+    def skip_reason(self, context: Context) -> str | None:
+        """Return why this model cannot be measured, or None if it can."""
+        if self.needs_adapter and context.kind != "adapter":
             return "it has no update that could be gated apart from the weights"
         return None
 
     def settings(self, context: Context) -> dict[str, Any]:
-        """Return what the measurement depends on beside the model and the rows or problems."""
+        """Return what the measurement depends on beside the model and the rows or benchmarks."""
         return {}
 
-    def passes(self, context: Context) -> int:
-        """Return how many times the rows are run, for the estimate of the time that is left."""
-        return 1
-
     def measure(self, context: Context) -> dict[str, Any]:
-        """Measure one subject, in all processes at once; return what JSON can hold, the same in each of them."""
+        """Measure one model, in all processes at once; return what JSON can hold, the same in each of them."""
         raise NotImplementedError
 
-    def compare(self, report: Report) -> Any:
-        """Return what can only be told from several subjects together, or None."""
+    def compare(self, found: Measurements) -> Any:
+        """Return what can only be told from several models together, or None."""
         return None
 
-    def table(self, report: Report) -> Table | None:
-        """Return the printed table, of at most 80 columns for a few methods; `report.table` makes one."""
-        return None
+    def rows(self, found: Measurements) -> dict[str, Path]:
+        """Return the rows of the printed table: the name of each, and where its number is found in `measured`."""
+        return {}
 
-    def draw(self, report: Report, path: Path) -> list[Path]:
-        """Draw figures to `path` (without its ending, which may be lengthened); return the files."""
-        return []
+    def table(self, found: Measurements) -> Table:
+        """Return the printed table, with a column for each method: mean ± SD over seeds."""
+        return found.table(self.rows(found), self.form)
 
 
 @dataclass
-class Problems:
-    """A benchmark to be answered, and the columns of its rows by which problems fall into groups.
+class GroupedBenchmark:
+    """A benchmark to be evaluated, and the columns of its rows by which problems fall into groups.
 
     Attributes:
         benchmark: prompts, references, scorer.
@@ -105,29 +106,35 @@ class Problems:
 
 @dataclass
 class Context:
-    """One subject, and what it is measured on.
+    """One model, and what it is measured on.
 
     Attributes:
-        subject: whose measurement this is.
-        num_loops: depth K that the model runs at.
+        subject: the model as evaluation sees it, at its own depth and unit gates.
+        kind: `base`, `adapter` or `merged`.
         rows: teacher-forced rows; None if no diagnostic needs any.
-        problems: to be answered by generation.
+        benchmarks: to be evaluated by generation.
         depths: that the depth diagnostics run at.
         processes: that share the work.
-        model: the looped model, with its adapter if it has one; set when it is loaded.
-        answer: answers problems by greedy generation (problems, gates [K] or None, depth or None).
-        advance: called after each batch.
+        evaluate: evaluates the model on a benchmark by greedy generation (benchmark, gates or None, depth or None).
     """
 
     subject: Subject
-    num_loops: int
+    kind: str
     rows: Rows | None
-    problems: Sequence[Problems]
+    benchmarks: Sequence[GroupedBenchmark]
     depths: Sequence[int]
     processes: PartialState
-    model: nn.Module | None = None
-    answer: Callable[[Problems, Sequence[float] | None, int | None], BenchmarkResult] | None = None
-    advance: Callable[[], None] = lambda: None
+    evaluate: Callable[[GroupedBenchmark, Sequence[float] | None, int | None], BenchmarkResult] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The looped model, with its adapter if it has one."""
+        return self.subject.model
+
+    @property
+    def num_loops(self) -> int:
+        """Depth K that the model runs at."""
+        return self.subject.num_loops
 
     def over_batches(self, measure: Callable[[Batch], Found]) -> list[Found]:
         """Return what `measure` finds in every batch of rows, in their order; the processes share the batches.
@@ -135,17 +142,15 @@ class Context:
         It runs without gradients and in evaluation mode. Which rows make up a batch does not depend on the number of
         processes, so that the results do not either.
         """
-        found = []
-        with measuring(self.model):
-            for index in range(self.processes.process_index, len(self.rows.batches), self.processes.num_processes):
-                found.append((index, measure(self.rows.batches[index])))
-                self.advance()
+        first, step = self.processes.process_index, self.processes.num_processes
+        with evaluating(self.model):
+            found = [(place, measure(batch)) for place, batch in list(enumerate(self.rows.batches))[first::step]]
         return [value for _, value in sorted(gather_object(found), key=lambda pair: pair[0])]
 
     def scores(self, gates: Sequence[float] | torch.Tensor | None = None) -> Scores:
-        """Return the final loop's scores of all rows, under gates [K] or at unit gates."""
+        """Return the final loop's scores on all rows, under gates [K] or at unit gates."""
         with self.gated(gates):
-            return Scores.join(self.over_batches(lambda batch: score_final(self.model, batch)))
+            return Scores.of(total(self.over_batches(lambda batch: score_final(self.model, batch))))
 
     @contextmanager
     def gated(self, gates: Sequence[float] | torch.Tensor | None) -> Iterator[None]:
@@ -164,10 +169,10 @@ class Context:
             config.num_loops = before
 
 
-class Report:
-    """All subjects' measurements of one diagnostic: what its JSON file holds.
+class Measurements:
+    """All models' measurements of one diagnostic: what its JSON file holds.
 
-    A method is all subjects of one name, such as one adapter for each seed.
+    A method is all runs of one name, such as one adapter for each seed.
 
     Args:
         content: of the file.
@@ -188,25 +193,28 @@ class Report:
         """1..K."""
         return range(1, self.num_loops + 1)
 
+    @property
+    def first(self) -> Any:
+        """What was measured of the first run; all runs have the same keys."""
+        return self.runs[0]["measured"]
+
     def of(self, method: str) -> list[dict[str, Any]]:
         """Return the runs of a method, one for each seed."""
         return [run for run in self.runs if run["method"] == method]
 
-    def values(self, method: str, *path: str | int) -> np.ndarray:
-        """Return a number or list of numbers in `measured`, found by keys and indices, of all seeds: [seeds, ...]."""
-        found = []
-        for run in self.of(method):
-            value = run["measured"]
-            for key in path:
-                value = value[key]
-            found.append(value)
-        return np.asarray(found, dtype=float)
+    def values(self, method: str, *path: Any) -> np.ndarray:
+        """Return the numbers at a path in `measured` of all seeds, [seeds, ...]."""
+        return np.asarray([reduce(getitem, path, run["measured"]) for run in self.of(method)], dtype=float)
 
-    def series(self, *path: str | int) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+    def series(self, *path: Any) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
         """Return for each method the mean over seeds and the sample standard deviation (None for one seed)."""
         return {method: mean_and_sd(self.values(method, *path)) for method in self.methods}
 
-    def table(self, rows: Mapping[str, tuple[str | int, ...]], form: str | None = None) -> Table:
+    def by_loop(self, label: str, *path: Any) -> dict[str, Path]:
+        """Return a row of a table for each loop, named by `label` with the loop in it, from the list at a path."""
+        return {label.format(loop): (*path, loop - 1) for loop in self.loops}
+
+    def table(self, rows: Mapping[str, Path], form: str | None = None) -> Table:
         """Return a table with a column for each method: mean ± sample standard deviation over seeds.
 
         Args:
@@ -218,8 +226,7 @@ class Report:
         for method in self.methods:
             table.add_column(method, justify="right")
         for name, path in rows.items():
-            series = self.series(*path)
-            table.add_row(name, *(shown(*series[method], form) for method in self.methods))
+            table.add_row(name, *(shown(*each, form) for each in self.series(*path).values()))
         return table
 
 
@@ -228,6 +235,3 @@ def shown(mean: float, sd: float | None, form: str | None = None) -> str:
     if form is None:
         form = ".4f" if abs(mean) < 10 else ".2f"
     return plus_minus(mean, sd, form)
-
-
-__all__ = ["BASE", "DIAGNOSTICS", "Context", "Diagnostic", "Problems", "Report", "shown"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
-from loopdropout_trainer.diagnostics.plots import draw_curves, new_figure, save_figure
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
 
 
 DOSES = tuple(step / 4 for step in range(9))
@@ -17,13 +16,11 @@ class Dose(Diagnostic):
 
     name = "dose"
     title = "Loss reduction with the gate c in every loop, %"
+    form = ".1f"
     needs_adapter = True
 
     def settings(self, context: Context) -> dict[str, Any]:
         return {"doses": list(DOSES)}
-
-    def passes(self, context: Context) -> int:
-        return len(DOSES)
 
     def measure(self, context: Context) -> dict[str, Any]:
         losses = [context.scores([dose] * context.num_loops).loss for dose in DOSES]
@@ -34,14 +31,5 @@ class Dose(Diagnostic):
             "reductions_percent": [100 * (frozen - loss) / frozen for loss in losses],
         }
 
-    def table(self, report: Report):
-        return report.table(
-            {f"c = {dose:g}": ("reductions_percent", place) for place, dose in enumerate(DOSES)}, ".1f"
-        )
-
-    def draw(self, report: Report, path):
-        with new_figure() as (figure, axes):
-            draw_curves(axes, DOSES, report.series("losses"))
-            axes.axvline(1, color="black", linewidth=0.5, linestyle=":")
-            axes.set(xlabel="Gate of every loop", ylabel="Cross entropy (nats)")
-            return save_figure(figure, path, legend_of=axes)
+    def rows(self, found: Measurements):
+        return {f"c = {dose:g}": ("reductions_percent", place) for place, dose in enumerate(DOSES)}

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from torch import nn
 
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
-from loopdropout_trainer.diagnostics.plots import draw_curves, new_figure, save_figure
-from loopdropout_trainer.diagnostics.scores import Batch, Scores, measuring, score_readouts
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.scores import Batch, Scores, evaluating, score_readouts, total
+from loopdropout_trainer.looped import find_looped_model
 
 
-def readout_losses(model: nn.Module, batches: Iterable[Batch]) -> list[float]:
+def readout_losses(model: nn.Module, batches: Iterable[Batch], over_processes: bool = False) -> list[float]:
     """Return the cross entropy per target token, in nats, of the readout after each loop t = 1..K.
 
     Args:
         model: looped causal language model, with or without an adapter; under the gates in force.
         batches: model inputs with `labels` [B, S], -100 where no target is.
+        over_processes: whether every process calls this with batches of its own; the means are over all of them.
 
     Raises:
         ValueError: if the batches hold no target token.
     """
-    with measuring(model):
-        found = [score_readouts(model, batch) for batch in batches]
-    num_loops = len(found[0]) if found else 0
-    return [Scores.join([part[loop] for part in found]).loss for loop in range(num_loops)]
+    with evaluating(model):
+        sums = total((score_readouts(model, batch) for batch in batches), over_processes)
+    num_loops = find_looped_model(model).config.num_loops
+    return [Scores.of(of_loop).loss for of_loop in np.broadcast_to(sums, (num_loops, 3))]
 
 
 class Readouts(Diagnostic):
@@ -35,22 +37,13 @@ class Readouts(Diagnostic):
     title = "Cross entropy of each loop's readout"
 
     def measure(self, context: Context) -> dict[str, Any]:
-        found = context.over_batches(lambda batch: score_readouts(context.model, batch))
-        scores = [Scores.join([part[loop] for part in found]) for loop in range(context.num_loops)]
+        sums = total(context.over_batches(lambda batch: score_readouts(context.model, batch)))
+        scores = [Scores.of(of_loop) for of_loop in sums]
         return {
             "losses": [each.loss for each in scores],
             "accuracies_percent": [each.accuracy_percent for each in scores],
         }
 
-    def table(self, report: Report):
-        rows = {f"loop {loop}": ("losses", loop - 1) for loop in report.loops}
-        rows |= {f"loop {loop}, tokens right %": ("accuracies_percent", loop - 1) for loop in report.loops}
-        return report.table(rows)
-
-    def draw(self, report: Report, path):
-        with new_figure(columns=2) as (figure, axes):
-            draw_curves(axes[0], report.loops, report.series("losses"))
-            draw_curves(axes[1], report.loops, report.series("accuracies_percent"))
-            axes[0].set(xlabel="Readout loop", ylabel="Cross entropy (nats)", xticks=report.loops)
-            axes[1].set(xlabel="Readout loop", ylabel="Target tokens right (%)", xticks=report.loops)
-            return save_figure(figure, path, legend_of=axes[0])
+    def rows(self, found: Measurements):
+        rows = found.by_loop("loop {}", "losses")
+        return rows | found.by_loop("loop {}, token accuracy %", "accuracies_percent")

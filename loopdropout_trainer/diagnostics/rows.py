@@ -1,195 +1,221 @@
-"""The rows that losses are measured on: held-out rows of the recipe, or a benchmark's problems with reference solutions."""
+"""The rows that losses are measured on, tokenised and labelled as `LoopDropoutSFTTrainer` trains on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
-import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, Trainer
+from trl import get_training_chat_template
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import DataArguments, DataError, load_data
+from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.data.gsm8k import without_calculator
-from loopdropout_trainer.data.rows import BadRow, read_files
+from loopdropout_trainer.data.rows import read_files
+from loopdropout_trainer.diagnostics.arguments import HELD_OUT, RowArguments
 from loopdropout_trainer.diagnostics.scores import Batch
-from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task
-from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask
+from loopdropout_trainer.evaluation.benchmarks import find_task, load_benchmark
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, GeneratedTask
 from loopdropout_trainer.saving.files import sha256_of_json
 
 
-HELD_OUT = "held_out"
-_SOLUTIONS = ("solution", "answer")
-
-
-@dataclass(frozen=True)
-class Example:
-    """The tokens of one row, and which of them are targets (`labels`, -100 elsewhere)."""
-
-    input_ids: list[int]
-    labels: list[int]
+LabelledRow = dict[str, list[int]]
+"""`input_ids` and `labels` of one row, of one length; -100 where no target is."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokenized rows in fixed batches.
+    """Tokenised rows in fixed batches.
 
     Attributes:
-        source: `held_out`, or the benchmark's name.
         batches: model inputs with `labels` [B, S], padded on the right.
-        num_rows, num_tokens: of all batches; the tokens are targets.
-        sha256: of all tokens and targets.
+        identity: what measurements on these rows depend on: `source` (`held_out`, or a benchmark's name), `num_rows`,
+            `num_tokens` (targets) and `sha256` of all tokens and labels.
     """
 
-    source: str
     batches: list[Batch]
-    num_rows: int
-    num_tokens: int
-    sha256: str
+    identity: dict[str, Any]
 
     @classmethod
-    def make(cls, source: str, examples: Iterable[Example], batch_size: int, pad_id: int) -> Rows:
-        """Batch examples in their order.
+    def make(cls, source: str, rows: Sequence[LabelledRow], batch_size: int, pad_token_id: int | None) -> Rows:
+        """Batch labelled rows in their order.
 
         Raises:
             DataError: if there is none, or none has a target.
         """
-        examples = list(examples)
-        num_tokens = sum(label != -100 for each in examples for label in each.labels[1:])
+        num_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
         if not num_tokens:
-            raise DataError(f"`rows: {source}` gives {len(examples)} rows and no target token to measure a loss on.")
-        digest = sha256_of_json([[each.input_ids, each.labels] for each in examples])
-        batches = [
-            _padded(examples[start : start + batch_size], pad_id) for start in range(0, len(examples), batch_size)
-        ]
-        return cls(source, batches, len(examples), num_tokens, digest)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What measurements on these rows depend on."""
-        return {
-            "source": self.source,
-            "num_rows": self.num_rows,
-            "num_tokens": self.num_tokens,
-            "sha256": self.sha256,
-        }
+            raise DataError(f"`rows: {source}` gives {len(rows)} rows and no target token to measure a loss on.")
+        content = sha256_of_json([[row["input_ids"], row["labels"]] for row in rows])
+        identity = {"source": source, "num_rows": len(rows), "num_tokens": num_tokens, "sha256": content}
+        return cls(_batches(rows, batch_size, pad_token_id), identity)
 
 
-def _padded(examples: list[Example], pad_id: int) -> Batch:
-    length = max(len(each.input_ids) for each in examples)
-    batch = {"input_ids": [], "attention_mask": [], "labels": []}
-    for each in examples:
-        padding = length - len(each.input_ids)
-        batch["input_ids"].append(each.input_ids + [pad_id] * padding)
-        batch["attention_mask"].append([1] * len(each.input_ids) + [0] * padding)
-        batch["labels"].append(each.labels + [-100] * padding)
-    return {name: torch.tensor(values) for name, values in batch.items()}
-
-
-def load_rows(
-    arguments: DataArguments,
+def labelled_batches(
+    source: GeneratedBenchmark | Iterable[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
-    source: str,
-    num_rows: int,
-    batch_size: int,
-    max_length: int | None = None,
-    files: str | None = None,
-) -> Rows:
-    """Load and tokenize the rows that losses are measured on.
+    batch_size: int = 8,
+    **losses: bool,
+) -> list[Batch]:
+    """Return rows as padded batches with labels, for `single_loop_activation` and `readout_losses`.
 
     Args:
-        arguments: the recipe's data settings, for `held_out`.
+        source: a benchmark, whose references (after a space) are the completions of its prompts; or rows in one of TRL's
+            formats, such as a dataset with `prompt` and `completion`.
         tokenizer: of the model, with the chat template that training uses.
-        source: `held_out`, or the name of a benchmark whose problems have solutions.
-        num_rows: most rows, from the first on.
-        batch_size: rows that are run at a time.
-        max_length: as in training: longer held-out rows are dropped.
-        files: local file of the benchmark's problems.
+        batch_size: rows of a batch.
+        losses: see `label`.
+    """
+    if isinstance(source, GeneratedBenchmark):
+        pairs = zip(source.prompts, source.references, strict=True)
+        source = [{"prompt": prompt, "completion": f" {reference}"} for prompt, reference in pairs]
+    return _batches(label(source, tokenizer, **losses), batch_size, tokenizer.pad_token_id)
+
+
+def evaluation_batches(trainer: Trainer, num_rows: int) -> list[Batch]:
+    """Return this process's share of a trainer's first evaluation rows, collated as the trainer does.
+
+    Together the processes hold each of these rows once, whatever their number: none is repeated to fill a last batch.
+
+    Raises:
+        ValueError: if the trainer has no evaluation rows.
+    """
+    rows = trainer.eval_dataset
+    if isinstance(rows, Mapping):
+        rows = next(iter(rows.values()), None)
+    if rows is None:
+        raise ValueError(
+            "Diagnostics of a training need evaluation rows, and there are none: set `num_eval_examples` or `eval_files`."
+        )
+    rows, size = list(islice(iter(rows), num_rows)), trainer.args.per_device_eval_batch_size
+    batches = [trainer.data_collator(rows[start : start + size]) for start in range(0, len(rows), size)]
+    for batch in batches:
+        batch.pop("example_ids", None)  # for the gates of training
+    return batches[trainer.accelerator.process_index :: trainer.accelerator.num_processes]
+
+
+def _batches(rows: Sequence[LabelledRow], batch_size: int, pad_token_id: int | None) -> list[Batch]:
+    collate = DataCollatorForLanguageModeling(pad_token_id or 0)
+    return [collate(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
+
+
+def label(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+) -> list[LabelledRow]:
+    """Tokenise rows in one of TRL's formats, and label what `SFTTrainer` trains on.
+
+    Args:
+        rows: with `prompt` and `completion` (texts or messages), `messages`, or `text`.
+        tokenizer: with the chat template that training uses.
+        completion_only_loss: whether targets are the completion alone; default: for rows that have one.
+        assistant_only_loss: whether targets are what the chat template marks as the assistant's.
+    """
+    rows = list(rows)
+    if not rows:
+        return []
+    if isinstance(rows[0].get("prompt"), str):
+        completions = [_ended(row["completion"], tokenizer) for row in rows]
+        ids, starts = prompt_completion_ids(tokenizer, [row["prompt"] for row in rows], completions)
+        tokenised = [(each, start, None) for each, start in zip(ids, starts, strict=True)]
+    elif "text" in rows[0]:
+        tokenised = [(tokenizer(_ended(row["text"], tokenizer))["input_ids"], 0, None) for row in rows]
+    else:
+        tokenised = [_conversation(row, tokenizer, assistant_only_loss) for row in rows]
+    if completion_only_loss is False:
+        tokenised = [(ids, 0, assistant) for ids, _, assistant in tokenised]
+    return [
+        {
+            "input_ids": ids,
+            "labels": [
+                token if place >= start and (assistant is None or assistant[place]) else -100
+                for place, token in enumerate(ids)
+            ],
+        }
+        for ids, start, assistant in tokenised
+    ]
+
+
+def _ended(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    return text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token
+
+
+def _conversation(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool
+) -> tuple[list[int], int, list[int] | None]:
+    """Return token ids, where the completion starts, and (if asked for) which tokens are the assistant's, as TRL does."""
+    marks = "generation" in (tokenizer.chat_template or "")
+    template = get_training_chat_template(tokenizer) if assistant_only_loss and not marks else None
+    prompt = row.get("prompt") or []
+    turns = prompt + row["completion"] if "completion" in row else row["messages"]
+    found = tokenizer.apply_chat_template(
+        turns, chat_template=template, return_dict=True, return_assistant_tokens_mask=assistant_only_loss
+    )
+    start, ids = 0, found["input_ids"]
+    if prompt:
+        alone = tokenizer.apply_chat_template(prompt, chat_template=template, add_generation_prompt=True)["input_ids"]
+        pairs = enumerate(zip(alone, ids, strict=False))
+        start = next((place for place, (one, other) in pairs if one != other), min(len(alone), len(ids)))
+    return ids, start, found["assistant_masks"] if assistant_only_loss else None
+
+
+def load_rows_to_score(arguments: RowArguments, tokenizer: PreTrainedTokenizerBase, files: str | None = None) -> Rows:
+    """Load the recipe's held-out rows, or a benchmark's prompts with their reference solutions.
+
+    Args:
+        arguments: which rows, and how many.
+        tokenizer: of the model, with the chat template that training uses.
+        files: local file of the benchmark.
 
     Raises:
         DataError: if there are no such rows.
     """
-    if source == HELD_OUT:
-        plain = DataArguments(**{f.name: getattr(arguments, f.name) for f in fields(DataArguments)})
-        held_out = load_data(plain, tokenizer, max_length).eval
-        if held_out is None:
+    if arguments.rows == HELD_OUT:
+        rows = held_out_rows(arguments, tokenizer)
+        if rows is None:
             raise DataError(
                 "The recipe holds no rows out: set `num_eval_examples` or `eval_files`, or take a benchmark's reference "
                 "solutions with `rows`."
             )
-        rows = held_out.select(range(min(num_rows, len(held_out))))
+        rows = rows.select(range(min(arguments.num_rows, len(rows))))
     else:
-        rows = Dataset.from_list(list(islice(_solved(source, files), num_rows)))
-    examples = tokenize(rows, tokenizer)
-    return Rows.make(source, examples, batch_size, tokenizer.pad_token_id or 0)
+        rows = _solved(arguments.rows, files, arguments.num_rows)
+    labelled = label(rows, tokenizer, arguments.completion_only_loss, arguments.assistant_only_loss)
+    return Rows.make(arguments.rows, labelled, arguments.rows_batch_size, tokenizer.pad_token_id)
 
 
-def _solved(name: str, files: str | None) -> Iterable[dict[str, str]]:
-    """Yield a benchmark's problems as `prompt` and `completion`: a space and the reference solution."""
-    if not isinstance(BENCHMARKS.get(name), GeneratedTask):
-        valid = ", ".join(known for known, task in BENCHMARKS.items() if isinstance(task, GeneratedTask))
-        raise DataError(f"`rows` must be {HELD_OUT} or among {valid}; got {name!r}.")
-    for row in raw_problems(name, files):
-        column = next((column for column in _SOLUTIONS if isinstance(row.get(column), str)), None)
-        if column is None:
-            raise DataError(
-                f"The problems of `{name}` have no text column {' or '.join(_SOLUTIONS)}, so no reference solution."
-            )
-        yield {"prompt": BENCHMARKS[name].prompt(row), "completion": f" {without_calculator(row[column])}"}
+def held_out_rows(arguments: RowArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset | None:
+    """Return the rows that the recipe holds out; the same ones as in training."""
+    of_training = DataArguments(**{f.name: getattr(arguments, f.name) for f in fields(DataArguments)})
+    return load_data(of_training, tokenizer, arguments.max_length).eval
 
 
-def raw_problems(name: str, files: str | None, limit: int | None = None) -> Iterable[Mapping[str, Any]]:
-    """Yield a benchmark's rows as they are published, from local files or from where the benchmark has them.
+def _solved(name: str, files: str | None, limit: int) -> list[dict[str, str]]:
+    """Return a benchmark's prompts with completions: a space and the reference solution."""
+    benchmark = load_benchmark(name, files, limit)
+    rows = raw_rows(name, files, limit)
+    column = next((column for column in ("solution", "answer") if rows and isinstance(rows[0].get(column), str)), None)
+    if column is None:
+        raise DataError(f"`rows: {name}` has no reference solutions: no string column `solution` or `answer`.")
+    return [
+        {"prompt": prompt, "completion": f" {without_calculator(str(row[column]))}"}
+        for prompt, row in zip(benchmark.prompts, rows, strict=True)
+    ]
 
-    Nothing comes of a benchmark that is not answered by plain generation.
 
-    Raises:
-        DataError: for a row that cannot be read.
+def raw_rows(name: str, files: str | None, limit: int | None) -> list[Mapping[str, Any]]:
+    """Return the rows of a benchmark as they are published, after `load_benchmark` has checked them.
+
+    A benchmark that is not evaluated by plain generation gives none.
     """
     task = find_task(name)
     if not isinstance(task, GeneratedTask):
-        return
-    if files is None:
-        yield from islice(task.rows(limit), limit)
-        return
-    for row in islice(read_files([files]), limit):
-        if isinstance(row.value, BadRow):
-            raise DataError(f"{row.place}: {row.value}.")
-        yield row.value
-
-
-def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Tokenize rows in one of TRL's formats with the targets that `SFTTrainer` trains on.
-
-    Targets are the completion with its end token, what the chat template marks as the assistant's (everything, where it
-    marks nothing), or all of a text.
-    """
-    if "messages" in rows.column_names:
-        return [_conversation([], turns, tokenizer) for turns in rows["messages"]]
-    if "text" in rows.column_names:
-        return [_text("", text, tokenizer) for text in rows["text"]]
-    pairs = zip(rows["prompt"], rows["completion"], strict=True)
-    form = _text if isinstance(rows[0]["prompt"], str) else _conversation
-    return [form(prompt, completion, tokenizer) for prompt, completion in pairs]
-
-
-def _text(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> Example:
-    ended = completion if completion.endswith(tokenizer.eos_token) else completion + tokenizer.eos_token
-    ids = tokenizer(prompt + ended)["input_ids"]
-    before = len(tokenizer(prompt)["input_ids"]) if prompt else 0
-    return Example(ids, [-100] * before + ids[before:])
-
-
-def _conversation(prompt: list[dict], turns: list[dict], tokenizer: PreTrainedTokenizerBase) -> Example:
-    marks = "generation" in (tokenizer.chat_template or "")
-    found = tokenizer.apply_chat_template(
-        prompt + turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=marks and not prompt
-    )
-    ids = found["input_ids"]
-    if prompt:
-        before = len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
-        return Example(ids, [-100] * before + ids[before:])
-    mask = found["assistant_masks"] if marks else [1] * len(ids)
-    return Example(ids, [token if kept else -100 for token, kept in zip(ids, mask, strict=True)])
+        return []
+    rows = task.rows(limit) if files is None else (row.value for row in read_files([files]))
+    return list(islice(rows, limit))

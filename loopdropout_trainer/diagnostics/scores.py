@@ -1,17 +1,22 @@
-"""Teacher-forced scores of target tokens: cross entropy and hits of the final loop, or of every loop's readout."""
+"""Teacher-forced scores of target tokens, and the states that predict them, under the gates in force.
+
+A batch is model inputs with `labels` [B, S], -100 where no target is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.models.looped_modeling import LoopedBackbone
 
 
 Batch = dict[str, torch.Tensor]
@@ -19,43 +24,31 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """What was found for each row.
+    """Means over target tokens.
 
     Attributes:
-        losses: [N] cross entropy in nats, summed over the row's target tokens.
-        hits: [N] target tokens that are the most probable one.
-        tokens: [N] target tokens.
+        loss: cross entropy per target token, in nats.
+        accuracy_percent: share of target tokens that are the most probable one.
     """
 
-    losses: np.ndarray
-    hits: np.ndarray
-    tokens: np.ndarray
+    loss: float
+    accuracy_percent: float
 
     @classmethod
-    def join(cls, parts: Sequence[np.ndarray]) -> Scores:
-        """Return the scores of all rows from those of single batches, [3, B] each.
+    def of(cls, sums: np.ndarray) -> Scores:
+        """Return the means of sums [3]: losses, most probable targets, targets.
 
         Raises:
-            ValueError: if no row has a target token.
+            ValueError: if there is no target token.
         """
-        losses, hits, tokens = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0))
-        if tokens.sum() == 0:
+        losses, most_probable, tokens = np.broadcast_to(sums, (3,)).tolist()
+        if not tokens:
             raise ValueError("The batches hold no target token: every label is -100.")
-        return cls(losses, hits, tokens)
-
-    @property
-    def loss(self) -> float:
-        """Cross entropy per target token, in nats."""
-        return float(self.losses.sum() / self.tokens.sum())
-
-    @property
-    def accuracy_percent(self) -> float:
-        """Share of target tokens that are the most probable one."""
-        return float(100 * self.hits.sum() / self.tokens.sum())
+        return cls(losses / tokens, 100 * most_probable / tokens)
 
 
 @contextmanager
-def measuring(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Run the block in evaluation mode and without gradients; put training mode back."""
     was_training = model.training
     model.eval()
@@ -66,53 +59,63 @@ def measuring(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def split_labels(model: nn.Module, batch: Batch) -> tuple[Batch, torch.Tensor]:
-    """Return a batch without its labels, on the model's device, and the label of what follows each position, [B, S - 1]."""
-    device = next(model.parameters()).device
-    inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
-    return inputs, inputs.pop("labels")[:, 1:]
+def total(parts: Iterable[np.ndarray], over_processes: bool = False) -> np.ndarray:
+    """Return the sum of what batches give, of this process or of all; 0 without batches.
+
+    Args:
+        parts: arrays of one shape.
+        over_processes: whether every process holds batches of its own, and calls this. A mean over tokens of several
+            processes is the quotient of two such sums: means of single batches or processes weigh tokens differently.
+    """
+    own = sum(parts, np.zeros(()))
+    return sum(gather_object([own])) if over_processes else own
 
 
 def score_final(model: nn.Module, batch: Batch) -> np.ndarray:
-    """Return losses, hits and tokens [3, B] of the final loop, under the gates in force.
-
-    Args:
-        model: looped causal language model, with or without an adapter, in evaluation mode.
-        batch: model inputs with `labels` [B, S], -100 where no target is.
-    """
-    looped = find_looped_model(model)
-    inputs, labels = split_labels(model, batch)
+    """Return sums over the batch's target tokens, [3]: losses of the final loop, most probable targets, targets."""
+    looped, inputs, labels = _split(model, batch)
     return _score(looped, looped.base_model(**inputs, use_cache=False).last_hidden_state, labels)
 
 
 def score_readouts(model: nn.Module, batch: Batch) -> np.ndarray:
-    """Return the same as `score_final` for every loop's readout, [K, 3, B]."""
-    looped = find_looped_model(model)
-    inputs, labels = split_labels(model, batch)
+    """Return the same as `score_final` for every loop's readout, [K, 3]."""
+    looped, inputs, labels = _split(model, batch)
     return np.stack([_score(looped, readout, labels) for readout in looped.loop_readouts(**inputs)])
 
 
-def target_logits(looped: nn.Module, readout: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return the float32 logits [targets, V] of a readout [B, S, H] where `kept` [B, S - 1] marks a target."""
-    return looped.get_output_embeddings()(readout[:, :-1][kept]).float()
+def carries_states(model: nn.Module) -> bool:
+    """Return whether the model tells the states that it carries; of a described model only the readouts are known."""
+    return isinstance(find_looped_model(model).base_model, LoopedBackbone)
+
+
+def target_states(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states and the readouts after each loop where a target token is predicted, [K, targets, H] each.
+
+    The readouts take the place of states that a model does not tell.
+    """
+    looped, inputs, labels = _split(model, batch)
+    if carries_states(model):
+        output = looped.base_model(**inputs, use_cache=False, output_readouts=True)
+        states, readouts = output.loop_states, output.readouts
+    else:
+        states = readouts = looped.loop_readouts(**inputs)
+    is_target = labels != -100
+    return tuple(torch.stack([each[:, :-1][is_target] for each in group]) for group in (states, readouts))
+
+
+def _split(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch.Tensor]:
+    """Return the looped model, its inputs on its device, and the label of what follows each position, [B, S - 1]."""
+    looped = find_looped_model(model)
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    inputs = dict(looped.complete_batch(inputs))  # as in training: what else the model reads of a batch with labels
+    return looped, inputs, inputs.pop("labels")[:, 1:]
 
 
 def _score(looped: nn.Module, readout: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
-    kept = labels != -100
-    logits, targets = target_logits(looped, readout, kept), labels[kept]
-    found = torch.zeros(3, *labels.shape, dtype=torch.float64)
-    kept = kept.cpu()
-    found[0][kept] = F.cross_entropy(logits, targets, reduction="none").double().cpu()
-    found[1][kept] = (logits.argmax(dim=-1) == targets).double().cpu()
-    found[2][kept] = 1
-    return found.sum(dim=-1).numpy()
-
-
-def score_batches(model: nn.Module, batches: Iterable[Batch]) -> Scores:
-    """Return the scores of all batches' rows, under the gates in force, in this process alone.
-
-    Raises:
-        ValueError: if the batches hold no target token.
-    """
-    with measuring(model):
-        return Scores.join([score_final(model, batch) for batch in batches])
+    is_target = labels != -100
+    targets = labels[is_target]  # [n]
+    logits = looped.get_output_embeddings()(readout[:, :-1][is_target]).float()  # [n, V]
+    losses = F.cross_entropy(logits, targets, reduction="none").double().sum()
+    most_probable = (logits.argmax(dim=-1) == targets).sum()
+    return np.array([losses.item(), most_probable.item(), len(targets)])

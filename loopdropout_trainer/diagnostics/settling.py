@@ -8,10 +8,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
-from loopdropout_trainer.diagnostics.plots import draw_curves, new_figure, save_figure
-from loopdropout_trainer.diagnostics.scores import Batch
-from loopdropout_trainer.diagnostics.states import carries_states, target_states
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.scores import Batch, carries_states, target_states
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -33,29 +31,20 @@ class Settling(Diagnostic):
 
     def _of_batch(self, context: Context, batch: Batch) -> np.ndarray:
         """Return distance, divergence and agreement for each loop and target token, [3, K, n]."""
-        states, readouts = target_states(context.model, batch)
+        states, readouts = target_states(context.model, batch)  # [K, n, H] each
         states = states.float()
         distances = (states - states[-1]).norm(dim=-1) / states[-1].norm(dim=-1)
         head = find_looped_model(context.model).get_output_embeddings()
         last = F.log_softmax(head(readouts[-1]).float(), dim=-1)  # [n, V]
         divergences, agreements = [], []
-        for readout in readouts:
+        for readout in readouts:  # one loop's logits at a time
             own = F.log_softmax(head(readout).float(), dim=-1)
             divergences.append((last.exp() * (last - own)).sum(dim=-1))
             agreements.append(own.argmax(dim=-1) == last.argmax(dim=-1))
         found = (distances, torch.stack(divergences), torch.stack(agreements))
         return np.stack([each.double().cpu().numpy() for each in found])
 
-    def table(self, report: Report):
-        rows = {f"state, loop {loop}": ("state_distances", loop - 1) for loop in report.loops}
-        rows |= {f"readout KL, loop {loop}": ("readout_divergences", loop - 1) for loop in report.loops}
-        rows |= {f"same token %, loop {loop}": ("agreements_percent", loop - 1) for loop in report.loops}
-        return report.table(rows)
-
-    def draw(self, report: Report, path):
-        with new_figure(columns=2) as (figure, axes):
-            draw_curves(axes[0], report.loops, report.series("state_distances"))
-            draw_curves(axes[1], report.loops, report.series("readout_divergences"))
-            axes[0].set(xlabel="Loop", ylabel="State: distance to last", xticks=report.loops)
-            axes[1].set(xlabel="Loop", ylabel="Readout: KL to last (nats)", xticks=report.loops)
-            return save_figure(figure, path, legend_of=axes[0])
+    def rows(self, found: Measurements):
+        rows = found.by_loop("state, loop {}", "state_distances")
+        rows |= found.by_loop("readout KL, loop {}", "readout_divergences")
+        return rows | found.by_loop("same token %, loop {}", "agreements_percent")

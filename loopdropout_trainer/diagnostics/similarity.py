@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
-from loopdropout_trainer.diagnostics.scores import Batch
-from loopdropout_trainer.diagnostics.states import carries_states, target_states
-from loopdropout_trainer.diagnostics.updates import draw_loop_matrices
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.scores import Batch, carries_states, target_states
 
 
 MOST_TOKENS = 500
@@ -61,11 +59,8 @@ class Similarity(Diagnostic):
         chosen = torch.linspace(0, n - 1, min(most, n)).round().long()
         return states[:, chosen].float().cpu().numpy()
 
-    def table(self, report: Report):
-        last = report.num_loops
+    def rows(self, found: Measurements):
+        last = found.num_loops
         rows = {f"loops {loop} and {loop + 1}": ("cka", loop - 1, loop) for loop in range(1, last)}
         rows |= {f"loops {loop} and {last}": ("cka", loop - 1, last - 1) for loop in range(1, last - 1)}
-        return report.table(rows)
-
-    def draw(self, report: Report, path):
-        return draw_loop_matrices(report, "cka", "Linear CKA", path)
+        return rows

@@ -16,15 +16,14 @@ import torch
 from peft import PeftModel
 
 from loopdropout_trainer.adapters import use_gates
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Report
-from loopdropout_trainer.diagnostics.plots import plot_single_loop
-from loopdropout_trainer.diagnostics.scores import Batch, score_batches
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.scores import Batch, Scores, evaluating, score_final, total
 from loopdropout_trainer.looped import find_looped_model
 
 
 @dataclass(frozen=True)
 class SingleLoopActivation:
-    """Token-weighted cross entropies of the final loop, in nats, under different activations of one adapter.
+    """Cross entropies of the final loop, in nats per target token, under different activations of one adapter.
 
     Attributes:
         frozen: CE(0), no loop adapted.
@@ -53,33 +52,41 @@ def activation(loss: Callable[[torch.Tensor], float], num_loops: int) -> SingleL
         loss: gives the final loop's loss under gates [K]; called K + 2 times.
         num_loops: K.
     """
-    one_hot = torch.eye(num_loops)
     return SingleLoopActivation(
         frozen=loss(torch.zeros(num_loops)),
-        only=tuple(loss(one_hot[loop]) for loop in range(num_loops)),
+        only=tuple(loss(one_hot) for one_hot in torch.eye(num_loops)),
         all_on=loss(torch.ones(num_loops)),
     )
 
 
-def single_loop_activation(model: PeftModel, batches: Iterable[Batch]) -> SingleLoopActivation:
-    """Measure an adapter one loop at a time, in this process alone.
+def single_loop_activation(
+    model: PeftModel, batches: Iterable[Batch], over_processes: bool = False
+) -> SingleLoopActivation:
+    """Measure an adapter one loop at a time.
 
     Args:
-        model: PEFT model over a looped model.
+        model: PEFT model over a looped model; of several adapters, the active one is measured.
         batches: model inputs with `labels` [B, S], -100 where no target is; they are run K + 2 times.
+        over_processes: whether every process calls this with batches of its own; the means are over all of them.
+
+    Raises:
+        ValueError: if the batches hold no target token.
     """
     batches = list(batches)
-    return activation(lambda gates: final_loop_loss(model, batches, gates), find_looped_model(model).config.num_loops)
+    num_loops = find_looped_model(model).config.num_loops
+    return activation(lambda gates: final_loop_loss(model, batches, gates, over_processes), num_loops)
 
 
-def final_loop_loss(model: PeftModel, batches: Iterable[Batch], gates: torch.Tensor) -> float:
+def final_loop_loss(
+    model: PeftModel, batches: Iterable[Batch], gates: torch.Tensor, over_processes: bool = False
+) -> float:
     """Return the cross entropy of the final loop per target token, in nats, under gates [K] or [K, 1].
 
     Raises:
         ValueError: if the batches hold no target token.
     """
-    with use_gates(model, gates):
-        return score_batches(model, batches).loss
+    with use_gates(model, gates), evaluating(model):
+        return Scores.of(total((score_final(model, batch) for batch in batches), over_processes)).loss
 
 
 class SingleLoop(Diagnostic):
@@ -89,9 +96,6 @@ class SingleLoop(Diagnostic):
     title = "Loss reduction with the adapter in one loop only, %"
     needs_adapter = True
 
-    def passes(self, context: Context) -> int:
-        return context.num_loops + 2
-
     def measure(self, context: Context) -> dict[str, Any]:
         found = activation(lambda gates: context.scores(gates).loss, context.num_loops)
         return {
@@ -100,13 +104,7 @@ class SingleLoop(Diagnostic):
             "all_on_reduction_percent": found.reduction(found.all_on),
         }
 
-    def table(self, report: Report):
-        rows = {f"only loop {loop}": ("reductions_percent", loop - 1) for loop in report.loops}
-        rows |= {"all loops": ("all_on_reduction_percent",)}
-        rows |= {f"loss, only loop {loop}": ("only", loop - 1) for loop in report.loops}
-        return report.table(rows | {"loss, all loops": ("all_on",), "loss, frozen": ("frozen",)})
-
-    def draw(self, report: Report, path):
-        series = report.series("reductions_percent")
-        means = {method: mean for method, (mean, _) in series.items()}
-        return plot_single_loop(means, path, sds={method: sd for method, (_, sd) in series.items()})
+    def rows(self, found: Measurements):
+        rows = found.by_loop("only loop {}", "reductions_percent") | {"all loops": ("all_on_reduction_percent",)}
+        rows |= found.by_loop("loss, only loop {}", "only")
+        return rows | {"loss, all loops": ("all_on",), "loss, frozen": ("frozen",)}

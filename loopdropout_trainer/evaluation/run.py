@@ -53,7 +53,7 @@ class EvaluationArguments(BenchmarkArguments):
             "(base or merged), which is the default."
         },
     )
-    depths: list[int] | None = field(
+    at_depths: list[int] | None = field(
         default=None,
         metadata={"help": "Recurrence depths, each a row of its own. Default: `num_loops`, or the model's own."},
     )
@@ -90,14 +90,14 @@ class EvaluationArguments(BenchmarkArguments):
             find_task(name)
         self.averages = self.averages or {}
         check_averages(self.averages)
-        check_depths(self.depths)
+        check_depths("at_depths", self.at_depths)
         self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
-        if len(self.depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
+        if len(self.at_depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
             raise ValueError(
-                f"`gates` must be {SINGLE_LOOP} where there are several `depths`; got {', '.join(self.gates)}."
+                f"`gates` must be {SINGLE_LOOP} where there are several `at_depths`; got {', '.join(self.gates)}."
             )
-        if self.depths and self.readout is not None and self.readout > min(self.depths):
-            raise ValueError(f"`readout` must be one of the loops of all `depths`; got {self.readout}.")
+        if self.at_depths and self.readout is not None and self.readout > min(self.at_depths):
+            raise ValueError(f"`readout` must be one of the loops of all `at_depths`; got {self.readout}.")
         self.rows()
 
     def rows(self) -> dict[str, tuple[str | None, int | None]]:
@@ -115,11 +115,10 @@ class EvaluationArguments(BenchmarkArguments):
                 path = None
             if not named:
                 name = BASE if path is None else Path(path).name
-            if not name or "/" in name or name in (".", "..") or name in rows:
+            new = {f"{name}_K{depth}": (path, depth) for depth in self.at_depths or ()} or {name: (path, None)}
+            if not name or "/" in name or name in (".", "..") or rows.keys() & new:
                 raise ValueError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {each!r}.")
-            rows.update(
-                {f"{name}_K{depth}": (path, depth) for depth in self.depths} if self.depths else {name: (path, None)}
-            )
+            rows |= new
         return rows
 
     def gate_rows(self, row: str, num_loops: int) -> dict[str, str | None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
+from loopdropout_trainer.evaluation.results import BenchmarkResult
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,8 @@ class SeedSummary:
     sd: float | None
     num_seeds: int
 
-    def text(self, decimals: int = 2) -> str:
-        """Return `mean ± SD`, or the mean alone."""
-        return plus_minus(self.mean, self.sd, f".{decimals}f")
-
     def __str__(self) -> str:
-        return self.text()
+        return plus_minus(self.mean, self.sd)
 
 
 def plus_minus(mean: float, sd: float | None, form: str = ".2f") -> str:
@@ -70,70 +66,18 @@ def summarize(values: Sequence[float]) -> SeedSummary:
 
 
 def summarize_seeds(counts: Sequence[int], total: int) -> SeedSummary:
-    """Return mean and sample standard deviation of a rate (Appendix "Seeds and Uncertainty").
+    """Return mean and sample standard deviation of a rate in percent (Appendix "Seeds and Uncertainty").
 
     Args:
-        counts: right answers (or missing ones) of each seed.
+        counts: correct answers (or missing ones) of each seed.
         total: problems, the same ones for every seed.
 
     Raises:
         ValueError: without seeds or problems, or for a count that is not between 0 and `total`.
     """
-    if not counts or total < 1:
-        raise ValueError(f"A summary needs at least one seed and one problem; got {len(counts)} and {total}.")
-    if min(counts) < 0 or max(counts) > total:
+    if total < 1 or not all(0 <= count <= total for count in counts):
         raise ValueError(f"A count must be between 0 and the {total} problems; got {list(counts)}.")
-    mean, sd = mean_and_sd(counts)
-    return SeedSummary(float(100 * mean / total), None if sd is None else float(100 * sd / total), len(counts))
-
-
-@dataclass(frozen=True)
-class DifferenceDecomposition:
-    """The net accuracy difference b - a of paired seeds in percentage points of all problems (Appendix "Answer availability").
-
-    Attributes:
-        both_extractable: of each seed, from problems where both methods' completions hold an answer.
-        missing_in_either: of each seed, from all other problems.
-    """
-
-    both_extractable: tuple[float, ...]
-    missing_in_either: tuple[float, ...]
-
-    @property
-    def total(self) -> tuple[float, ...]:
-        """The whole difference of each seed."""
-        return tuple(sum(parts) for parts in zip(self.both_extractable, self.missing_in_either, strict=True))
-
-
-def decompose_difference(a: Sequence[BenchmarkResult], b: Sequence[BenchmarkResult]) -> DifferenceDecomposition:
-    """Split the difference between two methods by whether both of their completions hold an answer.
-
-    Args:
-        a, b: results of the two methods on one benchmark, one for each seed, in the same order of seeds.
-
-    Raises:
-        ValueError: if seeds or problems do not pair up.
-    """
-    if len(a) != len(b):
-        raise ValueError(f"The methods must have the same seeds; got {len(a)} and {len(b)}.")
-    both, missing = [], []
-    for one, other in zip(a, b, strict=True):
-        gains = {True: 0, False: 0}
-        for before, after in _pairs(one, other):
-            gains[before.extracted is not None and after.extracted is not None] += after.correct - before.correct
-        both.append(100 * gains[True] / one.total)
-        missing.append(100 * gains[False] / one.total)
-    return DifferenceDecomposition(tuple(both), tuple(missing))
-
-
-def _pairs(one: BenchmarkResult, other: BenchmarkResult) -> list[tuple[Prediction, Prediction]]:
-    _check_same_problems(one, other)
-    return list(zip(one.predictions, other.predictions, strict=True))
-
-
-def _check_same_problems(one: BenchmarkResult, other: BenchmarkResult) -> None:
-    if [p.prompt for p in one.predictions] != [p.prompt for p in other.predictions]:
-        raise ValueError(f"The results on `{one.name}` and `{other.name}` are not about the same problems.")
+    return summarize([100 * count / total for count in counts])
 
 
 def summarize_groups(results: Sequence[BenchmarkResult], groups: Sequence[str]) -> dict[str, SeedSummary]:
@@ -158,71 +102,52 @@ def summarize_groups(results: Sequence[BenchmarkResult], groups: Sequence[str]) 
 
 
 @dataclass(frozen=True)
-class Difference:
-    """b - a in percentage points, paired by seed, with a 95% bootstrap interval over problems (None without predictions)."""
+class DifferenceDecomposition:
+    """The net accuracy difference b - a of paired seeds in percentage points of all problems (Appendix "Answer availability").
 
-    by_seed: tuple[float, ...]
-    low: float | None = None
-    high: float | None = None
+    Attributes:
+        both_extractable: of each seed, from problems where both methods' completions hold an answer.
+        missing_in_either: of each seed, from all other problems.
+    """
+
+    both_extractable: tuple[float, ...]
+    missing_in_either: tuple[float, ...]
 
     @property
-    def mean(self) -> float:
-        return float(np.mean(self.by_seed))
-
-    def text(self, decimals: int = 2) -> str:
-        """Return the signed mean, and the interval if there is one."""
-        interval = "" if self.low is None else f" [{self.low:+.{decimals}f}, {self.high:+.{decimals}f}]"
-        return f"{self.mean:+.{decimals}f}{interval}"
+    def total(self) -> tuple[float, ...]:
+        """The sum of both parts, for each seed."""
+        return tuple(sum(parts) for parts in zip(self.both_extractable, self.missing_in_either, strict=True))
 
 
-def paired_difference(a: Sequence[BenchmarkResult], b: Sequence[BenchmarkResult], seed: int = 0) -> Difference:
-    """Compare two methods on the same problems.
-
-    The interval is over problems, for these training seeds: a problem's value is its mean gain over the pairs of seeds, and
-    problems are drawn with replacement (percentile bootstrap of 2,000 draws).
+def decompose_difference(a: Sequence[BenchmarkResult], b: Sequence[BenchmarkResult]) -> DifferenceDecomposition:
+    """Split the difference between two methods by whether both of their completions hold an answer.
 
     Args:
-        a, b: one result for each seed, in the same order of seeds.
-        seed: of the draws.
+        a, b: results of the two methods on one benchmark, one for each seed, in the same order of seeds.
 
     Raises:
         ValueError: if seeds or problems do not pair up.
     """
-    from scipy import stats  # late: it takes a second, and an evaluation needs none of it
-
-    if len(a) != len(b) or not a:
-        raise ValueError(f"The methods must have the same seeds, at least one; got {len(a)} and {len(b)}.")
-    gains = []
+    if len(a) != len(b):
+        raise ValueError(f"The methods must have the same seeds; got {len(a)} and {len(b)}.")
+    both, missing = [], []
     for one, other in zip(a, b, strict=True):
-        _check_same_problems(one, other)
-        gains.append(_values(other) - _values(one))
-    gains = 100 * np.stack(gains)  # [seeds, problems]
-    by_problem = gains.mean(axis=0)
-    by_seed = tuple(gains.mean(axis=1).tolist())
-    if np.ptp(by_problem) == 0:  # nothing to draw from
-        return Difference(by_seed, float(by_problem[0]), float(by_problem[0]))
-    interval = stats.bootstrap(
-        (by_problem,), np.mean, n_resamples=2000, batch=100, method="percentile", rng=np.random.default_rng(seed)
-    ).confidence_interval
-    return Difference(by_seed, float(interval.low), float(interval.high))
-
-
-def _values(result: BenchmarkResult) -> np.ndarray:
-    """Return what each problem counts, from 0 to 1."""
-    return np.array(
-        [
-            float(p.correct) if p.correct is not None else float(next(iter((p.values or {}).values()), 0.0))
-            for p in result.predictions
-        ]
-    )
+        if [p.prompt for p in one.predictions] != [p.prompt for p in other.predictions]:
+            raise ValueError(f"The results on `{one.name}` and `{other.name}` are not about the same problems.")
+        gains = {True: 0, False: 0}
+        for before, after in zip(one.predictions, other.predictions, strict=True):
+            gains[before.extracted is not None and after.extracted is not None] += after.correct - before.correct
+        both.append(100 * gains[True] / one.total)
+        missing.append(100 * gains[False] / one.total)
+    return DifferenceDecomposition(tuple(both), tuple(missing))
 
 
 def sign_test(wins: int, losses: int) -> float:
     """Return the two-sided p-value of the exact sign test.
 
     Args:
-        wins, losses: problems that only one of two methods answers, and that only the other one does.
+        wins, losses: problems that only one of two methods solves, and that only the other one does.
     """
-    from scipy.stats import binomtest
+    from scipy.stats import binomtest  # late: it takes a second, and an evaluation needs none of it
 
     return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0

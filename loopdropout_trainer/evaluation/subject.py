@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import adapted_layers, use_gates
+from loopdropout_trainer.data.templates import apply_chat_template
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
@@ -86,7 +87,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the special token that the chat template puts after what the assistant says, if there is one."""
     said = "said"
     turns = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
-    rest = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(said)[2]
+    rest = apply_chat_template(tokenizer, turns, tokenize=False).rpartition(said)[2]
     added = tokenizer.get_added_vocab()
     return min((token for token in added if token in rest), key=rest.find, default=None)
 
@@ -167,7 +168,7 @@ class Subject:
             return prompt
         system = [] if self.system_instruction is None else [{"role": "system", "content": self.system_instruction}]
         turns = [*system, {"role": "user", "content": prompt}]
-        return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return apply_chat_template(self.tokenizer, turns, tokenize=False, add_generation_prompt=True)
 
     def stops(self, stop_strings: Sequence[str], in_turns: bool) -> tuple[str, ...]:
         """Return where a completion ends: at these strings, and in a chat at the end of the turn."""

@@ -4,6 +4,11 @@ prompts are admitted. Tokens are the most probable ones, or drawn by a `Sampler`
 Every row counts its own columns: the keys and values of its token at position p lie in column p of its slot, whatever the
 other rows hold. So a row attends to the columns up to its own position, and no row depends on when others are admitted or
 evicted. What a former row left in a slot lies after that, and is written over before it is ever read.
+
+An example with two slots, the cache as it lies in memory (a letter: a token; .: free; *: left behind by a former row):
+
+    slot 0   a b c d e . . .     5 tokens; its next one is at position 5, goes to column 5, and sees columns 0 to 5
+    slot 1   x y z * * * . .     3 tokens, after a row of 6 that ended; its next one goes to column 3, over what is there
 """
 
 from __future__ import annotations
@@ -62,6 +67,8 @@ class SlotCache(Cache):
         """Use the first slots and columns."""
         if (num_slots, num_columns) != (self.num_slots, len(self.columns)):
             self.num_slots = num_slots
+            # Allocated in steps of ALLOCATED_COLUMNS, used in steps of COLUMNS: with 256 and 16, a cache for 300 columns holds
+            # 512 and attends over 304.
             if num_columns > self.allocated_columns:
                 self.allocated_columns = -(-num_columns // ALLOCATED_COLUMNS) * ALLOCATED_COLUMNS
             self.columns = torch.arange(num_columns, device=self.columns.device)
@@ -89,6 +96,7 @@ class SlotLayer(StaticLayer):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        # Called with the first keys [B, heads, S, d]: only they tell heads and d, which may differ from layer to layer.
         self.allocated = [
             states.new_zeros(self.cache.allocated_slots, 0, states.shape[1], states.shape[3])
             for states in (key_states, value_states)
@@ -100,6 +108,7 @@ class SlotLayer(StaticLayer):
         num_slots, num_columns = self.cache.num_slots, len(self.cache.columns)
         if self.cache.allocated_columns > self.allocated[0].shape[1]:
             self.allocated = [_widened(states, self.cache.allocated_columns) for states in self.allocated]
+        # Three views of one memory: by token, to write single tokens; by slot, to attend to the columns in use.
         self.tokens = [states.flatten(0, 1) for states in self.allocated]  # [slots * columns, heads, d]
         self.keys, self.values = (states[:num_slots, :num_columns].transpose(1, 2) for states in self.allocated)
         for states in (self.keys, self.values, *self.tokens):  # CUDA graphs then read and write them in place
@@ -117,9 +126,11 @@ class SlotLayer(StaticLayer):
         """Write the states [B, heads, S, d] of the current rows; return all that these may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        # Token (slot i, position p) is row i * columns + p of `tokens`: all rows of the call are written at once.
         targets = self.cache.targets.to(key_states.device)
         for tokens, states in zip(self.tokens, (key_states, value_states), strict=True):
             tokens.index_copy_(0, targets, states.transpose(1, 2).flatten(0, 1))
+        # A prompt attends to itself alone, so that its own states, without the rest of the cache, are all that it needs.
         return (key_states, value_states) if self.cache.is_prefill else (self.keys, self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -144,10 +155,10 @@ def _widened(states: torch.Tensor, num_columns: int) -> torch.Tensor:
 class _Row:
     index: int
     prompt: list[int]
-    answer: list[int] = field(default_factory=list)
+    completion: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.answer)
+        return len(self.prompt) + len(self.completion)
 
 
 class GreedyDecoder:
@@ -156,9 +167,9 @@ class GreedyDecoder:
     Args:
         model: causal language model in evaluation mode that is supported, see `why_unsupported`.
         prompts: token ids, none of them empty; started in this order.
-        max_new_tokens: most tokens of an answer.
+        max_new_tokens: most tokens of a completion.
         num_slots: most rows at a time.
-        have_ended: tells of some answers, as token ids, which ones are complete.
+        have_ended: tells of some completions, as token ids, which ones have ended.
         compiled: run the steps compiled, with all slots computed to the end.
     """
 
@@ -183,23 +194,26 @@ class GreedyDecoder:
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, list[int]]]:
-        """Decode until one or more answers are complete, and return them with their prompts' indices; [] at the end."""
+        """Decode until one or more completions have ended, and return them with their prompts' indices; [] at the end."""
+        # Each turn admits what fits, then adds one token to every row. It returns as soon as a completion has ended, so that
+        # the caller can write it down before anything else can go wrong.
         ended: list[_Row] = []
         while not ended and (self.waiting or any(self.slots)):
-            if self._admit():  # an answer may be complete with its first token
+            if self._admit():  # a completion may end with its first token
                 ended = self._evict()
             if not ended:
                 self._step()
                 ended = self._evict()
-        return [(row.index, row.answer) for row in ended]
+        return [(row.index, row.completion) for row in ended]
 
     def _admit(self) -> bool:
-        """Admit waiting prompts to free slots, with the first token of their answers; return whether there were any."""
+        """Admit waiting prompts to free slots, with the first token of their completions; return whether there were any."""
         waiting = len(self.waiting)
         self.slots += [None] * (self.num_slots - len(self.slots))
         free = [slot for slot, row in enumerate(self.slots) if row is None]
         if 4 * len(free) >= self.num_slots:  # not to each one alone, since reading a prompt takes a call of its own
             while free and self.waiting:
+                # The longest prompts wait in front, and the first one's length is the batch's width.
                 size = max(1, PREFILL_TOKENS // len(self.waiting[0]))
                 taken, free = free[:size], free[size:]
                 self._prefill(taken[: len(self.waiting)])
@@ -209,6 +223,7 @@ class GreedyDecoder:
 
     def _compact(self) -> None:
         """Move the last rows to the free slots before them, and leave out the slots behind."""
+        # Slots [a, -, c, -, e]: three rows, so that e moves to slot 1, and slots 3 and 4 are left out.
         size = sum(row is not None for row in self.slots)
         targets = [slot for slot in range(size) if self.slots[slot] is None]
         sources = [slot for slot in range(size, len(self.slots)) if self.slots[slot] is not None]
@@ -220,6 +235,7 @@ class GreedyDecoder:
 
     def _fit(self) -> None:
         """Make the cache as large as the rows."""
+        # Rounded up, so that a cache is not resized with every token: each length costs a new view, or a new CUDA graph.
         block = COLUMNS[self.compiled]
         num_columns = max(len(row) for row in self.slots if row is not None) + block - 1
         num_columns -= num_columns % block
@@ -228,19 +244,20 @@ class GreedyDecoder:
         self.cache.resize(len(self.slots), num_columns)
 
     def _prefill(self, slots: list[int]) -> None:
-        """Read the next waiting prompts into these slots of the cache, and begin their answers."""
+        """Read the next waiting prompts into these slots of the cache, and begin their completions."""
         rows = [self.waiting.popleft() for _ in slots]
         for slot, row in zip(slots, rows, strict=True):
             self.slots[slot] = row
         self._fit()
         length = max(map(len, rows))
         ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.device)
-        # Padding comes after the prompt, which does not see it; its columns are those of the answer.
+        # Padding comes after the prompt, which does not see it; its columns are those of the completion. Prompts ab and x:
+        # ids [[a, b], [x, 0]], positions [[0, 1], [0, 1]], and the logits are read at `ends` [1, 0].
         self._set(slots, torch.arange(length).expand(len(rows), -1), is_prefill=True)
         ends = torch.tensor([len(row) - 1 for row in rows])
         tokens = self._choose(_logits(self.model, self.cache, ids, ends), rows)
         for row, token in zip(rows, tokens, strict=True):
-            row.answer.append(token)
+            row.completion.append(token)
 
     def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
         """Tell the cache which tokens the next call computes: `positions` [B, S] of the rows in these slots."""
@@ -253,13 +270,14 @@ class GreedyDecoder:
         """Add a token to every row."""
         self._fit()
         rows = self.slots
-        tokens = [0 if row is None else row.answer[-1] for row in rows]
+        # A free slot (compiled steps keep them) computes token 0 at position 0, which the next prompt writes over.
+        tokens = [0 if row is None else row.completion[-1] for row in rows]
         positions = [[0 if row is None else len(row) - 1] for row in rows]
         self._set(list(range(len(rows))), torch.tensor(positions), is_prefill=False)
         ids = torch.tensor(tokens, device=self.device).unsqueeze(1)  # [B, 1]
         for row, token in zip(rows, self._next_tokens(ids), strict=True):
             if row is not None:
-                row.answer.append(token)
+                row.completion.append(token)
 
     def _choose(self, logits: torch.Tensor, rows: list[_Row]) -> list[int]:
         """Return the next token of each row from its logits [B, V]."""
@@ -280,10 +298,12 @@ class GreedyDecoder:
         return step(self.model, self.cache, ids)
 
     def _evict(self) -> list[_Row]:
-        """Evict the rows whose answers are complete, and return them."""
+        """Evict the rows whose completions have ended, and return them."""
         running = [row for row in self.slots if row is not None]
-        ends = self.have_ended([row.answer for row in running])
-        ended = [row for row, end in zip(running, ends, strict=True) if end or len(row.answer) >= self.max_new_tokens]
+        ends = self.have_ended([row.completion for row in running])
+        ended = [
+            row for row, end in zip(running, ends, strict=True) if end or len(row.completion) >= self.max_new_tokens
+        ]
         gone = {row.index for row in ended}
         self.slots = [None if row is None or row.index in gone else row for row in self.slots]
         return ended
@@ -302,7 +322,7 @@ class SamplingDecoder(GreedyDecoder):
         self.sampler = sampler
 
     def _choose(self, logits: torch.Tensor, rows: list[_Row]) -> list[int]:
-        return self.sampler(logits, [row.index for row in rows], [len(row.answer) for row in rows]).tolist()
+        return self.sampler(logits, [row.index for row in rows], [len(row.completion) for row in rows]).tolist()
 
     def _next_tokens(self, ids: torch.Tensor) -> list[int]:
         logits = self._run(_logits, ids)  # [B, V]
@@ -335,6 +355,7 @@ def _compiled(step: Callable, device_type: str) -> Callable:
 
 def _call_arguments(cache: SlotCache) -> dict:
     """Return what the model takes beside tokens; a token attends to the columns up to its own position."""
+    # A prompt's columns are its own tokens, a step's all that are in use: at position 2 of 5 columns [0, 0, 0, -inf, -inf].
     columns = cache.columns[: cache.positions.shape[1]] if cache.is_prefill else cache.columns
     unseen = columns > cache.positions[:, None, :, None]  # [B, 1, S, columns]
     # As what is added to the scores: each attention layer of each loop would make that of a mask of truth values.

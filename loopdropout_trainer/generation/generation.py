@@ -97,12 +97,12 @@ def generate_batches(
     decoder = DECODINGS[form](looped, [token_ids[index] for index in order], max_new_tokens, batch_size, ends)
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
         while True:
-            with _inference(model, looped), prepared():  # not while the caller has the answers
-                answers = decoder.advance()
-            if not answers:
+            with _inference(model, looped), prepared():  # not while the caller has the completions
+                finished = decoder.advance()
+            if not finished:
                 return
-            yield [(order[place], ends.text(answer)) for place, answer in answers]
-            bar.update(len(answers))
+            yield [(order[place], ends.text(tokens)) for place, tokens in finished]
+            bar.update(len(finished))
 
 
 def sample_completions(
@@ -136,16 +136,16 @@ def sample_completions(
         [list(prompt) for prompt in prompts],
         max_new_tokens,
         num_slots,
-        lambda answers: [answer[-1] in ends for answer in answers],
+        lambda rows: [tokens[-1] in ends for tokens in rows],
         compiled,
         sampler=sampler,
     )
     prepared = nullcontext if compiled else PreparedProjections(looped).in_use
     completions: list[list[int]] = [[] for _ in prompts]
     with _inference(model, looped), prepared():
-        while answers := decoder.advance():
-            for index, answer in answers:
-                completions[index] = answer
+        while finished := decoder.advance():
+            for index, tokens in finished:
+                completions[index] = tokens
     return completions
 
 
@@ -176,20 +176,20 @@ class _Ends:
         # Each token holds a byte or more of the text.
         self.window = max((len(stop.encode()) for stop in stop_strings), default=0) + 4
 
-    def __call__(self, answers: list[list[int]]) -> list[bool]:
-        """Tell which of these answers, not empty and not ended before their last token, have ended."""
-        ended = [answer[-1] in self.end_ids for answer in answers]
+    def __call__(self, completions: list[list[int]]) -> list[bool]:
+        """Tell which of these completions, not empty and not ended before their last token, have ended."""
+        ended = [tokens[-1] in self.end_ids for tokens in completions]
         if self.stop_strings:
-            tails = self._decode([answer[-self.window :] for answer in answers])
+            tails = self._decode([tokens[-self.window :] for tokens in completions])
             ended = [
                 end or any(stop in tail for stop in self.stop_strings) for end, tail in zip(ended, tails, strict=True)
             ]
         return ended
 
-    def text(self, answer: list[int]) -> str:
+    def text(self, completion: list[int]) -> str:
         """Return the completion's text."""
-        length = next((place for place, token in enumerate(answer) if token in self.end_ids), len(answer))
-        return cut_before(self._decode([answer[:length]])[0], self.stop_strings)
+        length = next((place for place, token in enumerate(completion) if token in self.end_ids), len(completion))
+        return cut_before(self._decode([completion[:length]])[0], self.stop_strings)
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -216,8 +216,13 @@ def _json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_OF_NO_RESULT = {
+    *("compare_with", "benchmark_batch_size", "dry_run", "live_diagnostics_steps", "live_diagnostics_rows")
+}
+
+
 def _asked_for(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that say what is to be measured and made of a trained adapter."""
-    names = {f.name for f in fields(RunArguments)} - {"compare_with", "benchmark_batch_size", "dry_run"}
+    names = {f.name for f in fields(RunArguments)} - _OF_NO_RESULT
     given = {name: settings[name] for name in sorted(names & set(settings)) if settings[name] is not None}
     return json.loads(json.dumps(given, default=str))

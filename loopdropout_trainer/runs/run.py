@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +16,12 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
-from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
+from loopdropout_trainer.diagnostics import (
+    LiveDiagnosticsCallback,
+    evaluation_batches,
+    readout_losses,
+    single_loop_activation,
+)
 from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
@@ -101,6 +105,8 @@ class Run:
                 "`metric_for_best_model` must be loss, the only metric that a training evaluates; got "
                 f"{shown(config.metric_for_best_model)}."
             )
+        if getattr(config, "dataset_kwargs", None):
+            raise RecipeError("`dataset_kwargs` is for datasets that are prepared in Python: leave it out.")
         if config.rule in (self.script.compare_with or ()):
             raise RecipeError(f"`compare_with` must name other rules than `rule`; got {config.rule!r}.")
         if self.script.push_merged_to_hub and not config.hub_model_id:
@@ -123,6 +129,9 @@ class Run:
         hide_short_bars(self.data_args.num_train_examples or SHORT)
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, getattr(config, "max_length", None))
+        for name in ("eval_on_start", "single_loop_batches", "live_diagnostics_steps"):
+            if self.data.eval is None and (getattr(config, name, 0) or getattr(self.script, name, 0)):
+                raise RecipeError(f"`{name}` needs rows to evaluate on: give `num_eval_examples` or `eval_files`.")
         self.benchmarks = [self.load_benchmark(name) for name in self.script.benchmarks or ()]
 
     def load_benchmark(self, name: str) -> Benchmark:
@@ -173,6 +182,9 @@ class Run:
                 peft_config=self.peft_config,
                 **self.trainer_arguments(),
             )
+            if self.script.live_diagnostics_steps:
+                every, rows = self.script.live_diagnostics_steps, self.script.live_diagnostics_rows
+                trainer.add_callback(LiveDiagnosticsCallback(trainer, every, rows))
         checkpoint = self.checkpoint_for(config)
         if self.merges(config):  # before hours of training
             trainer.from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
@@ -230,9 +242,10 @@ class Run:
         outcome.benchmarks = self.evaluate(trainer, AFTER)
         outcome.by_depth = self.evaluate_depths(trainer, outcome.benchmarks)
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
-            batches = list(islice(trainer.get_eval_dataloader(), self.script.single_loop_batches))
-            outcome.single_loop = single_loop_activation(trainer.model, batches)
-            outcome.readout_losses = readout_losses(trainer.model, batches)
+            num_rows = self.script.single_loop_batches * config.per_device_eval_batch_size
+            batches = evaluation_batches(trainer, num_rows)
+            outcome.single_loop = single_loop_activation(trainer.model, batches, over_processes=True)
+            outcome.readout_losses = readout_losses(trainer.model, batches, over_processes=True)
         if self.script.single_loop_accuracy:
             outcome.single_loop_benchmarks = self.evaluate_single_loops(trainer)
         if is_main:

@@ -80,7 +80,9 @@ class PartArguments:
         default_factory=lambda: [101, 102, 103],
         metadata={"help": "Training seeds; the first of them choose the learning rate.", "nargs": "+"},
     )
-    full_grid: bool = field(default=False, metadata={"help": "Train every seed at every rate, and choose nothing."})
+    full_grid: bool = field(
+        default=False, metadata={"help": "Train every seed at every rate, and choose nothing; so it is with one rate."}
+    )
     settings: dict[str, Any] | None = field(
         default=None,
         metadata={
@@ -266,7 +268,7 @@ class Sweep:
             part = build(PartArguments, {**shared, "methods": methods, "settings": None, **given, "measure": measure})
         except ValueError as error:
             raise RecipeError(f"The part `{name}`: {error}") from None
-        part.methods = list(part.methods)
+        part.methods, part.full_grid = list(part.methods), part.full_grid or len(part.learning_rates) == 1
         for method in part.methods:
             if method not in methods:
                 raise RecipeError(
@@ -642,15 +644,16 @@ class Sweep:
     def _print_progress(self, job: Job, outcome: Mapping[str, Any], seconds: float) -> None:
         """Print what came of a job, how many are done, and how long the others will take."""
         self._refresh()
-        jobs = list(self.jobs())
-        waiting = {  # final runs whose rate is not chosen yet
-            (method, seed)
-            for part in self._parts_to_do().values()
-            for method in part.methods
-            for seed in part.seeds
-            if not self.final_jobs(part, method)
-        }
-        done, total = 1 + sum(self.is_done(each) for each in jobs if each is not job), len(jobs) + len(waiting)
+        jobs, waiting = {(job.run, job.selects): job}, set()
+        for part in self._parts_to_do().values():
+            for method in part.methods:
+                final = self.final_jobs(part, method)
+                jobs |= {(j.run, j.selects): j for j in [*self.selection_jobs(part, method), *final]}
+                waiting |= set() if final else {(method, seed) for seed in part.seeds}  # for the choice of their rate
+        done, total = (
+            1 + sum(self.is_done(each) for each in jobs.values() if each is not job),
+            len(jobs) + len(waiting),
+        )
         timed = [trial.user_attrs["seconds"] for trial in self._trials if "seconds" in trial.user_attrs]
         minutes = (total - done) * sum(timed) / len(timed) / max(1, len(self._active)) / 60
         scores = ", ".join(f"{name} {each['score']:.2f}%" for name, each in outcome.get("benchmarks", {}).items())

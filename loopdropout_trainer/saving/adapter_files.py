@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter, check_peft_config
 from loopdropout_trainer.looped import find_looped_model
@@ -36,11 +36,15 @@ def base_sha256(base: PreTrainedModel) -> str | None:
     """
     name = base.config.name_or_path
     if is_hub_name(name):
-        commit = getattr(base.config, "_commit_hash", None)
-        config = try_to_load_from_cache(name, "config.json", revision=commit)
+        config = try_to_load_from_cache(name, "config.json", revision=getattr(base.config, "_commit_hash", None))
         name = str(Path(config).parent) if isinstance(config, str) else ""
-    files = sorted(Path(name).glob("*.safetensors")) if name and Path(name).is_dir() else []
-    return sha256_of_weights(files) if files else None
+    single, index = Path(name, SAFE_WEIGHTS_NAME), Path(name, SAFE_WEIGHTS_INDEX_NAME)
+    if name and single.is_file():
+        return sha256_of_weights([single])
+    if name and index.is_file():  # the shards that it names, whatever else lies there
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sha256_of_weights(Path(name, shard) for shard in set(shards))
+    return None
 
 
 def save_adapter_metadata(model: PeftModel, folder: str | Path, **facts: Any) -> None:
@@ -120,21 +124,17 @@ def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, fold
     The files' hashes decide where both are known, so that a base may be renamed, moved and downloaded again.
     """
     trained_on, base = config.base_model_name_or_path, model.config.name_or_path
-    before, now = metadata.get("base_sha256"), None
-    if before is not None:
-        now = base_sha256(model)
     names_differ = bool(base and trained_on and base != trained_on)
-    if before is not None and now is not None:
-        is_other = before != now
-    else:
-        is_other = names_differ and is_hub_name(base) and is_hub_name(trained_on)
+    before = metadata.get("base_sha256")
+    now = base_sha256(model) if before else None
+    is_other = before != now if now else names_differ and is_hub_name(base) and is_hub_name(trained_on)
     if is_other:
         raise ValueError(
-            f"The adapter in {folder} was trained on {'other weights than those of ' * (not names_differ)}"
+            f"The adapter in {folder} was trained on {'' if names_differ else 'other weights than those of '}"
             f"{trained_on or 'another base model'}, not on {base}: load that base, or pass `another_base=True` to "
             "`load_adapter`."
         )
-    if now is None and names_differ:
+    if names_differ and not now:
         logger.warning(f"The adapter in {folder} was trained on {trained_on}; it is put on {base}.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -20,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 _UMASK = os.umask(0o022)  # it can only be read by setting it, so it is read once, before there are threads
 os.umask(_UMASK)
+
+_known: dict[tuple[Path, int, int], str] = {}  # SHA-256 by path, size and time
 
 
 def sha256(content: str | bytes | Path | Iterable[Path]) -> str:
@@ -54,14 +55,12 @@ def _sha256_of_large(file: Path) -> str:
     if re.fullmatch("[0-9a-f]{64}", file.name):
         return file.name
     facts = file.stat()
-    # A file may be written twice within the resolution of its time: what was written just now is read again.
-    settled = time.time() - facts.st_mtime > 2
-    return _remembered_sha256(file, facts.st_size, facts.st_mtime_ns) if settled else sha256(file)
-
-
-@functools.lru_cache(maxsize=1024)
-def _remembered_sha256(file: Path, size: int, modified: int) -> str:
-    return sha256(file)
+    key = (file, facts.st_size, facts.st_mtime_ns)
+    if (
+        key not in _known or time.time() - facts.st_mtime < 2
+    ):  # it may be written twice within the resolution of its time
+        _known[key] = sha256(file)
+    return _known[key]
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:

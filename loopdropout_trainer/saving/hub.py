@@ -125,15 +125,14 @@ def check_merge_target(folder: str | Path, model: PeftModel) -> None:
     Raises:
         ValueError: naming the weights.
     """
-    folder = Path(folder)
+    folder, base = Path(folder), model.get_base_model().config.name_or_path
     weights = sorted(file.name for file in folder.glob("*") if file.suffix in _WEIGHTS)
-    base = model.get_base_model().config.name_or_path
-    is_base = bool(base) and Path(base).is_dir() and folder.resolve() == Path(base).resolve()
+    is_base = bool(base) and folder.resolve() == Path(base).resolve()
     try:
         merged_into = json.loads((folder / MERGED).read_text(encoding="utf-8"))["merged_into"]
     except (OSError, ValueError, KeyError, TypeError):
         merged_into = None
-    if weights and (is_base or merged_into is None or merged_into != _base_of(model)):
+    if weights and (is_base or merged_into != _base_of(model)):
         what = "the base model" if is_base else "other weights"
         raise ValueError(f"{folder} holds {what} ({weights[0]}): choose another folder for the merged model.")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.settings.ranges import check_distinct, check_integer, check_list, check_number, shown
@@ -18,30 +20,22 @@ TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
 class ModelArguments:
     """Which looped model to train."""
 
-    model_name_or_path: str = field(
-        metadata={
-            "help": "Hub name or local folder of a looped model; `tiny-ouro` is the small one inside this package."
-        }
+    model_name_or_path: str = HfArg(
+        help="Hub name or local folder of a looped model; `tiny-ouro` is the small one inside this package."
     )
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
-    num_loops: int | None = field(
-        default=None, metadata={"help": "Recurrence depth K to train at. Default: the model's own."}
-    )
-    dtype: str = field(
+    model_revision: str = HfArg(default="main", help="Branch, tag or commit on the Hub.")
+    num_loops: int | None = HfArg(default=None, help="Recurrence depth K to train at. Default: the model's own.")
+    dtype: str = HfArg(
         default="bfloat16",
-        metadata={
-            "help": "Dtype of the frozen weights; adapters are float32.",
-            "choices": ["bfloat16", "float16", "float32"],
-        },
+        help="Dtype of the frozen weights; adapters are float32.",
+        metadata={"choices": ["bfloat16", "float16", "float32"]},
     )
-    attn_implementation: str = field(
-        default="sdpa", metadata={"help": "Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ..."}
+    attn_implementation: str = HfArg(
+        default="sdpa", help="Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ..."
     )
-    chat_template: str | None = field(
+    chat_template: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Chat template instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file."
-        },
+        help="Chat template instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file.",
     )
 
     def __post_init__(self):
@@ -73,24 +67,24 @@ class ModelArguments:
         return {key: value for key, value in fields.items() if value is not None}
 
 
-def check_depths(depths: list[int] | None) -> None:
+def check_depths(name: str, depths: list[int] | None) -> None:
     """Raise ValueError unless recurrence depths, if there are any, are different integers from 1 to MOST_LOOPS."""
     for depth in depths or ():
-        check_integer("depths", depth, 1, MOST_LOOPS)
-    check_distinct("depths", depths or [])
+        check_integer(name, depth, 1, MOST_LOOPS)
+    check_distinct(name, depths or [])
 
 
 @dataclass
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
 
-    lora_r: int = field(default=16, metadata={"help": "Rank r of the shared update."})
-    lora_alpha: int = field(default=32, metadata={"help": "alpha; the update is (alpha / r) B A."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "PEFT's dropout on the adapter's input."})
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Linear layers to adapt. Default: all in the recurrent block."}
+    lora_r: int = HfArg(default=16, help="Rank r of the shared update.")
+    lora_alpha: int = HfArg(default=32, help="alpha; the update is (alpha / r) B A.")
+    lora_dropout: float = HfArg(default=0.0, help="PEFT's dropout on the adapter's input.")
+    lora_target_modules: list[str] | None = HfArg(
+        default=None, help="Linear layers to adapt. Default: all in the recurrent block."
     )
-    use_rslora: bool = field(default=False, metadata={"help": "Scale the update by alpha / sqrt(r)."})
+    use_rslora: bool = HfArg(default=False, help="Scale the update by alpha / sqrt(r).")
 
     def __post_init__(self):
         check_integer("lora_r", self.lora_r, 1, 65_536)
@@ -117,48 +111,37 @@ class AdapterArguments:
 class BenchmarkArguments:
     """Which benchmarks to evaluate on, by greedy generation, and how."""
 
-    benchmarks: list[str] | None = field(
+    benchmarks: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": "Benchmarks to evaluate on, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval."
-        },
+        help="Benchmarks to evaluate on, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval.",
     )
-    benchmark_files: dict[str, str] | None = field(
-        default=None,
-        metadata={"help": "Local files or folders of benchmarks, as a mapping name: path (JSON on the command line)."},
+    benchmark_files: dict[str, str] | None = HfArg(
+        default=None, help="Local files or folders of benchmarks, as a mapping name: path (JSON on the command line)."
     )
-    benchmark_limit: int | None = field(
-        default=None, metadata={"help": "Number of problems of each benchmark. Default: all."}
+    benchmark_limit: int | None = HfArg(default=None, help="Number of problems of each benchmark. Default: all.")
+    benchmark_batch_size: int = HfArg(
+        default=16, help="Problems that one process decodes at a time; no completion depends on it."
     )
-    benchmark_batch_size: int = field(
-        default=16, metadata={"help": "Problems that one process decodes at a time; no completion depends on it."}
-    )
-    decoding: str = field(
+    decoding: str = HfArg(
         default="eager",
-        metadata={
-            "help": "How completions are decoded: `eager`, `compiled` (the same, with compiled steps) or `generate` "
-            "(transformers' own).",
-            "choices": ["eager", "compiled", "generate"],
-        },
+        help="How completions are decoded: `eager`, `compiled` (the same, with compiled steps) or `generate` "
+        "(transformers' own).",
+        metadata={"choices": ["eager", "compiled", "generate"]},
     )
-    apply_chat_template: bool | None = field(
-        default=None,
-        metadata={"help": "Pose every problem in the chat template. Default: as each benchmark's protocol has it."},
+    apply_chat_template: bool | None = HfArg(
+        default=None, help="Pose every problem in the chat template. Default: as each benchmark's protocol has it."
     )
-    system_instruction: str | None = field(
-        default=None, metadata={"help": "Text of a system turn, with `apply_chat_template: true`."}
+    system_instruction: str | None = HfArg(
+        default=None, help="Text of a system turn, with `apply_chat_template: true`."
     )
-    max_new_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Greatest length of a completion in tokens. Default: as each benchmark's protocol has it."},
+    max_new_tokens: int | None = HfArg(
+        default=None, help="Greatest length of a completion in tokens. Default: as each benchmark's protocol has it."
     )
 
-    confirm_run_unsafe_code: bool = field(
+    confirm_run_unsafe_code: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Run the programs that the model writes for code benchmarks also where bubblewrap cannot contain them. "
-            "Command line only."
-        },
+        help="Run the programs that the model writes for code benchmarks also where bubblewrap cannot contain them. Command "
+        "line only.",
     )
 
     def __post_init__(self):
@@ -176,54 +159,49 @@ class BenchmarkArguments:
 class RunArguments(BenchmarkArguments):
     """What happens around the training; the benchmarks are evaluated before and after it."""
 
-    compare_with: list[str] | None = field(
+    compare_with: list[str] | None = HfArg(
+        default=None, help="Other rules to train from the same initial adapter, data order and seed, for comparison."
+    )
+    evaluate_base: bool = HfArg(default=True, help="Evaluate on the benchmarks before training, too: the base model.")
+    single_loop_batches: int = HfArg(
+        default=0, help="Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+    )
+    single_loop_accuracy: bool = HfArg(
+        default=False, help="Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."
+    )
+    depths: list[int] | None = HfArg(
         default=None,
-        metadata={"help": "Other rules to train from the same initial adapter, data order and seed, for comparison."},
+        help="Recurrence depths at which the first benchmark is evaluated after training, beside the training depth.",
     )
-    evaluate_base: bool = field(
-        default=True, metadata={"help": "Evaluate on the benchmarks before training, too: the base model."}
-    )
-    single_loop_batches: int = field(
+    live_diagnostics_steps: int = HfArg(
         default=0,
-        metadata={
-            "help": "Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
-        },
+        help="Measure and log what the adapter does in each loop every so many steps and at the end, on a few evaluation rows "
+        "(docs/diagnostics.md); 0: never. Training is the same with and without it.",
     )
-    single_loop_accuracy: bool = field(
-        default=False,
-        metadata={"help": "Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."},
+    live_diagnostics_rows: int = HfArg(
+        default=16, help="Evaluation rows, from the first on, that the live diagnostics measure on."
     )
-    depths: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Recurrence depths at which the first benchmark is evaluated after training, beside the training depth.",
-            "nargs": "+",
-        },
-    )
-    merge: bool = field(default=False, metadata={"help": "Save the merged model in `output_dir`/merged."})
-    push_merged_to_hub: bool = field(
-        default=False, metadata={"help": "Merge, and push the merged model to `hub_model_id`."}
-    )
-    dry_run: bool = field(default=False, metadata={"help": "Check everything, say what would be done, and stop."})
+    merge: bool = HfArg(default=False, help="Save the merged model in `output_dir`/merged.")
+    push_merged_to_hub: bool = HfArg(default=False, help="Merge, and push the merged model to `hub_model_id`.")
+    dry_run: bool = HfArg(default=False, help="Check everything, say what would be done, and stop.")
 
     def __post_init__(self):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
         check_integer("single_loop_batches", self.single_loop_batches, 0)
-        check_depths(self.depths)
+        check_integer("live_diagnostics_steps", self.live_diagnostics_steps, 0)
+        check_integer("live_diagnostics_rows", self.live_diagnostics_rows)
+        check_depths("depths", self.depths)
 
 
 @dataclass
 class RewardArguments:
     """What completions are rewarded for, in reinforcement learning."""
 
-    rewards: list[str] = field(
+    rewards: list[str] = HfArg(
         default_factory=lambda: ["gsm8k_strict"],
-        metadata={
-            "help": "Rewards, which are added by `reward_weights`: `gsm8k_strict`, `gsm8k_format`, `last_number` or "
-            "`math_verify`, each 1 or 0 (docs/reinforcement.md).",
-            "nargs": "+",
-        },
+        help="Rewards, which are added by `reward_weights`: `gsm8k_strict`, `gsm8k_format`, `last_number` or "
+        "`math_verify`, each 1 or 0 (docs/reinforcement.md).",
     )
 
     def __post_init__(self):

@@ -157,10 +157,11 @@ def _refuse_code(value: Any, path: Path, field: str = "") -> None:
     elif isinstance(value, list):
         for item in value:
             _refuse_code(item, path, field)
-    elif field == "attn_implementation" and "/" in str(value):
+    elif (field == "attn_implementation" and "/" in str(value)) or (
+        field == "chat_template_path" and value is not None and not str(value).endswith((".jinja", ".j2"))
+    ):  # a kernel from the Hub; a tokenizer's repository, of which transformers may run modules
         raise RecipeError(
-            f"{path} sets `attn_implementation` {shown(value)}, a kernel from the Hub, which runs code: give it on the "
-            "command line, if you trust it."
+            f"{path} sets `{field}` {shown(value)}, which can run code: give it on the command line, if you trust it."
         )
 
 

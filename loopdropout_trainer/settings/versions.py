@@ -4,19 +4,20 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 
-LIBRARIES = [
-    "loopdropout-trainer",
-    "torch",
-    "transformers",
-    "trl",
-    "peft",
-    "accelerate",
-    "datasets",
-    "evaluate",
-    "tokenizers",
-    "lm-eval",
-    "evalplus",
-]
+LIBRARIES = (
+    *(
+        "loopdropout-trainer",
+        "torch",
+        "transformers",
+        "trl",
+        "peft",
+        "accelerate",
+        "datasets",
+        "evaluate",
+        "tokenizers",
+    ),
+    *("lm-eval", "evalplus"),
+)
 
 
 def library_versions() -> dict[str, str | None]:

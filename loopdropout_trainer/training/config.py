@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.settings.ranges import check_number
+from loopdropout_trainer.settings.ranges import check_integer, check_number
 from loopdropout_trainer.training.choices import make_choice
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
@@ -221,21 +221,8 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
     depth_sampling_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
     )
-    live_diagnostics_steps: int = field(
-        default=0,
-        metadata={
-            "help": "Measure and log what the adapter does in each loop every so many steps and at the end, on a few fixed "
-            "rows (docs/diagnostics.md); 0: never. Training is the same with and without it."
-        },
-    )
-    live_diagnostics_rows: int = field(
-        default=16, metadata={"help": "Evaluation rows, from the first on, that the live diagnostics measure on."}
-    )
 
     def __post_init__(self):
-        for name, least in (("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be at least {least}; got {getattr(self, name)}.")
         self.make_depth_sampler()
         if self.make_loop_loss().scores_all:
             for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
@@ -272,6 +259,10 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
     def __post_init__(self):
         check_number("beta", self.beta, 0, above=True)
         super().__post_init__()
-        for name in self.loss_type:
-            if name not in DPO_LOSSES:
-                raise ValueError(f"`loss_type` must be among {', '.join(DPO_LOSSES)}; got {name!r}.")
+        if not self.loss_type or not {*self.loss_type} <= {*DPO_LOSSES}:
+            raise ValueError(f"`loss_type` must be among {', '.join(DPO_LOSSES)}; got {self.loss_type!r}.")
+        check_number("label_smoothing", self.label_smoothing, most=0.5, below=True)
+        if self.ld_alpha is not None:
+            check_number("ld_alpha", self.ld_alpha, most=1)
+        if self.precompute_ref_batch_size is not None:
+            check_integer("precompute_ref_batch_size", self.precompute_ref_batch_size)

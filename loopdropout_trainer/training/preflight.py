@@ -159,6 +159,8 @@ def _check_numbers(args: TrainingArguments) -> None:
     check_number("num_train_epochs", args.num_train_epochs, above=True)
     check_number("neftune_noise_alpha", args.neftune_noise_alpha or 0, most=1e6)
     check_number("eval_delay", args.eval_delay)
+    if isinstance(getattr(args, "pad_to_multiple_of", None), int):
+        check_integer("pad_to_multiple_of", args.pad_to_multiple_of)
     for name in ("save_steps", "logging_steps", "eval_steps"):
         if getattr(args, name) is not None:
             check_number(name, getattr(args, name), above=True)
@@ -200,7 +202,12 @@ def _check_schedule(args: TrainingArguments) -> None:
         for _ in range(8):
             optimizer.step()
             scheduler.step(*[1.0] * (name in ("reduce_lr_on_plateau", "greedy")))  # which look at the loss
-            check_number("lr_scheduler_kwargs", optimizer.param_groups[0]["lr"])
+            rate = optimizer.param_groups[0]["lr"]
+            if not 0 <= rate <= args.learning_rate * (1 + 1e-9):
+                raise ValueError(
+                    f"`lr_scheduler_kwargs` {shown(keywords)} take the learning rate to {rate:g}: it must stay between 0 and "
+                    f"`learning_rate`, {args.learning_rate:g}."
+                )
 
 
 def _check_loader_and_compiler(args: TrainingArguments) -> None:
@@ -214,7 +221,8 @@ def _check_loader_and_compiler(args: TrainingArguments) -> None:
             multiprocessing_context=args.dataloader_multiprocessing_context,
         )
     if args.torch_compile:
-        with user_supplied(f"`torch_compile_mode` {shown(args.torch_compile_mode)} cannot be used"):
+        given = f"`torch_compile_backend` {args.torch_compile_backend}, `torch_compile_mode` {args.torch_compile_mode}"
+        with user_supplied(f"{given} cannot be used"):
             torch.compile(nn.Identity(), backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 
 from loopdropout_trainer.data.boundary import prompt_completion_ids
-from loopdropout_trainer.diagnostics.live import LiveDiagnosticsCallback
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutConfig
@@ -48,8 +47,6 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_example_ids, self.data_collator)
         self.data_collator = functools.partial(collate_completely, self.data_collator, find_looped_model(self.model))
-        if self.args.live_diagnostics_steps:
-            self.add_callback(LiveDiagnosticsCallback(self))
         self.depth_sampler = self.args.make_depth_sampler()
         self.loop_loss = self.args.make_loop_loss()
         self._check_depth_and_loss()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from numbers import Real
@@ -79,7 +80,8 @@ class LmEvalTask(Task):
                 if self.folder is None
                 else lm_eval.tasks.TaskManager(include_path=str(root / self.folder), include_defaults=False)
             )
-            specs = self._specs(name, manager, None if files is None else LocalRows.read(name, list_of(files), self))
+            rows = None if files is None else read_local_rows(name, list_of(files), self.task_of)
+            specs = self._specs(name, manager, rows)
             with quiet("lm_eval.api.task"):  # it tells how to use local datasets, for each of them
                 tasks = list(manager.load(specs)["tasks"].values())
         except DataError:
@@ -105,34 +107,78 @@ class LmEvalTask(Task):
                 task.dataset.check_examples(name, task)
         return benchmark
 
-    def _specs(self, name: str, manager: Any, local: LocalRows | None) -> list[Any]:
+    def _specs(self, name: str, manager: Any, rows: LocalRows | None) -> list[Any]:
         """Return what lm-eval's task manager loads: names, and dictionaries of what differs from the built-in tasks."""
-        if self.folder is None:
+        known = manager.all_subtasks
+        if self.folder is not None:
+            names = [task for task in known if task == self.tasks]
+            names = names or [task for task in known if task.startswith(f"{self.tasks}_")]
+        elif self.tasks in manager.all_tasks:
             names = [self.tasks]
-            if self.tasks not in manager.all_tasks:
-                raise ValueError(
-                    f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
-                )
         else:
-            names = [task for task in manager.all_subtasks if task == self.tasks]
-            names = names or [task for task in manager.all_subtasks if task.startswith(f"{self.tasks}_")]
-        if local is not None:
-            names = local.tasks_among(name, names, manager.all_subtasks)
-        elif not self.overrides:
+            raise ValueError(
+                f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
+            )
+        if rows is None and not self.overrides:
             return names
-        differing = [
-            {
-                "task": task,
-                **self.overrides,
-                **({} if local is None else {"custom_dataset": local.dataset(task), "dataset_kwargs": None}),
+        differing = {task: {"task": task, **self.overrides} for task in names}
+        if rows is not None:
+            if set(rows) == {None} and (len(names) != 1 or names[0] not in known):
+                raise DataError(
+                    f"`{name}` has several tasks: let `benchmark_files` name a folder with a file for each, TASK.jsonl."
+                )
+            chosen = names if set(rows) == {None} else sorted(rows)
+            valid = known if names and names[0] not in known else names  # the members of a group are not listed
+            for task in chosen:
+                if task not in valid:
+                    raise DataError(f"`{name}` has no task `{task}`, which the local files have rows of.")
+            differing = {
+                task: {
+                    "task": task,
+                    **self.overrides,
+                    "custom_dataset": partial(_dataset, Splits(task, rows.get(task, rows.get(None)))),
+                    "dataset_kwargs": None,
+                }
+                for task in chosen
             }
-            for task in names
-        ]
         # Built-in tasks take other fields inside a group only.
-        return [{"group": f"{name} with local settings", "task": differing}]
+        return [{"group": f"{name} with local settings", "task": list(differing.values())}]
 
 
 # Local files
+
+LocalRows = dict[str | None, dict[str | None, list[Row]]]
+"""Rows by task and split; None where the file does not say which."""
+
+
+def read_local_rows(name: str, files: list[Any], task_of: Callable[[Row], str] | None) -> LocalRows:
+    """Read files of one task's problems or, told apart by `task_of`, of several's; or folders of `TASK[.SPLIT].jsonl`.
+
+    Raises:
+        DataError: for a file that cannot be read or a bad row; it names file and row.
+    """
+    found: LocalRows = defaultdict(lambda: defaultdict(list))
+    for path in map(Path, files):
+        for file in sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]:
+            task, split = None, None
+            if path.is_dir():
+                task, _, split = file.name.removesuffix(".gz").rpartition(".")[0].partition(".")
+            for place, row in read_files([file]):
+                if isinstance(row, BadRow):
+                    raise DataError(f"{place} is not a problem of `{name}`: {row}")
+                try:
+                    row_task = task if path.is_dir() or task_of is None else task_of(row)
+                except KeyError as error:
+                    raise DataError(f"{place} is not a problem of `{name}`: the field {error} is missing") from None
+                found[row_task][split or None].append(row)
+    if not found:
+        raise DataError(f"`{name}` has no problems.")
+    return found
+
+
+def _dataset(splits: Splits, **kwargs: Any) -> Splits:
+    """Return the dataset of a task, as lm-eval asks for it."""
+    return splits
 
 
 class Splits:
@@ -152,80 +198,17 @@ class Splits:
         """Refuse examples in the prompt that would be test problems, because their own split has no rows.
 
         Raises:
-            ValueError: if there are such.
+            DataError: if there are such.
         """
         config = task.config
         tested = config.test_split or config.validation_split
         source = config.fewshot_split or config.training_split or tested
         given = (config.fewshot_config or {}).get("samples") if isinstance(config.fewshot_config, dict) else None
         if config.num_fewshot and not given and source != tested and source not in self.splits:
-            raise ValueError(
+            raise DataError(
                 f"`{name}` shows {config.num_fewshot} examples of the split `{source}`: let `benchmark_files` name a folder "
                 f"with {self.task}.jsonl and {self.task}.{source}.jsonl."
             )
-
-
-class LocalRows:
-    """The rows of local files by task and split."""
-
-    def __init__(self, rows: dict[str | None, dict[str | None, list[Row]]]) -> None:
-        self.rows = rows
-
-    @classmethod
-    def read(cls, name: str, files: list[Any], spec: LmEvalTask) -> LocalRows:
-        """Read files of one task's problems or, told apart by a column, of several's; or folders of `TASK[.SPLIT].jsonl`.
-
-        Raises:
-            ValueError: for a file that cannot be read or a bad row; it names file and row.
-        """
-        rows: dict[str | None, dict[str | None, list[Row]]] = defaultdict(lambda: defaultdict(list))
-        for path in map(Path, files):
-            if path.is_dir():
-                for file in sorted(each for each in path.iterdir() if each.is_file()):
-                    task, *split = file.name.removesuffix(".gz").rpartition(".")[0].split(".", 1)
-                    rows[task][split[0] if split else None] += [row for _, row in _rows(name, file)]
-                continue
-            for place, row in _rows(name, path):
-                try:
-                    task = None if spec.task_of is None else spec.task_of(row)
-                except KeyError as error:
-                    raise DataError(f"{place} is not a problem of `{name}`: the field {error} is missing") from None
-                rows[task][None].append(row)
-        if not rows:
-            raise ValueError(f"`{name}` has no problems.")
-        return cls(rows)
-
-    def tasks_among(self, name: str, names: list[str], all_tasks: Iterable[str]) -> list[str]:
-        """Return which tasks there are rows for.
-
-        Raises:
-            ValueError: for rows of none of the benchmark's tasks, or of several tasks that nothing tells apart.
-        """
-        if set(self.rows) == {None}:
-            if len(names) != 1 or names[0] not in all_tasks:
-                raise ValueError(
-                    f"`{name}` has several tasks: let `benchmark_files` name a folder with a file for each, TASK.jsonl."
-                )
-            return names
-        valid = (
-            set(all_tasks) if names and names[0] not in all_tasks else set(names)
-        )  # a group's members are not listed
-        unknown = [task for task in self.rows if task not in valid]
-        if unknown:
-            raise ValueError(f"`{name}` has no task `{unknown[0]}`, which the local files have rows of.")
-        return sorted(self.rows)
-
-    def dataset(self, task: str) -> Callable[..., Splits]:
-        """Return what gives lm-eval the dataset of a task."""
-        splits = self.rows[task] if task in self.rows else self.rows[None]
-        return lambda **kwargs: Splits(task, splits)
-
-
-def _rows(name: str, path: Path) -> Iterator[tuple[str, Row]]:
-    for place, row in read_files([path]):
-        if isinstance(row, BadRow):
-            raise DataError(f"{place} is not a problem of `{name}`: {row}")
-        yield place, row
 
 
 # Running
