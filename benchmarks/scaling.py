@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import speed
 import torch
 import transformers
 from datasets import disable_progress_bars
 
-from loopdropout_trainer.diagnostics.style import legend_above, method_styles, new_figure
+from loopdropout_trainer.reports import line_plot, save_figure
 
 
 BASE = speed.Preset(
@@ -155,30 +156,15 @@ def table(details: dict[str, Any]) -> str:
 
 
 def draw(details: dict[str, Any], path: Path) -> None:
-    """Draw the points and their lines."""
-    with new_figure(len(QUANTITIES), len(AXES), width=7.5, height=2.0, squeeze=False) as (figure, axes):
-        styles = method_styles(RULES)
-        for column, (axis, result) in enumerate(details["axes"].items()):
-            values = np.asarray(result["values"], dtype=float)
-            for row, (name, (label, scale)) in enumerate(QUANTITIES.items()):
-                plot = axes[row][column]
-                for rule in RULES:
-                    style, fit = styles[rule], result[rule]["lines"][name]
-                    plot.plot(
-                        values, scale * np.asarray(result[rule][name]), style.marker, color=style.color, label=rule
-                    )
-                    plot.plot(
-                        values,
-                        scale * (fit["slope"] * values + fit["intercept"]),
-                        color=style.color,
-                        linestyle=style.linestyle,
-                        linewidth=0.8,
-                    )
-                plot.set(xlabel=axis, ylim=(0, None), xlim=(0, None))
-                if column == 0:
-                    plot.set_ylabel(label)
-        legend_above(figure, axes[0][0])
-        figure.savefig(path)
+    """Draw the points of both rules: a row of panels for each quantity, a panel for each axis."""
+    rows = [
+        {"method": rule, "panel": f"{label}\nby {axis}", "x": float(x), "value": scale * value}
+        for name, (label, scale) in QUANTITIES.items()
+        for axis, result in details["axes"].items()
+        for rule in RULES
+        for x, value in zip(result["values"], result[rule][name], strict=True)
+    ]
+    save_figure(line_plot(pd.DataFrame(rows), "x", "", panel="panel", x_label=""), path.with_suffix(""))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,11 +10,14 @@ A recipe of sft.py or evaluate.py will do; what concerns only the training is no
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.run import FOLDER, run_diagnostics
 from loopdropout_trainer.evaluation.run import EvaluationArguments
+from loopdropout_trainer.reports import ReportError
+from loopdropout_trainer.reports.report import write_figures
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import run_command
@@ -31,7 +34,12 @@ def main(argv: list[str] | None = None) -> None:
     show_log()
     run_diagnostics(model, rows, arguments)
     if IS_FIRST:
-        print(f"Everything is in {os.path.join(arguments.output_dir, FOLDER)}")
+        folder = Path(arguments.output_dir) / FOLDER
+        try:
+            write_figures([folder], folder / "figures")
+        except ReportError as error:  # after hours of measuring
+            print(f"No figures: {error}")
+        print(f"Everything is in {folder}")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
     python recipes/report.py outputs/sweeps --tables math_main mask_controls --output_dir report
     python recipes/report.py outputs --tables all
 
-Without `--tables` it summarises whatever runs there are: accuracy, seeds, differences, costs. A table of the paper is a YAML
-file in recipes/tables/; it is written as Markdown, LaTeX, CSV and JSON, with the paper's numbers in columns of their own. What
-has not been measured is listed as missing.
+Without `--tables` it summarises whatever runs there are: accuracy by depth, differences, costs, and every figure that they
+have numbers for. A table or figure of the paper is a YAML file in recipes/tables/; a table is written as Markdown, LaTeX and
+CSV, with the paper's numbers in columns of their own, a figure as PNG, PDF and SVG. What is missing is listed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
-from loopdropout_trainer.reports.records import ReportError
-from loopdropout_trainer.reports.render import console_table
+from loopdropout_trainer.reports.reading import ReportError
 from loopdropout_trainer.reports.report import write_report
+from loopdropout_trainer.reports.specs import FinishedTable, grid, notes
 from loopdropout_trainer.settings.command import run_command
 
 
@@ -43,6 +44,17 @@ def main(argv: list[str] | None = None) -> None:
     for table in written.tables:
         console.print(console_table(table))
     console.print(written.summary, highlight=False, soft_wrap=True)
+
+
+def console_table(table: FinishedTable) -> Table:
+    """Return a table for the terminal."""
+    texts = grid(table)
+    out = Table(title=table.spec.title, title_justify="left", caption="\n".join(notes(table)), caption_justify="left")
+    for place, name in enumerate(texts):
+        out.add_column(name, justify="left" if place < len(table.spec.heads) else "right")
+    for row in texts.itertuples(index=False):
+        out.add_row(*row)
+    return out
 
 
 def table_files(names: list[str]) -> list[Path]:

@@ -1,29 +1,32 @@
-"""Reports: the paper's tables from folders as recipes and sweeps leave them, statistics, refusals, figures, the page."""
+"""Reports: the long table, what may be averaged, the paper's tables and figures from folders of sweeps, the page."""
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
-from loopdropout_trainer.evaluation.statistics import paired_difference, summarize
 from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.reports import render
-from loopdropout_trainer.reports.figures import make_figures
-from loopdropout_trainer.reports.measures import CellSpec, evaluate_cell
-from loopdropout_trainer.reports.records import ReportError, read_records
-from loopdropout_trainer.reports.report import write_report
-from loopdropout_trainer.reports.tables import build_table, load_table
-from loopdropout_trainer.runs.result import RunResult, write_results
+from loopdropout_trainer.reports import ReportError, load_table, specs
+from loopdropout_trainer.reports.averaging import average, difference, interval, select
+from loopdropout_trainer.reports.figures import automatic_figures, paper_figure
+from loopdropout_trainer.reports.plots import looks, points, save_figure
+from loopdropout_trainer.reports.report import summary_tables, write_report
+from loopdropout_trainer.reports.specs import Average, Cell, best_cells, build_table, load_spec
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
 ROOT = Path(__file__).parents[1]
-TABLES = sorted((ROOT / "recipes" / "tables").glob("*.yaml"))
+FILES = sorted((ROOT / "recipes" / "tables").glob("*.yaml"))
+TABLES = [path for path in FILES if not path.stem.startswith("figure_")]
+FIGURES = [path for path in FILES if path.stem.startswith("figure_")]
 PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").read_bytes()))["paper"]
 TOTALS = {"metamath_gsm8k": 40, "metamath_math500": 50, "gsm8k": 40}
 
@@ -34,54 +37,43 @@ TOTALS = {"metamath_gsm8k": 40, "metamath_math500": 50, "gsm8k": 40}
 def write_training(folder, settings, **measured):
     folder.mkdir(parents=True, exist_ok=True)
     rule = settings.get("rule", "loop_dropout")
-    fields = {"p": settings.get("p"), **(settings.get("rule_args") or {})}
-    drawn = make_rule(rule, **{key: value for key, value in fields.items() if value is not None and rule != "lora"})
-    p = getattr(drawn, "p", None)
-    p = list(p) if isinstance(p, tuple) else p
-    results = {
-        "rule": rule,
-        "p": p,
-        "num_loops": settings.get("num_loops", 4),
-        "trainable_parameters": 1000 * settings.get("lora_r", 16),
-        "train_seconds": 60.0 + settings["seed"] % 7,
-        "peak_memory_gb": 2.5,
-        "benchmarks": {},
-        "settings": settings,
-        **measured,
-    }
-    (folder / "results.json").write_text(json.dumps(results))
+    given = {"p": settings.get("p"), **(settings.get("rule_args") or {})}
+    p = getattr(make_rule(rule, **{k: v for k, v in given.items() if v is not None and rule != "lora"}), "p", None)
+    train = {
+        "rule": rule, "p": list(p) if isinstance(p, tuple) else p, "num_loops": settings.get("num_loops", 4),
+        "seed": settings["seed"], "r": settings.get("lora_r", 16), "peak_memory_gb": 2.5, "tokens_per_second": 900.0,
+        "train_seconds": 60.0 + settings["seed"] % 7, "trainable_parameters": 1000 * settings.get("lora_r", 16),
+    }  # fmt: skip
+    train |= measured.pop("train_info", {})
+    content = {"train_info": train, "run_info": {"settings": settings}, "benchmarks": {}, **measured}
+    (folder / "results.json").write_text(json.dumps(content))
 
 
 def answers(name, total, right, missing=()):
     """Predictions on `total` problems, right where `right` says so."""
-    return BenchmarkResult(
-        name,
-        [
-            Prediction(
-                f"{name} {i}", f"it is {i}", str(i), None if i in missing else str(i), bool(right[i]), id=str(i)
-            )
-            for i in range(total)
-        ],
+    made = lambda i: Prediction(
+        f"{name} {i}", f"it is {i}", str(i), None if i in missing else str(i), bool(right[i]), id=str(i)
     )
+    return BenchmarkResult(name, [made(i) for i in range(total)])
 
 
-def write_evaluation(folder, adapter, results, depth=4, **fields):
+def write_evaluation(folder, adapter, results, depth=4, **settings):
     folder.mkdir(parents=True, exist_ok=True)
-    row = {
-        "meta_info": {
-            "adapter_path": str(adapter),
-            "num_loops": depth,
-            "gates": None,
-            "readout": None,
-            "weights": "w",
-        },
-        "train_info": {},
-        "benchmarks": {
-            result.name: {**result.as_json(), "settings": {"problems": result.name, "max_new_tokens": 10, **fields}}
-            for result in results
-        },
+    meta = {
+        "model": "x/m",
+        "adapter_path": adapter and str(adapter),
+        "num_loops": depth,
+        "gates": None,
+        "readout": None,
     }
-    (folder / "evaluation.json").write_text(json.dumps({"format": 2, "rows": {adapter.name: row}}))
+    entries = {
+        each.name: {**each.as_json(), "settings": {"max_new_tokens": 10, "adapter": str(adapter), **settings}}
+        for each in results
+    }
+    row = {"meta_info": meta, "train_info": {}, "benchmarks": entries}
+    (folder / "evaluation.json").write_text(
+        json.dumps({"format": 2, "rows": {adapter.name if adapter else "base": row}})
+    )
 
 
 def settings_of(recipe, rule=None):
@@ -125,28 +117,6 @@ def run_sweep(path, outputs, rng, benchmarks=None):
     return folder
 
 
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
-    """All sweeps of recipes/sweeps, and diagnostics of their runs."""
-    folder, rng = tmp_path_factory.mktemp("outputs"), np.random.default_rng(0)
-    nine = [
-        "mmlu",
-        "bbh",
-        "truthfulqa_mc2",
-        "ifeval_strict",
-        "ifeval_loose",
-        "humaneval",
-        "humaneval_plus",
-        "mbpp",
-        "mbpp_plus",
-    ]
-    for path in sorted((ROOT / "recipes" / "sweeps").glob("*.yaml")):
-        run_sweep(path, folder, rng, nine if path.stem == "tulu2" else None)
-    for name in ("metamath_gsm", "gsm8k_single_loop"):
-        write_diagnostics(folder / name, rng)
-    return folder
-
-
 def write_diagnostics(sweep, rng):
     runs = [path.parent for path in sorted(sweep.rglob("results.json")) if (path.parent / "test").is_dir()]
     subjects = ["Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra",
@@ -156,7 +126,7 @@ def write_diagnostics(sweep, rng):
         "level": {str(level): {"correct": 2, "total": 8} for level in range(1, 6)},
     }
     measured = {
-        "single_loop": lambda: {"only": rng.random(4).tolist(), "reductions_percent": (100 * rng.random(4)).tolist()},
+        "single_loop": lambda: {"frozen": 1.0, "only": rng.random(4).tolist(), "all_on": 0.4},
         "single_loop_generation": lambda: {
             "metamath_gsm8k": {
                 "total": 40,
@@ -164,300 +134,565 @@ def write_diagnostics(sweep, rng):
             }
         },
         "readouts": lambda: {"losses": rng.random(4).tolist()},
-        "answers": lambda: {"metamath_math500": {"groups": groups}},
+        "answers": lambda: {"metamath_math500": {"groups": groups, "total": 63}},
+        "settling": lambda: {"state_distances": rng.random(4).tolist()},
     }
     (sweep / "diagnostics").mkdir()
+    settings = {"model": "x/m", "num_loops": 4, "rows": {"source": "metamath_math500", "num_rows": 8}}
     for name, measure in measured.items():
-        entries = [
-            {"method": "x", "kind": "adapter", "path": str(run), "seed": 1, "rule": "lora", "measured": measure()}
-            for run in runs
-        ]
-        (sweep / "diagnostics" / f"{name}.json").write_text(json.dumps({"diagnostic": name, "runs": entries}))
+        runs_of = [{"method": "x", "path": str(run), "seed": 1, "rule": "lora", "measured": measure()} for run in runs]
+        content = {"diagnostic": name, "settings": settings, "runs": runs_of}
+        (sweep / "diagnostics" / f"{name}.json").write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
-def records(outputs):
-    return read_records([outputs])
+def table(tmp_path_factory):
+    """The long table of all sweeps of recipes/sweeps, and of diagnostics of their runs."""
+    folder, rng = tmp_path_factory.mktemp("outputs"), np.random.default_rng(0)
+    tulu = ["mmlu", "bbh", "truthfulqa_mc2", "ifeval_strict", "ifeval_loose", "humaneval", "humaneval_plus", "mbpp",
+            "mbpp_plus"]  # fmt: skip
+    for path in sorted((ROOT / "recipes" / "sweeps").glob("*.yaml")):
+        run_sweep(path, folder, rng, tulu if path.stem == "tulu2" else None)
+    for name in ("metamath_gsm", "gsm8k_single_loop"):
+        write_diagnostics(folder / name, rng)
+    found = load_table([folder])
+    assert found.attrs["skipped"] == []
+    return found
 
 
-# --- the paper's tables -------------------------------------------------------------------------------------------------
+# --- the paper's tables and figures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_every_table_comes_out_of_what_its_sweeps_leave(path, records):
-    table = build_table(load_table(path), records)
-    assert table.missing == []
-    # Each form holds every number and what the paper printed.
-    texts = [render.markdown(table), render.comma_separated(table), render.json_text(table)]
-    for row, paper in zip(table.cells, table.paper, strict=True):
-        for cell, printed in zip(row, paper, strict=True):
-            assert all(cell.text in text for text in texts)
-            assert printed is None or all(printed in text for text in texts)
-    tex = render.latex(table)
-    assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 1
-    assert rf"\label{{{table.spec.label}}}" in tex
+def test_every_table_comes_out_of_what_its_sweeps_leave(path, table):
+    filled = build_table(load_spec(path), table)
+    assert filled.missing == []
+    cells, paper = ([each for row in rows for each in row] for rows in (filled.cells, filled.paper))
+    markdown, lines = specs.markdown(filled), specs.numbers(filled)
+    assert all(cell.text.replace("|", "\\|") in markdown for cell in cells) and list(lines["text"]) == [
+        c.text for c in cells
+    ]
+    assert all(printed in markdown for printed in paper) and list(lines["paper"]) == paper
+    tex = specs.latex(filled)
+    assert tex.count(r"\begin{tabular}") == tex.count(r"\toprule") == 1 and rf"\label{{{filled.spec.label}}}" in tex
 
 
-def test_every_table_of_the_paper_has_a_file():
-    labels = {load_table(path).label for path in TABLES}
+def test_every_table_and_figure_of_the_paper_has_a_file():
+    labels = {load_spec(path).label for path in FILES}
     paper = {"recipes", "math_main", "tulu_main", "matched_expansion", "single_loop_generation", "mask_controls",
-             "sharing_mask",
-             "training_cost_seeds", "family_comparison", "control_seeds", "tulu_all", "variants", "rank_results",
+             "sharing_mask", "training_cost_seeds", "family_comparison", "control_seeds", "tulu_all", "variants",
+             "rank_results",
              "answer_decomposition", "returned_seeds", "coto_seeds", "lora_dropout_seeds", "ouro26_tuned",
              "ouro26_tuned_seeds", "rank_tuned", "rank_tuned_seeds", "math_rank16_breakdown", "depth_matrix", "gsm8k_scale",
              "lr_curve", "transfer", "depth", "single_occurrence", "metamath_readouts"}  # fmt: skip
-    assert labels >= {f"tab:{name}" for name in paper}
-    for path in TABLES:  # and says which commands make its runs
-        for command in filter(None, load_table(path).made_by.split(" ; ")):
-            script, recipe = command.split()[1:3]
-            assert (ROOT / script).name in ("sweep.py", "diagnose.py")
-            assert (ROOT / recipe).is_file(), command
+    figures = {"teaser", "overview", "rank_overview", "depth_gains", "depth_accuracy", "early_adaptation"}
+    assert labels >= {f"tab:{name}" for name in paper} | {f"fig:{name}" for name in figures}
+    for command in (command for path in FILES for command in load_spec(path).made_by):
+        file = command.split()[2] if " " in command else command
+        assert (ROOT / "recipes" / file).is_file(), command
 
 
-def test_minutes_and_gigabytes_are_those_that_training_runs_have_written(tmp_path):
-    """tab:matched_expansion and tab:training_cost_seeds, from the results.json that a run writes when it ends."""
-    sweep = load_recipe(ROOT / "recipes" / "sweeps" / "metamath_gsm.yaml")
-    minutes = {"lora": (111, 106, 113), "loop_dropout": (130, 128, 127), "lora_dropout": (442, 438, 453)}
-    outputs = tmp_path / "metamath_gsm"
-    outputs.mkdir()
-    (outputs / "sweep.json").write_text("{}")
-    for method, times in minutes.items():
-        recipe = next(
-            (each for each in sweep["methods"] if Path(each).stem == method and "/" in each), sweep["recipe"]
-        )
-        for seed, time in zip(sweep["seeds"], times, strict=True):
-            settings = {**settings_of(recipe, None if "/" in recipe[8:] else method), "seed": seed}
-            outcome = RunResult(
-                rule=settings["rule"],
-                p=settings.get("p"),
-                num_loops=4,
-                trainable_parameters=15_138_816,
-                steps=3125,
-                examples=100_000,
-                train_loss=0.2,
-                train_seconds=60.0 * time,
-                peak_memory_gb=45.36,
-                benchmarks=[answers("metamath_gsm8k", 10, [True] * 10)],
-            )
-            write_results(outcome, settings, outputs / method / str(seed), run={})
-    records = read_records([outputs])
-    table = build_table(load_table(ROOT / "recipes" / "tables" / "matched_expansion.yaml"), records)
-    found = {
-        names[0]: [cell.text for cell in cells[2:]] for names, cells in zip(table.names, table.cells, strict=True)
-    }
-    assert found["LoRA"] == ["110.0 ± 3.6", "45.36 ± 0.00"]
-    assert found["Loop Dropout"] == ["128.3 ± 1.5", "45.36 ± 0.00"]
-    assert found["LoRA Dropout"] == ["444.3 ± 7.8", "45.36 ± 0.00"]
-    seeds = build_table(load_table(ROOT / "recipes" / "tables" / "training_cost_seeds.yaml"), records)
-    assert "111.00 / 106.00 / 113.00" in render.markdown(seeds)
+BOLD = """
+math_main: 86.53 88.73 47.53 47.20 | tulu_main: 69.92 68.91 48.19 46.46 61.51 | matched_expansion: 86.53 47.53
+mask_controls: 87.57 44.00 | family_comparison: 85.52 60.11 40.80 13.80 | tulu_all: 71.00 61.51 63.20
+ouro26_tuned: 88.73 47.20
+gsm8k_scale: 81.8 81.9 81.2 89.0 88.1 | lr_curve: 82.2 | transfer: 83.8 60.0 83.1 59.4
+"""  # what the paper prints in bold; all other tables have nothing of it
+
+
+def test_bold_is_the_papers(table):
+    """Each table's rule of bold, applied to the paper's own means, gives the numbers that the paper prints in bold."""
+    want = dict(entry.split(": ") for line in BOLD.strip().splitlines() for entry in line.split(" | "))
+    for path in TABLES:
+        filled = build_table(load_spec(path), table)
+        pairs = [pair for row in zip(filled.cells, filled.paper, strict=True) for pair in zip(*row, strict=True)]
+        printed = [
+            Cell(text, Average((float(text.split()[0]),), (0,)), cell.bold)
+            for cell, text in pairs
+            if cell.bold is not None
+        ]
+        found = sorted(cell.text.split()[0] for cell in best_cells(printed))
+        assert found == sorted(want.pop(path.stem, "").split()), path.stem
+    assert not want
+    filled = build_table(load_spec(ROOT / "recipes/tables/mask_controls.yaml"), table)
+    best = max((row[0] for row in filled.cells), key=lambda cell: cell.found.mean)
+    assert rf"\textbf{{{best.text}}}".replace("±", r"$\pm$") in specs.latex(
+        filled
+    ) and f"**{best.text}**" in specs.markdown(filled)
+
+
+def test_a_benchmark_with_two_metrics_gives_each_column_its_own(tmp_path):
+    """HumanEval is not HumanEval+, and IFEval loose not strict, though one benchmark gives both."""
+    pairs = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp", "ifeval": "ifeval_loose"}
+    (tmp_path / "tulu2").mkdir()
+    (tmp_path / "tulu2" / "sweep.db").touch()
+    for seed in (101, 102, 103):
+        run = tmp_path / "tulu2" / str(seed)
+        write_training(run, {"seed": seed, "rule": "lora"})
+        results = []
+        for name, other in pairs.items():
+            first = "ifeval_strict" if name == "ifeval" else name
+            rows = [
+                Prediction(f"{i}", "", "", "x", i < 10, id=str(i), values={first: float(i < 10), other: float(i < 30)})
+                for i in range(40)
+            ]
+            metric = {m: specs_metric(rows, m) for m in (first, other)}
+            results.append(BenchmarkResult(name, rows, metric))
+        results += [answers(name, 40, [True] * 40) for name in ("mmlu", "bbh", "truthfulqa_mc2")]
+        write_evaluation(run / "test", run, results)
+    filled = build_table(load_spec(ROOT / "recipes/tables/tulu_all.yaml"), load_table([tmp_path]))
+    found = {names[0]: cells[0].text for names, cells in zip(filled.names, filled.cells, strict=True)}
+    assert found["HumanEval"] == found["MBPP"] == found["IFEval loose"] == "75.00 ± 0.00"
+    assert found["HumanEval+"] == found["MBPP+"] == found["IFEval strict"] == "25.00 ± 0.00"
+    assert found["Average (9 metrics)"] == f"{(3 * 100 + 3 * 75 + 3 * 25) / 9:.2f} ± 0.00"
+
+
+def specs_metric(rows, name):
+    from loopdropout_trainer.evaluation.results import Metric
+
+    return Metric.of([row.values[name] for row in rows])
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
+def test_every_figure_comes_out_of_what_its_sweeps_leave(path, table, tmp_path):
+    plot = paper_figure(load_spec(path), table)
+    for file in save_figure(plot, tmp_path / path.stem):
+        assert file.stat().st_size > 3_000
+    if path.stem == "figure_depth_gains":
+        matrix = build_table(load_spec(ROOT / "recipes/tables/depth_matrix.yaml"), table)
+        lora, loop_dropout = (matrix.cells[row][1].found.mean for row in (0, 3))  # trained at 4, evaluated at 6
+        gain = plot.data[(plot.data["x"] == "6") & (plot.data["y"] == "4")]["mean"].item()
+        assert gain == pytest.approx(loop_dropout - lora)
+    if path.stem == "figure_early_adaptation":
+        assert plot.data.groupby(["panel", "by"], observed=True).size().tolist() == [4] * 4
+    if path.stem == "figure_overview":
+        assert set(plot.data["mean"][plot.data["panel"] == "training"]) == {0.0, 2.0}
+
+
+# --- what is averaged ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", PAPER["mean_sd"])
 def test_the_papers_counts_give_what_it_printed(row, tmp_path):
     """Through folders, a table's file and a cell: 86.53 ± 0.44 is 1148, 1139 and 1137 of 1319."""
     for seed, correct in enumerate(row["per_seed_correct"]):
-        folder = tmp_path / f"seed_{seed}"
-        write_training(folder, {"seed": seed, "rule": "lora"})
-        right = np.arange(row["n"]) < correct
-        write_evaluation(folder / "test", folder, [answers("b", row["n"], right)])
-    cell = evaluate_cell(CellSpec(benchmark="b", where={"method": "LoRA"}), read_records([tmp_path]))
-    printed = f"{row['mean_printed']} ± {row['sd_printed']}"
+        write_training(tmp_path / str(seed), {"seed": seed, "rule": "lora"})
+        write_evaluation(
+            tmp_path / str(seed) / "test",
+            tmp_path / str(seed),
+            [answers("b", row["n"], np.arange(row["n"]) < correct)],
+        )
     decimals = len(row["mean_printed"].split(".")[1])
-    assert summarize(cell.by_seed).text(decimals) == printed
-    assert (cell.seeds, cell.missing) == ((0, 1, 2)[: len(row["per_seed_correct"])] or cell.seeds, "")
+    cell = only_cell(tmp_path, f"decimals: {decimals}")
+    assert cell.text == f"{row['mean_printed']} ± {row['sd_printed']}"
 
 
-def test_a_difference_is_paired_by_seed_and_problem(tmp_path):
-    rng = np.random.default_rng(1)
-    shares = {"lora": 0.5, "loop_dropout": 0.7}
-    right = {(rule, seed): rng.random(200) < share for rule, share in shares.items() for seed in (1, 2)}
-    for (rule, seed), values in right.items():
-        folder = tmp_path / rule / str(seed)
-        write_training(folder, {"seed": seed, "rule": rule, "p": 0.5})
-        write_evaluation(folder / "test", folder, [answers("b", 200, values)])
-    spec = CellSpec(benchmark="b", where={"method": "Loop Dropout"}, minus={"method": "LoRA"})
-    cell = evaluate_cell(spec, read_records([tmp_path]))
-    by_seed = [100 * (right["loop_dropout", seed].mean() - right["lora", seed].mean()) for seed in (1, 2)]
-    assert cell.by_seed == pytest.approx(by_seed)
-    # A plain bootstrap over problems, written out.
-    gains = 100 * np.mean([right["loop_dropout", s].astype(float) - right["lora", s] for s in (1, 2)], axis=0)
-    draws = [gains[rng.integers(0, 200, 200)].mean() for _ in range(4000)]
-    assert [cell.low, cell.high] == pytest.approx(np.percentile(draws, [2.5, 97.5]), abs=0.8)
-    with pytest.raises(ValueError, match="not about the same problems"):
-        paired_difference([answers("b", 3, [1, 1, 1])], [answers("c", 3, [1, 1, 1])])
+def only_cell(folder, options="", method="LoRA"):
+    path = folder / "one.yaml"
+    path.write_text(f"label: tab:x\ntitle: X\ncolumns: {{B: {{metric: b, {options}}}}}\nrows: [[{method}]]\n")
+    return build_table(load_spec(path), load_table([folder])).cells[0][0]
 
 
-# --- what is missing, and what cannot be compared -----------------------------------------------------------------------
-
-
-LORA_2 = {"seed": 2, "rule": "lora", "model_name_or_path": "x/m", "learning_rate": 1e-3}
+BASIC = {"rule": "lora", "p": 0.5, "model_name_or_path": "x/m", "learning_rate": 1e-3}
 
 
 @pytest.fixture
-def two_seeds(tmp_path):
+def runs(tmp_path):
     for rule in ("lora", "loop_dropout"):
         for seed in (1, 2):
             folder = tmp_path / "runs" / rule / str(seed)
-            write_training(
-                folder, {"seed": seed, "rule": rule, "p": 0.5, "model_name_or_path": "x/m", "learning_rate": 1e-3}
+            write_training(folder, {**BASIC, "seed": seed, "rule": rule})
+            write_evaluation(
+                folder / "test", folder, [answers("b", 30, np.arange(30) < 10 + seed + 5 * (rule != "lora"))]
             )
-            write_evaluation(folder / "test", folder, [answers("b", 30, np.arange(30) < 10 + seed)])
     return tmp_path / "runs"
 
 
-def simple_table(
-    tmp_path, text="rows: [{name: LoRA, where: {method: LoRA}}, {name: LD, where: {method: Loop Dropout}}]"
-):
-    path = tmp_path / "table.yaml"
-    path.write_text(f"label: tab:x\ntitle: X\nmade_by: python y\ncolumns: [{{name: B, benchmark: b}}]\n{text}\n")
-    return load_table(path)
-
-
-def test_what_is_missing_is_named_and_not_invented(two_seeds, tmp_path):
-    (two_seeds / "lora" / "2" / "test" / "evaluation.json").unlink()
-    table = build_table(simple_table(tmp_path), read_records([two_seeds]))
-    assert table.cells[0][0].text == "36.67"  # one seed is one seed
-    shutil.rmtree(two_seeds / "lora")
-    table = build_table(simple_table(tmp_path), read_records([two_seeds]))
-    assert table.cells[0][0].text == "–"
-    assert table.missing == ["LoRA, B: no run with method LoRA"]
-    assert "no run with method LoRA" in render.markdown(table)
-    assert "Made by: python y" in render.markdown(table)
+def evaluate_again(run, total=30, **settings):
+    write_evaluation(run / "test", run, [answers("b", total, [1] * total)], **settings)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "setting"),
     [
-        (lambda run: write_evaluation(run / "test", run, [answers("b", 30, [1] * 30)], max_new_tokens=99), "max_new_tokens"),
-        (lambda run: write_evaluation(run / "test", run, [answers("b", 20, [1] * 20)]), "`total`"),
-        (lambda run: write_training(run, {**LORA_2, "model_name_or_path": "x/other"}), "`model`"),
-        (lambda run: write_training(run, {**LORA_2, "learning_rate": 2e-3}), "`learning_rate`"),
+        (lambda run: evaluate_again(run, max_new_tokens=99), "max_new_tokens"),
+        (lambda run: evaluate_again(run, system_instruction="Be brief."), "system_instruction"),
+        (lambda run: evaluate_again(run, chat_template="tulu"), "chat_template"),
+        (lambda run: evaluate_again(run, 20), "total"),
+        (lambda run: write_training(run, {**BASIC, "seed": 2, "model_name_or_path": "x/other"}), "model"),
+        (lambda run: write_training(run, {**BASIC, "seed": 2, "learning_rate": 2e-3}), "learning_rate"),
+        (lambda run: write_training(run, {**BASIC, "seed": 2, "a_setting_of_next_year": 1}), "a_setting_of_next_year"),
+        (lambda run: write_training(run, {**BASIC, "seed": 2}, train_info={"p": 0.3}), "p"),
+        (lambda run: write_training(run, {**BASIC, "seed": 1}), "seed 1"),
     ],
 )  # fmt: skip
-def test_runs_that_cannot_be_compared_are_refused_with_the_field(two_seeds, tmp_path, change, message):
-    change(two_seeds / "lora" / "2")
-    with pytest.raises(ReportError, match=message):
-        build_table(simple_table(tmp_path), read_records([two_seeds]))
+def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(runs, change, setting):
+    """A table of the paper's kind refuses them with the names; a summary and a figure show them apart."""
+    change(runs / "lora" / "2")
+    with pytest.raises(ReportError, match=setting):
+        only_cell(runs)
+    if setting != "seed 1":
+        found = load_table([runs])
+        accuracy = summary_tables(found)[0]
+        lora = [
+            cell
+            for names, row in zip(accuracy.names, accuracy.cells, strict=True)
+            if names[0] == "LoRA"
+            for cell in row
+        ]
+        assert {len(cell.found.seeds) for cell in lora if cell.found} == {1}
+        with pytest.raises(ReportError, match=setting):
+            points(found[found["metric"] == "b"], "depth", "method", None)
 
 
-def test_rows_with_other_prompts_do_not_stand_in_one_column(two_seeds, tmp_path):
+def test_figures_never_pool_and_name_what_differs(tmp_path):
+    for p in (0.25, 0.75):
+        for seed in (1, 2):
+            by_depth = {str(k): answers("b", 20, np.arange(20) < 10 + k + (p > 0.5)).as_json() for k in (2, 4)}
+            settings = {**BASIC, "rule": "loop_dropout", "p": p, "seed": seed}
+            benchmarks = {"b": by_depth["4"]}
+            write_training(tmp_path / f"{p}" / str(seed), settings, benchmarks=benchmarks, by_depth=by_depth)
+    plot = automatic_figures(load_table([tmp_path]))["depth_accuracy"]
+    assert sorted(set(plot.data["by"])) == ["Loop Dropout, p = 0.25", "Loop Dropout, p = 0.75"]
+    assert set(plot.data["seeds"]) == {2}
+
+
+def test_results_that_were_evaluated_differently_are_not_compared(runs, tmp_path):
     for seed in (1, 2):
-        run = two_seeds / "lora" / str(seed)
-        write_evaluation(run / "test", run, [answers("b", 30, [1] * 30)], chat_template="other")
-        run = two_seeds / "loop_dropout" / str(seed)
-        write_evaluation(run / "test", run, [answers("b", 30, [1] * 30)], chat_template="own")
-    with pytest.raises(ReportError, match="cannot stand in one column.*`chat_template`"):
-        build_table(simple_table(tmp_path), read_records([two_seeds]))
+        evaluate_again(runs / "lora" / str(seed), chat_template="other")
+    path = tmp_path / "two.yaml"
+    path.write_text("label: tab:x\ntitle: X\ncolumns: {B: {metric: b}}\nrows: [[LoRA], [Loop Dropout]]\n")
+    with pytest.raises(ReportError, match="chat_template"):
+        build_table(load_spec(path), load_table([runs]))
+    accuracy = summary_tables(load_table([runs]))[0]
+    assert len(accuracy.spec.columns) == 2 and any("chat_template other" in name for name in accuracy.spec.columns)
 
 
-def test_another_run_of_the_same_seed_is_refused(two_seeds, tmp_path):
-    shutil.copytree(two_seeds / "lora" / "1", two_seeds / "lora" / "1_again")
-    file = two_seeds / "lora" / "1_again" / "test" / "evaluation.json"
-    file.write_text(file.read_text().replace("lora/1", "lora/1_again"))
-    with pytest.raises(ReportError, match="Two runs of seed 1"):
-        build_table(simple_table(tmp_path), read_records([two_seeds]))
+def test_what_is_not_a_number_is_not_left_out_of_a_mean(runs):
+    file = runs / "lora" / "2" / "test" / "evaluation.json"
+    content = json.loads(file.read_text())
+    entry = content["rows"]["2"]["benchmarks"]["b"]
+    entry["metrics"]["b"] |= {"score": float("nan"), "correct": None}
+    file.write_text(json.dumps(content))
+    assert only_cell(runs).text == "nan"
+
+
+def test_a_difference_is_paired_by_seed_and_its_interval_is_over_seeds_and_problems(tmp_path):
+    rng = np.random.default_rng(1)
+    shift = {1: 0.1, 2: 0.4, 3: 0.2}  # seeds differ far more than problems do
+    right = {
+        (rule, seed): rng.random(400) < 0.4 + (shift[seed] if rule != "lora" else 0)
+        for rule in ("lora", "loop_dropout")
+        for seed in shift
+    }
+    for (rule, seed), values in right.items():
+        folder = tmp_path / rule / str(seed)
+        write_training(folder, {**BASIC, "seed": seed, "rule": rule})
+        write_evaluation(folder / "test", folder, [answers("b", 400, values)])
+    cell = only_cell(tmp_path, "minus: {method: LoRA}", "Loop Dropout")
+    gains = 100.0 * np.stack([right["loop_dropout", s].astype(float) - right["lora", s] for s in (1, 2, 3)])
+    assert cell.found.values == pytest.approx(gains.mean(axis=1))
+    draws = [gains[rng.integers(0, 3, 3)][:, rng.integers(0, 400, 400)].mean() for _ in range(4000)]  # written out
+    assert [cell.found.low, cell.found.high] == pytest.approx(np.percentile(draws, [2.5, 97.5]), abs=1.5)
+    over_problems = [gains[:, rng.integers(0, 400, 400)].mean() for _ in range(1000)]
+    assert cell.found.high - cell.found.low > 2 * np.ptp(np.percentile(over_problems, [2.5, 97.5]))
+    assert interval(gains[:1]) == (None, None)  # one seed says nothing about others
+    low, high = interval(gains.mean(axis=1, keepdims=True))
+    assert low == pytest.approx(gains.mean(axis=1).min(), abs=3) and high <= gains.mean(axis=1).max()
+    table = load_table([tmp_path])
+    rows = {m: select(table, {"method": m, "metric": "b"}) for m in ("LoRA", "Loop Dropout")}
+    parts = [
+        difference(rows["Loop Dropout"], rows["LoRA"], "x", part).mean
+        for part in ("both_extractable", "missing_in_either")
+    ]
+    assert sum(parts) == pytest.approx(cell.found.mean)
+    with pytest.raises(ReportError, match="seeds"):
+        difference(rows["Loop Dropout"], rows["LoRA"].iloc[:2], "x")
+
+
+def test_a_method_looks_the_same_in_every_figure():
+    every = looks(["LoRA", "Loop Dropout", "base", "CoTo", "LoRA+", "Loop Dropout, p = 0.25", "mine"])
+    assert len(set(every.values())) == len({each[:2] for each in every.values()}) == 7
+    for names in (["CoTo", "LoRA"], ["LoRA", "mine"], ["Loop Dropout"]):
+        assert all(looks(names)[name] == every[name] for name in names if name != "mine")
+    assert list(looks(["mine", "Loop Dropout", "LoRA", "base"]))[:3] == ["base", "LoRA", "Loop Dropout"]
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_read_with_all_that_it_measured(tmp_path):
+    """The quickstart's form: the base, eight depths, single loops with their accuracy, readouts, the learning curve."""
+    by_depth = {str(k): answers("b", 20, np.arange(20) < k).as_json() for k in range(1, 9)}
+    for rule in ("lora", "loop_dropout"):
+        run = tmp_path / rule
+        write_training(
+            run, {**BASIC, "rule": rule, "seed": 0, "max_new_tokens": 64}, by_depth=by_depth, benchmarks={"b": by_depth["4"]},
+            base_benchmarks={"b": answers("b", 20, np.arange(20) < 1).as_json()}, readouts=[4.0, 3.0, 2.0, 1.0],
+            single_loop={"frozen": 2.0, "only": [1.8, 1.6, 1.4, 1.0], "all_on": 0.5},
+            single_loop_accuracy=[answers("b", 20, np.arange(20) < k).as_json() for k in range(4)],
+        )  # fmt: skip
+        log = [
+            {"loss": 2.0, "step": 5, "epoch": 0.1},
+            {"loss": 1.9, "step": 10, "epoch": 0.2},
+            {"eval_loss": 1.5, "step": 10, "epoch": 0.2},
+            {"train_loss": 1.0, "step": 10},
+        ]
+        (run / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    table = load_table([tmp_path])
+    lora = select(table, {"method": "LoRA"})
+    value = lambda **wanted: select(lora, wanted)["value"].item()
+    assert [value(metric="b", depth=k, gates="all") for k in range(1, 9)] == [5.0 * k for k in range(1, 9)]
+    assert [value(metric="b", loop=k) for k in range(1, 5)] == [0.0, 5.0, 10.0, 15.0]
+    assert [value(metric="loss_reduction", loop=k) for k in range(1, 5)] == pytest.approx([10, 20, 30, 50])
+    assert [value(metric="readout_loss", readout=k) for k in range(1, 5)] == [4.0, 3.0, 2.0, 1.0]
+    assert (value(metric="loss", step=5), value(metric="eval_loss", step=10)) == (2.0, 1.5)
+    assert select(table, {"method": "base", "metric": "b"})["value"].item() == 5.0  # once, not beside each adapter
+    assert set(select(lora, {"metric": "b"})["evaluation.max_new_tokens"]) == {64}
+    accuracy = summary_tables(table)[0]
+    assert [names[0] for names in accuracy.names] == ["base", "LoRA", "Loop Dropout"] or len(accuracy.names) == 3
+    assert len(accuracy.spec.columns) == 8
+    figures = automatic_figures(table)
+    assert {"depth_accuracy", "single_loop", "single_loop_accuracy", "readouts", "learning_curves"} <= set(figures)
+    # The same benchmark evaluated again in full is there once, as the evaluation has it.
+    write_evaluation(tmp_path / "lora" / "test", tmp_path / "lora", [answers("b", 20, np.arange(20) < 7)])
+    again = select(load_table([tmp_path]), {"method": "LoRA", "metric": "b", "gates": "all", "depth": 4})
+    assert again["value"].item() == 35.0
+
+
+def test_gates_and_readout_of_an_evaluation_are_told_apart(runs):
+    file = runs / "lora" / "1" / "test" / "evaluation.json"
+    content = json.loads(file.read_text())
+    row = content["rows"].pop("1")
+    for name, change in {"a": {"gates": [0, 1, 0, 0]}, "b": {"readout": 2}, "c": {}}.items():
+        content["rows"][name] = {**row, "meta_info": {**row["meta_info"], **change}}
+    file.write_text(json.dumps(content))
+    found = select(load_table([runs]), {"method": "LoRA", "metric": "b", "seed": 1})
+    assert {(row["gates"], row["loop"], row["readout"]) for row in found.fillna(0).to_dict("records")} == {
+        ("0-1-0-0", 2, 0), ("all", 0, 2), ("all", 0, 0),
+    }  # fmt: skip
+    assert only_cell(runs).text == "38.33 ± 2.36"
+
+
+def test_a_diagnostic_of_ones_own_is_in_the_table(tmp_path):
+    runs = [
+        {
+            "method": "mine",
+            "path": None,
+            "seed": None,
+            "measured": {"loss": 0.5 + i, "by_loop": [1.0, 2.0], "what": "x"},
+        }
+        for i in range(2)
+    ]
+    (tmp_path / "diagnostics").mkdir()
+    content = {"diagnostic": "last_two", "settings": {"num_loops": 2, "rows": {"source": "held_out"}}, "runs": runs}
+    (tmp_path / "diagnostics" / "last_two.json").write_text(json.dumps(content))
+    table = load_table([tmp_path])
+    loss = average(select(table, {"metric": "last_two.loss"}), "x")
+    assert (loss.mean, len(loss.seeds)) == (1.0, 2)
+    assert set(select(table, {"metric": "last_two.by_loop", "loop": 2})["value"]) == {2.0}
+
+
+FAULTS = {
+    "cut off": lambda text: text[:-20],
+    "no JSON": lambda text: "hello",
+    "not UTF-8": lambda text: b"\xff\xfe\x00",
+    "a list": lambda text: "[]",
+    "deep": lambda text: "[" * 100_000,
+    "null": lambda text: "null",
+    "`rows` must": lambda text: changed(text, rows=[]),
+    "`rows.1` must": lambda text: changed(text, rows={"1": 3}),
+    "`rows.1.benchmarks` must": lambda text: changed(text, "benchmarks", ["b"]),
+    "`rows.1.meta_info` must": lambda text: changed(text, "meta_info", None),
+    "num_loops": lambda text: changed(text, "meta_info", {"model": "m", "num_loops": "four"}),
+    "adapter_path": lambda text: changed(text, "meta_info", {"model": "m", "num_loops": 4, "adapter_path": 5}),
+    "gates": lambda text: changed(text, "meta_info", {"model": "m", "num_loops": 4, "gates": "1-0"}),
+    "b.metrics": lambda text: text.replace('"metrics": {', '"metrics": 7, "x": {'),
+    "total": lambda text: text.replace('"total": 30', '"total": 0'),
+    "correct": lambda text: text.replace('"correct": 11,', '"correct": "many",'),
+    "predictions": lambda text: text.replace('"predictions": [', '"predictions": {"a": 1}, "y": ['),
+    "prompt": lambda text: text.replace('"prompt": "b 3"', '"prompt": 3'),
+    "missing` must": lambda text: text.replace('"missing": 0', '"missing": -1'),
+}
+
+
+def changed(text, key=None, value=None, **fields):
+    content = json.loads(text)
+    if key is not None:
+        content["rows"]["1"][key] = value
+    return json.dumps(content | fields)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_that_cannot_be_read_is_named_with_its_fault_and_left_out(runs, fault, tmp_path):
+    file = runs / "lora" / "1" / "test" / "evaluation.json"
+    text = FAULTS[fault](file.read_text())
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    table = load_table([runs])
+    (sentence,) = table.attrs["skipped"]
+    assert str(file) in sentence and "\n" not in sentence
+    assert fault in sentence or "`" not in sentence + fault or fault in ("a list", "null", "deep")
+    assert set(table["source"]).isdisjoint({str(file)}) and len(select(table, {"metric": "b"})) == 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", '{"run_info": {}}', '{"run_info": {"settings": 3}, "train_info": {}}',
+     '{"run_info": {"settings": {}}, "train_info": {"num_loops": 4}, "by_depth": {"two": {}}}',
+     '{"run_info": {"settings": {}}, "train_info": {"num_loops": 4}, "single_loop": {"frozen": 1, "only": 2}}'],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["results.json", "diagnostics/single_loop.json"])
+def test_a_damaged_training_or_diagnostic_is_left_out_too(runs, name, content):
+    file = runs / "lora" / "1" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(content)
+    table = load_table([runs])
+    assert len(table.attrs["skipped"]) == 1 and str(file) in table.attrs["skipped"][0]
+
+
+# --- files of tables ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_named_and_not_invented(runs, tmp_path):
+    path = tmp_path / "two.yaml"
+    path.write_text(
+        "label: tab:x\ntitle: X\nmade_by: [sweeps/x.yaml]\ncolumns: {B: {metric: b}}\nrows: [[LoRA], [Loop Dropout]]\n"
+    )
+    (runs / "lora" / "2" / "test" / "evaluation.json").unlink()
+    filled = build_table(load_spec(path), load_table([runs]))
+    assert filled.cells[0][0].text == "36.67"  # one seed is one seed
+    assert only_cell(runs, "seed: [1, 2]").missing == "no result of seed 2"
+    shutil.rmtree(runs / "lora")
+    filled = build_table(load_spec(path), load_table([runs]))
+    assert (filled.cells[0][0].text, filled.missing) == ("–", ["LoRA, B: no run with method LoRA, metric b"])
+    assert "no run with method LoRA" in specs.markdown(filled) and "loopdropout sweep sweeps/x.yaml" in specs.markdown(
+        filled
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rows: [{name: a, wher: {}}]", "unknown field `wher`"),
-        ("rows: [{name: a, measure: speed}]", "`measure`"),
-        ("rows: [{name: a, paper: ['1', '2']}]", "2 numbers"),
+        ("wher: {}", "unknown field `wher`"),
+        ("rows: [[a, '1', '2', '3']]", "2 numbers"),
+        ("rows: {a: 1}", "`rows`"),
+        ("columns: {B: {metric: b, show: speed}}", "`show`"),
+        ("columns: {B: 3}", "`columns`"),
+        ("figure: pie", "`figure`"),
+        ("label: tab:../../evil", "`label`"),
+        ("label: 'tab:a}\\input{b'", "`label`"),
+        ("columns: {B: {average_of: []}}", "`average_of`"),
     ],
 )
-def test_a_mistake_in_a_tables_file_is_one_sentence(tmp_path, text, message):
-    with pytest.raises(ReportError, match=message):
-        simple_table(tmp_path, text)
+def test_a_mistake_in_a_file_is_one_sentence(tmp_path, text, message):
+    fields = {"label": "label: tab:x", "title": "title: X", "columns": "columns: {A: {metric: a}, B: {metric: b}}"}
+    path = tmp_path / "t.yaml"
+    path.write_text("\n".join({**fields, text.split(":")[0]: text}.values()))
+    with pytest.raises(ReportError, match=re.escape(message)):
+        load_spec(path)
+
+
+def test_minutes_and_gigabytes_are_those_of_the_trainings(tmp_path):
+    """tab:matched_expansion and tab:training_cost_seeds."""
+    (tmp_path / "metamath_gsm").mkdir()
+    (tmp_path / "metamath_gsm" / "sweep.json").touch()
+    for seed, minutes in ((101, 111), (102, 106), (103, 113)):
+        run = tmp_path / "metamath_gsm" / str(seed)
+        cost = {"train_seconds": 60.0 * minutes, "peak_memory_gb": 45.36}
+        write_training(
+            run,
+            {"seed": seed, "rule": "lora"},
+            train_info=cost,
+            benchmarks={"metamath_gsm8k": answers("metamath_gsm8k", 10, [1] * 10).as_json()},
+        )
+    table = load_table([tmp_path])
+    found = build_table(load_spec(ROOT / "recipes/tables/matched_expansion.yaml"), table).cells[0]
+    assert [cell.text for cell in found[2:]] == ["110.0 ± 3.6", "45.36 ± 0.00"]
+    seeds = build_table(load_spec(ROOT / "recipes/tables/training_cost_seeds.yaml"), table)
+    assert "111.00 / 106.00 / 113.00" in specs.markdown(seeds)
 
 
 # --- the report ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_of_any_runs(two_seeds, tmp_path):
-    written = write_report([two_seeds], [], tmp_path / "report", "My runs")
-    accuracy = (tmp_path / "report" / "tables" / "accuracy.md").read_text()
-    assert "| LoRA " in accuracy
-    assert "38.33 ± 2.36" in accuracy
-    assert "Correct answers by seed" in (tmp_path / "report" / "tables" / "seeds.md").read_text()
-    assert "+0.00" in (tmp_path / "report" / "tables" / "differences.md").read_text()
-    assert "1.0" in (tmp_path / "report" / "tables" / "costs.md").read_text()
-    assert "4 runs read" in written.summary
+def test_a_report_of_any_runs(runs, tmp_path):
+    out = tmp_path / "report"
+    (runs / "lora" / "x").mkdir()
+    (runs / "lora" / "x" / "evaluation.json").write_text("{")
+    written = write_report([runs], [], out, "My runs")
+    assert "38.33 ± 2.36" in (out / "tables" / "accuracy.md").read_text()
+    assert "+16.67 [" in (out / "tables" / "differences.md").read_text()
+    assert "1.0" in (out / "tables" / "costs.md").read_text()
+    assert "4 runs read" in written.summary and "Left out" in written.summary
+    long = pd.read_csv(out / "long.csv")
+    assert {"method", "seed", "learning_rate", "benchmark", "metric", "depth", "gates", "readout", "value"} <= set(
+        long
+    )
+    assert len(long) == len(load_table([runs]))
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    (evil / "t.yaml").write_text("label: tab:y\ntitle: '<script>&_#'\ncolumns: {'a|b': {metric: b}}\nrows: [[LoRA]]\n")
+    write_report([runs], [evil / "t.yaml"], out)
+    assert (out / "tables" / "t.tex").is_file() and "<script>&" not in (out / "report.html").read_text()
     with pytest.raises(ReportError, match="There are no results"):
         write_report([tmp_path / "report"], [], tmp_path / "again")
     with pytest.raises(ReportError, match="There is no folder"):
         write_report([tmp_path / "nowhere"], [], tmp_path / "again")
-    (two_seeds / "lora" / "1" / "results.json").write_text("{")
-    with pytest.raises(ReportError, match="cannot be read"):
-        write_report([two_seeds], [], tmp_path / "again")
 
 
-def test_the_figures_have_the_runs_numbers(records, tmp_path):
-    figures = {figure.name: figure for figure in make_figures(records)}
-    assert set(figures) >= {"overview", "single_loop_activation", "early_adaptation", "rank_overview", "depth_accuracy",
-                            "depth_gains", "learning_rates"}  # fmt: skip
-    drawn = figures["overview"].panels[0].values
-    assert {gate for row in drawn for gate in row} == {0.0, 2.0}
-    matrix = build_table(load_table(ROOT / "recipes/tables/depth_matrix.yaml"), records)
-    lora, loop_dropout = (matrix.cells[row][1] for row in (0, 3))  # trained at 4, evaluated at 6
-    panel = next(panel for panel in figures["depth_gains"].panels if panel.title == "gsm8k")
-    gain = panel.values[panel.rows.index("4")][panel.columns.index("6")]
-    assert gain == pytest.approx(loop_dropout.value - lora.value)
-    pytest.importorskip("matplotlib")
-    from loopdropout_trainer.reports.drawing import draw_figure
-
-    for figure in figures.values():
-        for path in draw_figure(figure, tmp_path):
-            assert path.stat().st_size > 5_000
+def test_without_its_packages_the_command_says_what_to_install(runs, tmp_path):
+    code = "import runpy, sys; sys.modules['plotnine'] = None; sys.argv = ['report.py', *sys.argv[1:]]\n"
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = code.replace("'report.py'", repr(str(ROOT / "recipes" / "report.py")))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(runs), "--output_dir", str(tmp_path / "r")], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "loopdropout-trainer[reports]" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "r").exists()
 
 
-HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{title}}"
 
 
 @pytest.fixture
-def page(two_seeds, tmp_path):
-    for rule, name in (("lora", "x"), ("loop_dropout", "y")):
-        run = two_seeds / rule / "1"
+def page(runs, tmp_path):
+    for rule in ("lora", "loop_dropout"):
+        run = runs / rule / "1"
         result = answers("b", 30, np.arange(30) < (10 if rule == "lora" else 20))
         result.predictions[0] = Prediction("b 0", HOSTILE, "0", "0", True, id="0")
         write_evaluation(run / "test", run, [result])
-        write_training(
-            run,
-            {"seed": 1, "rule": rule, "p": 0.5, "model_name_or_path": "x/m", "learning_rate": 1e-3, "run_name": name},
-            single_loop={"only": [1, 2, 3, 4], "reductions_percent": [10.0, 20.0, 30.0, 40.0]},
-        )
-    write_report([two_seeds], [], tmp_path / "report", "My runs")
+        single = {"frozen": 2.0, "only": [1.8, 1.6, 1.4, 1.0], "all_on": 0.5}
+        write_training(run, {**BASIC, "seed": 1, "rule": rule, "a_note": HOSTILE}, single_loop=single)
+    write_report([runs], [], tmp_path / "report", "My runs")
     return tmp_path / "report" / "report.html"
 
 
 def test_the_page_is_self_contained_and_holds_text_as_text(page):
     html = page.read_text()
-    assert "http://" not in html.replace("http://www.w3.org", "")
-    assert "https://" not in html
-    assert HOSTILE not in html
-    assert html.count("</script>") == 2
+    without = re.sub(r"data:image/svg\+xml;base64,[^\"]*", "", html)
+    assert "http://" not in without and "https://" not in without
+    assert HOSTILE not in html and html.count("</script>") == 2
+    assert "data:image/svg+xml" in html and 'id="figure-single_loop"' in html
     data = json.loads(html.split('type="application/json">')[1].split("</script>")[0])
-    assert data["answers"][0]["methods"]["LoRA"]["answers"][0][2] == HOSTILE
+    texts = [data[0]["methods"][name][0][2] for name in data[0]["methods"] if name.endswith("seed 1")]
+    assert texts == [HOSTILE] * 2
 
 
 PROBE = """
-const wait = (ms) => new Promise((done) => setTimeout(done, ms));
-addEventListener("load", async () => {
-  const out = {};
-  out.title = document.title;
-  out.wide = document.documentElement.scrollWidth <= innerWidth;
-  const cells = () => [...document.querySelectorAll("#tables table")][0].querySelectorAll("tbody tr td:first-child");
-  const names = () => [...cells()].map((cell) => cell.textContent);
-  const button = document.querySelector("#tables th button");
-  button.click(); out.ascending = names();
-  button.click(); out.descending = names();
+addEventListener("load", () => {
+  const out = { title: document.title, wide: document.documentElement.scrollWidth <= innerWidth };
+  const names = () => [...document.querySelectorAll("#tables div:first-of-type tbody tr td:first-child")].map(
+    (each) => each.textContent);
+  const head = document.querySelector("#tables th");
+  head.click(); out.ascending = names();
+  head.click(); out.descending = names();
   out.problems = document.querySelectorAll(".problem").length;
-  const filter = document.querySelector('select[aria-label="Show"]');
-  filter.value = "fixed"; filter.dispatchEvent(new Event("change"));
+  const set = (name, value) => {
+    const select = document.querySelector(`select[aria-label="${name}"]`);
+    select.value = value; select.dispatchEvent(new Event("change"));
+  };
+  set("A", "Loop Dropout, seed 1"); set("B", "LoRA, seed 1"); set("Show", "fixed");
   out.fixed = document.querySelectorAll(".problem").length;
-  const bar = document.querySelector("#figure-single_loop_activation rect[tabindex]");
-  bar.dispatchEvent(new MouseEvent("mouseenter"));
-  out.tip = document.getElementById("tip").textContent;
   document.body.replaceChildren();
   const pre = document.createElement("pre"); pre.id = "out"; pre.textContent = JSON.stringify(out);
   document.body.append(pre);
@@ -468,7 +703,7 @@ addEventListener("load", async () => {
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_works_in_a_browser(page, tmp_path, width):
-    """Sorting, filter, hover, no sideways scrolling; needs Chromium."""
+    """Sorting, filter, no sideways scrolling; needs Chromium."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("Chromium is not installed")
@@ -481,9 +716,6 @@ def test_the_page_works_in_a_browser(page, tmp_path, width):
         capture_output=True, text=True, timeout=120,
     ).stdout  # fmt: skip
     out = json.loads(dump.split('<pre id="out">')[1].split("</pre>")[0])
-    assert out["title"] == "My runs"
-    assert out["wide"]
+    assert out["title"] == "My runs" and out["wide"]
     assert (out["ascending"], out["descending"]) == (["Loop Dropout", "LoRA"], ["LoRA", "Loop Dropout"])
-    assert out["problems"] == 30
-    assert out["fixed"] == 10
-    assert out["tip"].startswith("LoRA, active loop 1: 10") or out["tip"].startswith("Loop Dropout, active loop 1: 10")
+    assert (out["problems"], out["fixed"]) == (30, 10)

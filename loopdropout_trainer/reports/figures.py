@@ -1,299 +1,232 @@
-"""The paper's figures and their like, as data: panels of lines, bars or a heat map, drawn by `drawing` and by the page.
-
-A figure is a function that takes the runs and returns a `Figure`, or None where they have nothing to draw.
-"""
+"""Figures: those that any runs have numbers for, and those of the paper that a file describes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.evaluation.statistics import summarize
-from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.reports.records import Record
-from loopdropout_trainer.reports.tables import FinishedTable
-
-
-@dataclass(frozen=True)
-class Series:
-    """One method in a panel: `y` at each `x`, and sample SD over seeds (None for one seed)."""
-
-    name: str
-    x: list[Any]
-    y: list[float]
-    sd: list[float | None]
+from loopdropout_trainer.reports.averaging import groups, is_protocol, known, select, settings_of, shown, telling
+from loopdropout_trainer.reports.plots import bar_plot, heat_plot, line_plot
+from loopdropout_trainer.reports.reading import BASE, NONE, TRAINING, ReportError
+from loopdropout_trainer.reports.specs import Spec, as_trained
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes.
+if TYPE_CHECKING:
+    import pandas as pd
+    from plotnine import ggplot
 
-    Attributes:
-        kind: "lines" or "bars" of `series`; "heat": `values` [rows][columns], None for empty cells.
-        rows, columns: labels of a heat map. signed: whether its colours are around zero.
+MOST_LINES = 8
+"""In one panel; where there are more, what tells runs of one method apart becomes panels."""
+
+ACCURACY = "accuracy (%)"
+
+# name, title, kind, x and its label, metrics (None: accuracy on benchmarks) and the label of y
+AUTOMATIC: tuple[tuple[str, str, str, str, str, tuple[str, ...] | None, str], ...] = (
+    ("depth_accuracy", "Accuracy by the loops that are run", "line", "depth", "loops K at inference", None, ACCURACY),
+    ("single_loop", "Loss reduction, adapter in one loop only", "bar", "loop", "only active loop", ("loss_reduction",),
+     "loss reduction (%)"),
+    ("single_loop_accuracy", "Accuracy, adapter in one loop only", "line", "loop", "only active loop", None, ACCURACY),
+    ("readouts", "Loss of each loop's readout", "line", "loop", "loop read out", ("readout_loss",), "loss (nats)"),
+    ("readout_tokens", "Token accuracy of each loop's readout", "line", "loop", "loop read out", ("readout_token_accuracy",),
+     ACCURACY),
+    ("depth_loss", "Loss by the loops that are run", "line", "depth", "loops K at inference", ("depth_loss",), "loss (nats)"),
+    ("depth_tokens", "Token accuracy by the loops that are run", "line", "depth", "loops K at inference",
+     ("depth_token_accuracy",), ACCURACY),
+    ("dose", "Loss by the gate of all loops", "line", "dose", "gate of every loop", ("dose_loss",), "loss (nats)"),
+    ("prefixes", "Loss reduction, adapter in the first or last loops", "line", "loop", "number of loops with the adapter",
+     ("prefix_loss_reduction", "suffix_loss_reduction"), "loss reduction (%)"),
+    ("groups", "Accuracy by group of problems", "bar", "group", "", ("by_subject", "by_level"), ACCURACY),
+    ("learning_rates", "Accuracy by learning rate", "line", "learning_rate", "learning rate", None, ACCURACY),
+    ("ranks", "Accuracy by rank of the adapter", "line", "rank", "rank", None, ACCURACY),
+    ("drop_probability", "Accuracy by drop probability", "line", "p", "p", None, ACCURACY),
+    ("learning_curves", "Learning curves", "line", "step", "step", ("loss", "eval_loss", "reward"), "value"),
+    ("live", "Single-loop loss reduction during training", "line", "step", "step", ("live/rho_loop_*",), "loss reduction (%)"),
+)  # fmt: skip
+
+
+def automatic_figures(table: pd.DataFrame) -> dict[str, ggplot]:
+    """Return every figure that the runs have numbers for, by name.
+
+    A line is one setting: where runs of one method differ in more than the seed, what they differ in stands in the legend, and
+    where benchmarks were evaluated in different ways, these are panels of their own.
     """
-
-    title: str
-    x_label: str
-    y_label: str
-    kind: str = "lines"
-    series: list[Series] = field(default_factory=list)
-    values: list[list[float | None]] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
-    columns: list[str] = field(default_factory=list)
-    signed: bool = False
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure with its caption; `name` is its file's."""
-
-    name: str
-    caption: str
-    panels: list[Panel]
+    figures = {}
+    for name, title, kind, x, x_label, metrics, y_label in AUTOMATIC:
+        rows = _drawn(table, x, metrics)
+        if len(rows):
+            rows = labelled(rows, x)
+            draw = bar_plot if kind == "bar" else line_plot
+            figures[name] = draw(rows, x, y_label, by="label", panel="panel", x_label=x_label, title=title)
+    if "early" in table and table["early"].notna().any():
+        rows = labelled(table[table["early"].notna()], "early", "late")
+        title = "Loss reduction (%), adapter in a set of loops"
+        figures["patterns"] = heat_plot(rows, "late", "early", "", "label", "late loops", "early loops", title)
+    return figures | _any_figures(table)
 
 
-FigureMaker = Callable[..., Figure | None]
-FIGURES: dict[str, FigureMaker] = {}
+def _any_figures(table: pd.DataFrame) -> dict[str, ggplot]:
+    """Return figures of what diagnostics measure that have none of their own: lists by loop, matrices and single numbers."""
+    figures = {}
+    found = table[
+        table["metric"].str.contains(".", regex=False) & (table["benchmark"] != TRAINING) & table["total"].isna()
+    ]
+    for name, rows in found.groupby(found["metric"].str.split(".").str[0], sort=False):
+        matrix = rows["other_loop"].notna() if "other_loop" in rows else rows["loop"].isna() & rows["loop"].notna()
+        for metric, part in rows[matrix].groupby("metric", sort=False):
+            part = labelled(part, "loop", "other_loop")
+            figures[metric.replace(".", "_")] = heat_plot(
+                part, "loop", "other_loop", "", "label", "loop", "loop", metric
+            )
+        part = labelled(rows[~matrix & rows["loop"].notna()], "loop")
+        if len(part):
+            figures[name] = line_plot(part, "loop", "", "label", "panel", "loop", name)
+        part = labelled(rows[~matrix & rows["loop"].isna()])
+        if len(part) and not any(each.split("_")[0] == name for each in figures):
+            figures[name] = bar_plot(part, "metric", "", "label", None, "", name)
+    return figures
 
 
-def figure(function: FigureMaker) -> FigureMaker:
-    """Register a figure under its function's name."""
-    FIGURES[function.__name__] = function
-    return function
+def overview_figure(table: pd.DataFrame) -> ggplot:
+    """Return one figure of a few runs: accuracy by depth, and loss reduction and accuracy with the adapter in one loop only.
 
-
-def make_figures(records: Sequence[Record], tables: Sequence[FinishedTable] = ()) -> list[Figure]:
-    """Return every figure that the runs have numbers for.
-
-    Args:
-        records: runs.
-        tables: of the same report; what they compare is drawn as they compare it.
+    It holds what these runs measured themselves, for the first benchmark.
     """
-    return [made for maker in FIGURES.values() if (made := maker(records, tables)) is not None]
+    import pandas as pd
+
+    table = table[table["source"].str.endswith("results.json")]
+    titles = {
+        "depth_accuracy": "accuracy (%) by loops K at inference",
+        "single_loop_accuracy": "accuracy (%), adapter in one loop",
+        "single_loop": "loss reduction (%), adapter in one loop",
+    }
+    parts = []
+    for name, _, _, x, _, metrics, _ in AUTOMATIC:
+        rows = _drawn(table, x, metrics) if name in titles else table.iloc[:0]
+        rows = rows[rows["benchmark"] == rows["benchmark"].iloc[0]] if len(rows) else rows
+        if len(rows):
+            parts.append(labelled(rows, x).assign(panel=titles[name], position=rows[x]))
+    if not parts:
+        raise ReportError("These runs measured nothing by depth or by loop.")
+    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops")
 
 
-@figure
-def overview(records: Sequence[Record], tables: Sequence[FinishedTable]) -> Figure | None:
-    """Draw the gates of eight examples in training, as a run draws them, and those of inference."""
-    run = next((record for record in records if record.fields.get("rule") == "loop_dropout"), None)
-    if run is None:
+def _drawn(table: pd.DataFrame, x: str, metrics: Sequence[str] | None) -> pd.DataFrame:
+    """Return the rows of a figure: of these metrics, or accuracies; at several values of x."""
+    if x not in table:
+        return table.iloc[:0]
+    rows = table[table[x].notna()]
+    if metrics is not None:
+        patterns = tuple(metric.removesuffix("*") for metric in metrics if metric.endswith("*"))
+        rows = rows[rows["metric"].isin(metrics) | (rows["metric"].str.startswith(patterns) if patterns else False)]
+    else:  # a benchmark's accuracy
+        rows = rows[rows["total"].notna() & (rows["metric"] != "missing") & ~rows["metric"].str.startswith("by_")]
+    if x == "loop" and metrics in (None, ("loss_reduction",)):
+        rows = rows[rows["gates"] != "all"]
+    elif x not in ("step", "dose", "loop"):
+        rows = select(rows, as_trained({"gates": ["all", NONE]}))
+    if x not in ("depth", "loop", "dose", "step", "group"):  # a setting of the training
+        rows = rows[(rows["depth"] == rows["num_loops"]) & (rows["method"] != BASE)]
+        rows = rows[rows[x].map(lambda value: isinstance(value, (int, float)))]
+    several = rows.groupby(["metric"])[x].transform(lambda values: values.astype(str).nunique()) if len(rows) else []
+    rows = rows[several > 1] if len(rows) else rows
+    if x in ("learning_rate", "rank", "p") and len(rows):  # only methods that were run at several values
+        several = rows.groupby(["metric", "method"])[x].transform(lambda values: values.astype(str).nunique())
+        rows = rows[several > 1]
+    return rows
+
+
+def labelled(rows: pd.DataFrame, *x: str) -> pd.DataFrame:
+    """Return rows with `label`, the method and what tells its runs apart, and `panel`, what is measured and how."""
+    settings = [
+        name for name in settings_of(rows) if name not in (*x, "metric", "benchmark", "method", "gates", "readout")
+    ]
+    how = [name for name in settings if is_protocol(name)]
+    places = ("depth", "loop", "other_loop", "dose", "group", "early", "late", "step")
+    settings = [name for name in settings if name not in how and name not in places]
+    telling_how = []
+    for _, part in groups(rows, ["benchmark", "metric"]):
+        telling_how += [name for name in telling(part, how) if name not in telling_how]
+    same, named = [], {}
+    for method, part in rows.groupby(rows["method"].astype(str), sort=False):
+        beside = [name for name in ("benchmark", "metric", *telling_how, *x) if name in part]
+        named[method] = telling(part, settings, beside)
+        same += [name for name in named[method] if name not in same]
+    crowded = (
+        sum(len(list(groups(part, named[method]))) for method, part in rows.groupby(rows["method"].astype(str)))
+        > MOST_LINES
+    )
+    texts = lambda names, row: ", ".join(
+        f"{name.removeprefix('evaluation.').replace('total', 'n')} = {shown(row[name])}"
+        for name in names
+        if known(row[name]) is not None
+    )
+    several = rows["metric"].nunique() > 1, rows["benchmark"].nunique() > 1 or rows["metric"].nunique() == 1
+    labels, panels = [], []
+    for _, row in rows.iterrows():
+        mine = [] if crowded else named[str(row["method"])]
+        what = [
+            row["benchmark"] if several[1] and row["benchmark"] != TRAINING else "",
+            row["metric"].split(".")[-1] if several[0] else "",
+        ]
+        what = what[:1] if what[0] == what[1] else what
+        what = [
+            " ".join(filter(None, what)).replace("_", " "),
+            texts(telling_how, row),
+            texts(same, row) if crowded else "",
+        ]
+        labels.append(", ".join(filter(None, [str(row["method"]), texts(mine, row)])))
+        panels.append("\n".join(filter(None, what)))
+    return rows.assign(label=labels, panel=panels)
+
+
+def paper_figure(spec: Spec, table: pd.DataFrame) -> ggplot | None:
+    """Return the figure that a file describes, or None where the runs have nothing of it.
+
+    Raises:
+        ReportError: if a point would average different settings.
+    """
+    import pandas as pd
+
+    if spec.figure == "gates":
+        return _gates_plot(spec)
+    ((x, x_label),) = spec.x.items() or (("depth", ""),)
+    rows, parts, minus = select(table, spec.filter), [], []
+    for title, wanted in (spec.panels or {"": {}}).items():
+        for found, change in ((parts, {}), (minus, spec.minus)):
+            part = select(rows, _defaults({**wanted, **change}, x, spec))
+            part = part[part["gates"] != "all"] if x == "loop" and "gates" not in wanted else part
+            found.append(part.assign(panel=title))
+    rows = pd.concat(parts)
+    if not len(rows) or x not in rows or not rows[x].notna().any():
         return None
-    loops, p = run.fields.get("num_loops") or 4, run.fields.get("p") or 0.5
-    seed = run.fields.get("seed") or 0
+    if spec.figure == "heat":
+        ((y, y_label),) = spec.y.items()
+        other = pd.concat(minus) if spec.minus else None
+        return heat_plot(rows, x, y, "points" if spec.minus else "", "panel", x_label, y_label, spec.title, other)
+    ((_, y_label),) = spec.y.items()
+    draw = bar_plot if spec.figure == "bar" else line_plot
+    return draw(rows, x, y_label, panel="panel", x_label=x_label)
+
+
+def _defaults(wanted: Mapping[str, Any], x: str, spec: Spec) -> dict[str, Any]:
+    mine = {**wanted, **({} if x != "loop" else {"loop": list(range(1, 65))})}
+    filled = as_trained(mine)
+    return {key: value for key, value in filled.items() if key in wanted or key not in spec.filter}
+
+
+def _gates_plot(spec: Spec) -> ggplot:
+    """Draw the gates of eight examples in training, as a run of these settings draws them, and those of inference."""
+    import pandas as pd
+
+    from loopdropout_trainer.gates import Draw, make_rule
+
+    loops, p, seed = (spec.filter.get(name, default) for name, default in (("num_loops", 4), ("p", 0.5), ("seed", 0)))
     draw = Draw(seed=seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=loops)
     gates = make_rule("loop_dropout", p=p).sample(draw)  # [K, 8]
-    names = [f"loop {loop}" for loop in range(1, loops + 1)]
-    panel = lambda title, values: Panel(
-        title, "", "example", "heat", values=values, rows=[str(row) for row in range(1, 9)], columns=names
-    )
-    return Figure(
-        "overview",
-        f"Gates on the shared update: drawn in training (p = {p}, the first step of seed {seed}), and at inference.",
-        [panel("training", gates.T.tolist()), panel("inference", [[1.0] * loops] * 8)],
-    )
-
-
-@figure
-def single_loop_activation(records: Sequence[Record], tables: Sequence[FinishedTable]) -> Figure | None:
-    """Draw the loss reduction with the adapter in one loop at a time."""
-    series = _loop_series(records, "single_loop", "reductions_percent")
-    if not series:
-        return None
-    panel = Panel("", "active loop", "loss reduction, % of frozen", "bars", series)
-    return Figure(
-        "single_loop_activation",
-        "Loss reduction with the adapter in one loop only (rho_t), all backbone loops running.",
-        [panel],
-    )
-
-
-@figure
-def early_adaptation(records: Sequence[Record], tables: Sequence[FinishedTable]) -> Figure | None:
-    """Draw answers from one application, and each loop's readout."""
-    panels = []
-    for benchmark in _benchmarks_of(records, "single_loop_generation"):
-        series = _series(
-            records,
-            lambda record, benchmark=benchmark: [
-                entry["score"]
-                for entry in record.diagnostics.get("single_loop_generation", {}).get(benchmark, {}).get("only", [])
-            ],
-        )
-        panels.append(Panel(f"{benchmark}, one application", "active loop", "correct, %", "bars", series))
-    readouts = _loop_series(records, "readouts", "losses")
-    if readouts:
-        panels.append(Panel("readouts", "loop", "cross entropy, nats", "lines", readouts))
-    if not panels:
-        return None
-    return Figure(
-        "early_adaptation", "Generation from single applications, and the loss of each loop's readout.", panels
-    )
-
-
-@figure
-def rank_overview(records: Sequence[Record], tables: Sequence[FinishedTable]) -> Figure | None:
-    """Draw accuracy against the adapter's rank: of the table of ranks if the report has it, else within each sweep."""
-    caption = "Accuracy at different ranks of the shared adapter, mean and SD over seeds."
-    table = next((table for table in tables if table.spec.label == "tab:rank_tuned" and table.filled), None)
-    if table is None:
-        return _against("rank_overview", caption, records, "rank", "rank")
-    panels = []
-    for place, column in enumerate(table.spec.columns):
-        points: dict[str, dict[int, list[float]]] = {}
-        for (rank, method), row in zip(table.names, table.cells, strict=True):
-            if row[place].by_seed:
-                points.setdefault(method, {})[int(rank)] = list(row[place].by_seed)
-        series = [_points(method, values) for method, values in points.items()]
-        panels.append(Panel(column["name"], "rank", "correct, %", "lines", series))
-    return Figure("rank_overview", caption, panels)
-
-
-@figure
-def learning_rates(records: Sequence[Record], tables: Sequence[FinishedTable]) -> Figure | None:
-    """Draw accuracy against the learning rate."""
-    caption = "Accuracy at different learning rates, mean and SD over seeds."
-    return _against("learning_rates", caption, records, "learning_rate", "learning rate")
-
-
-@figure
-def drop_probability(records: Sequence[Record], tables: Sequence[FinishedTable]) -> Figure | None:
-    """Draw accuracy against p."""
-    return _against(
-        "drop_probability",
-        "Accuracy at different drop probabilities.",
-        [record for record in records if isinstance(record.fields.get("p"), (int, float))],
-        "p",
-        "p",
-    )
-
-
-@figure
-def depth_accuracy(records: Sequence[Record], tables: Sequence[FinishedTable]) -> Figure | None:
-    """Draw accuracy against the depth of evaluation, a panel for each depth of training."""
-    table = _depth_table(records)
-    panels = []
-    for benchmark, trained in sorted({(benchmark, trained) for benchmark, trained, _, _ in table}):
-        series = []
-        for method in dict.fromkeys(key[2] for key in table):
-            points = {key[3]: values for key, values in table.items() if key[:3] == (benchmark, trained, method)}
-            if len(points) > 1:
-                series.append(_points(method, dict(sorted(points.items()))))
-        if series:
-            panels.append(
-                Panel(f"{benchmark}, trained at K = {trained}", "evaluated at K", "correct, %", "lines", series)
-            )
-    if not panels:
-        return None
-    return Figure(
-        "depth_accuracy", "Accuracy at other depths than the training's; work grows in proportion to K.", panels
-    )
-
-
-@figure
-def depth_gains(records: Sequence[Record], tables: Sequence[FinishedTable]) -> Figure | None:
-    """Draw Loop Dropout's gain over LoRA for each pair of depths."""
-    table = _depth_table(records)
-    panels = []
-    for benchmark in dict.fromkeys(key[0] for key in table):
-        keys = [key for key in table if key[0] == benchmark]
-        trained = sorted({key[1] for key in keys})
-        evaluated = sorted({key[3] for key in keys})
-        values: list[list[float | None]] = []
-        for train in trained:
-            row: list[float | None] = []
-            for depth in evaluated:
-                pair = [table.get((benchmark, train, method, depth)) for method in ("LoRA", "Loop Dropout")]
-                row.append(summarize(pair[1]).mean - summarize(pair[0]).mean if all(pair) else None)
-            values.append(row)
-        if len(evaluated) > 1 and any(value is not None for row in values for value in row):
-            panels.append(
-                Panel(
-                    benchmark,
-                    "evaluated at K",
-                    "trained at K",
-                    "heat",
-                    values=values,
-                    rows=list(map(str, trained)),
-                    columns=list(map(str, evaluated)),
-                    signed=True,
-                )
-            )
-    if not panels:
-        return None
-    return Figure("depth_gains", "Loop Dropout minus LoRA, in percentage points, for each pair of depths.", panels)
-
-
-def _depth_table(records: Sequence[Record]) -> dict[tuple[str, int, str, int], list[float]]:
-    """Return the scores in percent by benchmark, depth of training, method and depth of evaluation."""
-    table: dict[tuple[str, int, str, int], list[float]] = {}
-    for record in _plain(records):
-        if len({score.depth for score in record.scores}) < 2:  # runs that nobody evaluated at another depth
-            continue
-        for score in record.scores:
-            trained, percent = record.fields.get("num_loops"), score.percent()
-            named = score.benchmark != "development" and score.gates is None
-            if named and score.depth and trained and percent is not None:
-                table.setdefault((score.benchmark, trained, record.method, score.depth), []).append(percent)
-    return table
-
-
-def _plain(records: Sequence[Record]) -> list[Record]:
-    """Leave out runs that differ from others of their method in more than seed and depth: a line is one setting."""
-    ranks = {record.fields.get("rank") for record in records}
-    return [record for record in records if len(ranks) == 1 or record.fields.get("rank") in (16, None)]
-
-
-def _against(name: str, caption: str, records: Sequence[Record], setting: str, label: str) -> Figure | None:
-    """Return accuracy against a setting, if several values of it were tested on one benchmark with one method."""
-    several_sweeps = len({record.fields.get("sweep") for record in records}) > 1
-    points: dict[str, dict[str, dict[Any, list[float]]]] = {}
-    for record in records:
-        value, sweep = record.fields.get(setting), record.fields.get("sweep")
-        for score in record.scores:
-            own = score.depth in (None, record.fields.get("num_loops"))
-            if value is not None and score.gates is None and own and score.benchmark != "development":
-                title = f"{score.benchmark} ({sweep})" if several_sweeps and sweep else score.benchmark
-                method = points.setdefault(title, {}).setdefault(record.method, {})
-                method.setdefault(value, []).append(score.percent() or 0.0)
-    panels = []
-    for benchmark, methods in points.items():
-        series = [
-            _points(method, dict(sorted(values.items()))) for method, values in methods.items() if len(values) > 1
-        ]
-        if series:
-            panels.append(Panel(benchmark, label, "correct, %", "lines", series))
-    return Figure(name, caption, panels) if panels else None
-
-
-def _points(name: str, values: dict[Any, list[float]]) -> Series:
-    summaries = [summarize(each) for each in values.values()]
-    return Series(name, list(values), [each.mean for each in summaries], [each.sd for each in summaries])
-
-
-def _benchmarks_of(records: Sequence[Record], diagnostic: str) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record.diagnostics.get(diagnostic, {})))
-
-
-def _loop_series(records: Sequence[Record], diagnostic: str, key: str) -> list[Series]:
-    return _series(records, lambda record: record.diagnostics.get(diagnostic, {}).get(key) or [])
-
-
-def _series(records: Sequence[Record], values_of: Callable[[Record], list[float]]) -> list[Series]:
-    """Return one line for each method over the loops, mean and SD over its runs."""
-    by_method: dict[str, list[list[float]]] = {}
-    for record in records:
-        values = values_of(record)
-        if values:
-            by_method.setdefault(record.method, []).append(values)
-    series = []
-    for method, runs in by_method.items():
-        loops = min(map(len, runs))
-        summaries = [summarize([run[loop] for run in runs]) for loop in range(loops)]
-        series.append(
-            Series(
-                method, list(range(1, loops + 1)), [each.mean for each in summaries], [each.sd for each in summaries]
-            )
-        )
-    return series
+    rows = [
+        {"panel": panel, "loop": loop + 1, "example": row + 1, "value": value}
+        for panel, values in (("training", gates.tolist()), ("inference", [[1.0] * 8] * loops))
+        for loop, of_loop in enumerate(values)
+        for row, value in enumerate(of_loop)
+    ]
+    return heat_plot(pd.DataFrame(rows), "loop", "example", "gate", "panel", "loop", "example", title=spec.title)

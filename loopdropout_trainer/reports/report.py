@@ -1,21 +1,39 @@
-"""A whole report: read the folders, fill the tables, draw the figures, write the page."""
+"""A whole report: the long table as CSV, tables, figures, and one page that holds them all."""
 
 from __future__ import annotations
 
+import base64
+import html
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.reports import render
-from loopdropout_trainer.reports.figures import make_figures
-from loopdropout_trainer.reports.page import write_page
-from loopdropout_trainer.reports.records import ReportError, read_records
-from loopdropout_trainer.reports.summary import summary_tables
-from loopdropout_trainer.reports.tables import FinishedTable, build_table, load_table
+from loopdropout_trainer.reports import specs
+from loopdropout_trainer.reports.averaging import groups, is_protocol, settings_of, shown, telling
+from loopdropout_trainer.reports.figures import automatic_figures, paper_figure
+from loopdropout_trainer.reports.plots import save_figure
+from loopdropout_trainer.reports.reading import (
+    ALL,
+    BASE,
+    COSTS,
+    OUTCOMES,
+    TRAINING,
+    ReportError,
+    check_extra,
+    load_table,
+)
+from loopdropout_trainer.reports.specs import FinishedTable, Spec, build_table, load_spec
 
 
-PAGE = "report.html"
+if TYPE_CHECKING:
+    import pandas as pd
+
+PAGE, LONG = "report.html", "long.csv"
+MOST_PROBLEMS, MOST_LETTERS = 3000, 1500
+"""Of one benchmark whose answers the page shows, and of a prompt or a completion; more would make it slow to open."""
 
 
 @dataclass(frozen=True)
@@ -29,57 +47,234 @@ class Written:
 def write_report(
     folders: Sequence[str | Path], tables: Sequence[str | Path], output_dir: str | Path, title: str = "Report"
 ) -> Written:
-    """Write tables (Markdown, LaTeX, CSV, JSON), figures (PNG, PDF) and one page into a folder.
+    """Write the long table (CSV), tables (Markdown, LaTeX, CSV), figures (PNG, PDF, SVG) and one page into a folder.
 
     Args:
         folders: of runs; everything below them is read.
-        tables: YAML files; none: a summary of the runs.
+        tables: YAML files of tables and figures; none: a summary of the runs, and every figure that they have numbers for.
         output_dir: of the report.
         title: of the page.
 
     Raises:
-        ReportError: if there is nothing to report, a file cannot be read, or runs cannot be compared.
-        RecipeError: for a table file that is not valid YAML.
+        ReportError: if a package is missing, there is nothing to report, or runs cannot be compared.
+        RecipeError: for a file that is not valid YAML.
     """
-    specs = [load_table(path) for path in tables]
-    records = read_records(folders)
-    if not records:
+    check_extra()
+    described = [load_spec(path) for path in tables]
+    table = load_table(folders)
+    skipped = table.attrs["skipped"]
+    if not len(table):
         raise ReportError(
             f"There are no results below {', '.join(map(str, folders))}: train, evaluate or sweep first."
         )
-    finished = [build_table(spec, records) for spec in specs] if specs else summary_tables(records)
     output_dir = Path(output_dir)
     try:
         (output_dir / "tables").mkdir(parents=True, exist_ok=True)
-        (output_dir / "figures").mkdir(exist_ok=True)
     except OSError as error:
         raise ReportError(f"`--output_dir` {output_dir} cannot be written to: {error.strerror}.") from None
-    for table in finished:
-        stem = output_dir / "tables" / table.spec.name.replace(" ", "_")
-        for ending, text in (
-            ("md", render.markdown(table)),
-            ("tex", render.latex(table)),
-            ("csv", render.comma_separated(table)),
-            ("json", render.json_text(table)),
-        ):
+    table.drop(columns=["predictions", "verdicts", "answered"], errors="ignore").to_csv(output_dir / LONG, index=False)
+    finished = (
+        [build_table(spec, table) for spec in described if not spec.figure] if described else summary_tables(table)
+    )
+    for each in finished:
+        stem = output_dir / "tables" / each.spec.name
+        for ending, text in (("md", specs.markdown(each)), ("tex", specs.latex(each))):
             stem.with_name(f"{stem.name}.{ending}").write_text(text, encoding="utf-8")
-    figures = make_figures(records, finished)
-    drawn = 0
-    if find_spec("matplotlib") is not None:
-        from loopdropout_trainer.reports.drawing import draw_figure
-
-        for figure in figures:
-            draw_figure(figure, output_dir / "figures")
-            drawn += 1
-    write_page(output_dir / PAGE, title, finished, figures, records)
-    missing = sum(len(table.missing) for table in finished)
+        specs.numbers(each).to_csv(f"{stem}.csv", index=False)
+    figures = {spec.name: paper_figure(spec, table) for spec in described if spec.figure}
+    nothing = [name for name, plot in figures.items() if plot is None]
+    figures = (
+        {name: plot for name, plot in figures.items() if plot is not None} if described else automatic_figures(table)
+    )
+    pictures = {name: save_figure(plot, output_dir / "figures" / name)[2] for name, plot in figures.items()}
+    write_page(output_dir / PAGE, title, finished, pictures, table, skipped)
+    missing = sum(len(each.missing) for each in finished)
     lines = [
-        f"{len(records)} runs read.",
+        f"{table['run'].nunique()} runs read, {len(table)} numbers in {output_dir / LONG}.",
         f"{len(finished)} tables in {output_dir / 'tables'}"
         + (f"; {missing} of their numbers are missing, and listed below each table." if missing else "."),
-        f"{drawn} figures in {output_dir / 'figures'}."
-        if drawn or not figures
-        else 'No figures for print without matplotlib: pip install "loopdropout-trainer[plots]"',
+        f"{len(pictures)} figures in {output_dir / 'figures'}{'; no results for ' + ', '.join(nothing) if nothing else ''}.",
         f"The page: {output_dir / PAGE}",
+        *(f"Left out: {fault}" for fault in skipped),
     ]
     return Written(finished, "\n".join(lines))
+
+
+def write_figures(folders: Sequence[str | Path], output_dir: str | Path) -> list[Path]:
+    """Save every figure that the results below the folders have numbers for, as PNG, PDF and SVG.
+
+    Raises:
+        ReportError: if a package is missing, or runs would be averaged that must not be.
+    """
+    figures = automatic_figures(load_table(folders))
+    return [path for name, plot in figures.items() for path in save_figure(plot, Path(output_dir) / name)]
+
+
+# Without files: tables of whatever there is.
+
+
+def summary_tables(table: pd.DataFrame) -> list[FinishedTable]:
+    """Return accuracy, differences to LoRA and costs; a row for each setting, a column for each metric, depth and protocol."""
+    rows = table[table["total"].notna() & (table["metric"] != "missing") & ~table["metric"].str.startswith("by_")]
+    rows = rows[rows["gates"].isin([ALL]) & rows["readout"].isna() | (rows["method"] == BASE)]
+    tables = []
+    if len(rows):
+        settings = [name for name in settings_of(rows) if not is_protocol(name)]
+        settings = [
+            name
+            for name in settings
+            if name not in ("benchmark", "metric", "depth", "gates", "readout", "loop", "method")
+        ]
+        heads = ["method", *telling(rows, settings, ["method"])]
+        columns: dict[str, dict[str, Any]] = {}
+        protocols = [name for name in rows if is_protocol(name)]
+        for key, part in groups(rows, ["benchmark", "metric", "depth"]):
+            name = key["metric"] if key["metric"] == key["benchmark"] else f"{key['metric']} ({key['benchmark']})"
+            name = name if rows["depth"].nunique() == 1 else f"{name}, K = {shown(key['depth'])}"
+            differing = telling(part, protocols)
+            for how, _ in groups(part, differing):
+                words = [f"{each.removeprefix('evaluation.')} {shown(value)}" for each, value in how.items()]
+                columns[", ".join([name, *words])] = {**key, **how, "gates": None, "bold": ["column"]}
+        columns = {
+            name: {**{k: None if v != v else v for k, v in wanted.items()}, "gates": [ALL, "none"]}
+            for name, wanted in columns.items()
+        }
+        body = [list(key.values()) for key, _ in groups(rows, heads)]
+        body = [[None if value != value else value for value in row] for row in body]
+        head = {name: name for name in heads}
+        tables.append(
+            build_table(Spec("accuracy", "tab:accuracy", "Accuracy, %", heads=head, columns=columns, rows=body), rows)
+        )
+        tables += _differences(rows, head, columns, body)
+    return tables + _costs(table)
+
+
+def _differences(rows: pd.DataFrame, head: dict, columns: dict, body: list) -> list[FinishedTable]:
+    """Return each method's difference to the LoRA that is equal in all that the table tells apart, where there is one."""
+    others = [
+        row
+        for row in body
+        if row[0] not in ("LoRA", BASE) and ["LoRA", *_less(row, head)] in [[r[0], *_less(r, head)] for r in body]
+    ]
+    if not others:
+        return []
+    changed = {name: None for name in head if name in ("p", "rule", "rule_args.m")}
+    minus = {name: {**{k: v for k, v in wanted.items() if k != "bold"}, "minus": {"method": "LoRA", **changed}}
+             for name, wanted in columns.items()}  # fmt: skip
+    spec = Spec("differences", "tab:differences", "Difference to LoRA, points", heads=head, columns=minus, rows=others)
+    return [build_table(spec, rows)]
+
+
+def _less(row: list, head: dict) -> list:
+    return [value for value, name in list(zip(row, head, strict=True))[1:] if name not in ("p", "rule", "rule_args.m")]
+
+
+def _costs(table: pd.DataFrame) -> list[FinishedTable]:
+    names = {"trainable_parameters": ("Trainable", 1, 0), "train_seconds": ("Train (min)", 1 / 60, 1),
+             "tokens_per_second": ("Tokens/s", 1, 0), "peak_memory_gb": ("Memory (GB)", 1, 2)}  # fmt: skip
+    names = {name: how for name, how in names.items() if name in table and table[name].notna().any()}
+    runs = table[table["method"] != BASE].drop_duplicates("run")
+    runs = runs[runs[list(names)].notna().any(axis=1)] if names else runs.iloc[:0]
+    if not len(runs):
+        return []
+    of_run = [
+        name
+        for name in settings_of(table)
+        if not is_protocol(name) and table.groupby("run")[name].nunique(dropna=False).max() == 1
+    ]
+    runs = runs[[name for name in table if name in (*of_run, *OUTCOMES)]].assign(
+        depth=runs["num_loops"], gates=ALL, readout=None
+    )
+    runs = runs.assign(benchmark=TRAINING, metric="cost", value=0.0)
+    heads = ["method", *telling(runs, [name for name in of_run if name != "method"], ["method"])]
+    body = [[None if value != value else value for value in key.values()] for key, _ in groups(runs, heads)]
+    columns = {
+        title: {"of": name, "scale": scale, "decimals": places} for name, (title, scale, places) in names.items()
+    }
+    spec = Spec(
+        "costs", "tab:costs", "Cost of training", heads={name: name for name in heads}, columns=columns, rows=body
+    )
+    return [build_table(spec, runs)]
+
+
+# The page.
+
+
+def write_page(
+    path: Path,
+    title: str,
+    tables: Sequence[FinishedTable],
+    pictures: dict[str, Path],
+    table: pd.DataFrame,
+    skipped: Sequence[str],
+) -> None:
+    """Write one self-contained page: tables, figures, every problem with the answers of all methods, settings of every run.
+
+    Text of completions and recipes goes into it as JSON or escaped, never as HTML; figures as images, which run nothing.
+    """
+    parts = {"title": html.escape(title), "tables": [], "figures": [], "runs": [], "skipped": []}
+    for each in tables:
+        lines = "".join(f'<p class="note">{html.escape(note)}</p>' for note in specs.notes(each))
+        parts["tables"].append(
+            f'<h3>{html.escape(each.spec.title)}</h3><div class="scroll">{specs.page_table(each)}</div>{lines}'
+        )
+    for name, picture in pictures.items():
+        data = base64.b64encode(picture.read_bytes()).decode()
+        parts["figures"].append(
+            f'<figure id="figure-{html.escape(name)}">'
+            f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}"></figure>'
+        )
+    for _, run in table.drop_duplicates("run").iterrows():
+        about = {
+            name: run[name] for name in (*settings_of(table), "seed", *COSTS) if name in run and run[name] == run[name]
+        }
+        about = {name: value for name, value in about.items() if value is not None and not is_protocol(name)}
+        name = html.escape(f"{run['method']}, seed {shown(run['seed'])}: {run['run']}")
+        parts["runs"].append(
+            f"<details><summary>{name}</summary><pre>{html.escape(json.dumps(about, indent=1, default=str))}</pre></details>"
+        )
+    parts["skipped"] = [f'<p class="note">Left out: {html.escape(fault)}</p>' for fault in skipped]
+    parts["answers"] = json.dumps(_answers(table), ensure_ascii=False, default=str).replace(
+        "<", "\\u003c"
+    )  # closes no script
+    here = files("loopdropout_trainer.reports")
+    page = (here / "page.html").read_text(encoding="utf-8")
+    for name in ("page.css", "page.js"):
+        page = page.replace(f"/*{name}*/", (here / name).read_text(encoding="utf-8"))
+    first, *rest = page.split("{{")  # filled in one pass, so that no text is taken for a place
+    page = first + "".join("".join(parts[part.split("}}")[0]]) + part.split("}}", 1)[1] for part in rest)
+    path.write_text(page, encoding="utf-8")
+
+
+def _answers(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return for each benchmark the problems, and for each run its verdicts and completions."""
+    found: dict[tuple, dict[str, Any]] = {}
+    rows = table[table["predictions"].notna()] if "predictions" in table else table.iloc[:0]
+    for _, row in (
+        rows[rows["metric"] != "missing"]
+        .drop_duplicates(["run", "benchmark", "depth", "gates", "problems"])
+        .iterrows()
+    ):
+        predictions = row["predictions"][:MOST_PROBLEMS]
+        name = f"{row['benchmark']}, K = {shown(row['depth'])}" + (
+            "" if row["gates"] == ALL else f", gates {row['gates']}"
+        )
+        name = f"{row['benchmark']}, K = {shown(row['depth'])}" if row["method"] == BASE else name
+        entry = found.setdefault(
+            (name, row["problems"]), {"benchmark": name, "total": len(row["predictions"]), "methods": {}}
+        )
+        entry.setdefault(
+            "problems", [[p.get("id", ""), p["prompt"][-MOST_LETTERS:], p.get("reference", "")] for p in predictions]
+        )
+        seed = "" if row["seed"] is None or row["seed"] != row["seed"] else f", seed {row['seed']}"
+        name = f"{row['method']}{seed}"
+        name = f"{name} ({Path(row['run']).name})" if name in entry["methods"] else name
+        entry["methods"][name] = [
+            [
+                "right" if p["correct"] else "missing" if p["extracted"] is None else "wrong",
+                p["extracted"],
+                str(p.get("completion", ""))[:MOST_LETTERS],
+            ]
+            for p in predictions
+        ]
+    return list(found.values())

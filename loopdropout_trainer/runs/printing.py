@@ -9,11 +9,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loopdropout_trainer.diagnostics.plots import draw_bars, draw_curves
-from loopdropout_trainer.diagnostics.style import legend_above, new_figure
 from loopdropout_trainer.evaluation import BenchmarkResult
 from loopdropout_trainer.evaluation.scorers import last_number
 from loopdropout_trainer.evaluation.statistics import sign_test
+from loopdropout_trainer.reports import load_table, save_figure
+from loopdropout_trainer.reports.figures import overview_figure
 from loopdropout_trainer.runs.result import RunResult
 
 
@@ -197,29 +197,6 @@ def _has_marks(result: BenchmarkResult) -> bool:
 
 
 def plot_results(outcomes: Sequence[RunResult], path: str | Path) -> Path:
-    """Save one figure: rho_t by loop, and right answers by depth, as far as they were measured. Needs matplotlib."""
-    panels = []
-    if all(outcome.single_loop is not None for outcome in outcomes):
-        panels.append(_draw_single_loops)
-    if all(outcome.by_depth for outcome in outcomes):
-        panels.append(_draw_depths)
-    with new_figure(1, len(panels), squeeze=False) as (figure, axes):
-        for draw, axis in zip(panels, axes[0], strict=True):
-            draw(axis, outcomes)
-        legend_above(figure, axes[0][0])
-        figure.savefig(path)
-    return Path(path)
-
-
-def _draw_single_loops(axis, outcomes: Sequence[RunResult]) -> None:
-    series = {outcome.title: (outcome.single_loop.reductions, None) for outcome in outcomes}
-    draw_bars(axis, series, range(1, outcomes[0].num_loops + 1))
-    axis.set(xlabel="only active adapter loop t", ylabel="loss reduction (%)")
-
-
-def _draw_depths(axis, outcomes: Sequence[RunResult]) -> None:
-    depths = list(outcomes[0].by_depth)
-    series = {outcome.title: ([result.score for result in outcome.by_depth.values()], None) for outcome in outcomes}
-    draw_curves(axis, depths, series)
-    axis.axvline(outcomes[0].num_loops, color="grey", linewidth=0.8, linestyle=":")
-    axis.set(xlabel="loops K at inference", ylabel="right answers (%)", xticks=depths, ylim=(0, None))
+    """Save one figure of finished runs, as PNG, PDF and SVG: accuracy by depth, and what the adapter does in one loop only."""
+    table = load_table([outcome.saved["adapter"] for outcome in outcomes])
+    return save_figure(overview_figure(table), Path(path).with_suffix(""))[0]

@@ -213,6 +213,7 @@ class Run:
             result = trainer.train(resume_from_checkpoint=checkpoint)
             progress = trainer.progress()
             trainer.save_model()  # before anything else can go wrong
+            trainer.save_state()  # the learning curve
         except NonFiniteLossError as error:
             if is_main:  # for a sweep: this rate is out, the others go on
                 write_atomically(diverged, json.dumps({"error": str(error), "step": trainer.state.global_step}) + "\n")
@@ -394,8 +395,8 @@ def carry_out(run: Run) -> None:
     if not config.should_save:  # the other processes
         return
     if outcomes[0].single_loop is not None or outcomes[0].by_depth:
-        if find_spec("matplotlib") is None:
-            print('No figure without matplotlib: pip install -e ".[plots]"')
+        if find_spec("plotnine") is None:
+            print('No figure without plotnine: pip install -e ".[reports]"')
         else:
             outcomes[0].saved["figure"] = str(plot_results(outcomes, Path(config.output_dir) / "figure.png"))
     print_results(outcomes)
