@@ -56,9 +56,7 @@ def _sha256_of_large(file: Path) -> str:
         return file.name
     facts = file.stat()
     key = (file, facts.st_size, facts.st_mtime_ns)
-    if (
-        key not in _known or time.time() - facts.st_mtime < 2
-    ):  # it may be written twice within the resolution of its time
+    if key not in _known or time.time() - facts.st_mtime < 2:  # it may be written twice within the resolution of its time
         _known[key] = sha256(file)
     return _known[key]
 
