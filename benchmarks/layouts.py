@@ -101,6 +101,13 @@ UNEVEN = {
 }
 """Runs whose epochs end with a step of fewer rows; not part of the table."""
 
+_ONE_STEP = {"max_steps": 1, "learning_rate": 0.0}
+EVALUATIONS = {
+    "evaluation": {**_ONE_STEP, "eval_rows": 7},
+    "padding-free evaluation": {**_ONE_STEP, "eval_rows": 7, "padding_free": True, "max_length": None},
+}
+"""Runs whose last step is an evaluation on so many rows; not part of the table."""
+
 
 @dataclass
 class Run:
@@ -230,11 +237,17 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
             return loss
 
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
-    fields = {**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES, **DEPTHS, **UNEVEN}[name], **fields}
+    fields = {
+        **_FIELDS,
+        "output_dir": str(run_dir),
+        **{**RUNS, **RULES, **DEPTHS, **UNEVEN, **EVALUATIONS}[name],
+        **fields,
+    }
     rows = examples().select(range(fields.pop("num_examples", 192)))
+    eval_rows = examples().select(range(100, 100 + fields.pop("eval_rows", 1)))
     args = LoopDropoutConfig(**fields)
     args.model_init_kwargs = {"dtype": dtype}
-    trainer = RecordingTrainer(str(folder / "model"), args, train_dataset=rows)
+    trainer = RecordingTrainer(str(folder / "model"), args, train_dataset=rows, eval_dataset=eval_rows)
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
@@ -246,6 +259,7 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
         "world_size": trainer.accelerator.num_processes,
         "first_step": steps[0],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "eval_loss": trainer.evaluate()["eval_loss"] if name in EVALUATIONS else None,
         "gates": gates,
     }
 

@@ -26,14 +26,14 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, defaul
 from loopdropout_trainer.saving.adapter_files import adapter_metadata, load_adapter
 from loopdropout_trainer.saving.hub import PushError
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, settings_yaml
-from loopdropout_trainer.training.checkpoints import (
-    CheckpointError,
-    newest_whole_checkpoint,
-    rotate_checkpoints,
-    seal_checkpoint,
-    why_broken,
+from loopdropout_trainer.training.checkpoints import CheckpointError, NonFiniteLossError
+from loopdropout_trainer.training.checkpoints.sealing import (
+    fault_of_checkpoint,
+    newest_complete_checkpoint,
+    rotate,
+    run_of,
+    seal,
 )
-from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
 
 
 STEPS = 6
@@ -205,7 +205,7 @@ def flip_a_bit(file):
 def test_a_broken_checkpoint_is_passed_over_with_the_reason(finished, make_trainer, caplog, name, damage, reason):
     folder, straight = finished
     damage(folder / "checkpoint-6" / name)
-    assert reason in why_broken(folder / "checkpoint-6")
+    assert reason in fault_of_checkpoint(folder / "checkpoint-6")
     own_logger = logging.getLogger("loopdropout_trainer")
     own_logger.addHandler(caplog.handler)
     trainer = make_trainer()
@@ -220,9 +220,9 @@ def test_a_broken_checkpoint_given_by_name_is_refused_also_without_a_manifest(fi
     folder, _ = finished
     checkpoint = folder / "checkpoint-4"
     (checkpoint / "manifest.json").unlink()
-    assert why_broken(checkpoint, sealed=False) is None
+    assert fault_of_checkpoint(checkpoint, sealed=False) is None
     cut(checkpoint / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="checkpoint-4 cannot be used: adapter_model.safetensors is damaged"):
+    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read"):
         make_trainer().train(resume_from_checkpoint=str(checkpoint))
     with pytest.raises(CheckpointError, match="it does not exist"):
         make_trainer().train(resume_from_checkpoint=str(folder / "checkpoint-5"))
@@ -230,14 +230,14 @@ def test_a_broken_checkpoint_given_by_name_is_refused_also_without_a_manifest(fi
 
 def test_a_checkpoint_without_optimizer_state_is_not_resumed_from(make_trainer):
     make_trainer(save_only_model=True).train()
-    trainer = make_trainer(max_steps=1, save_strategy="no")
-    assert "no optimizer state" in why_broken(Path(trainer.args.output_dir) / "checkpoint-6")
+    trainer = make_trainer(save_strategy="no")
+    assert "no optimizer state" in fault_of_checkpoint(Path(trainer.args.output_dir) / "checkpoint-6")
     trainer.train(resume_from_checkpoint=True)
     assert trainer.first_step == 0
 
 
 def test_without_a_whole_checkpoint_a_run_starts_at_the_beginning(make_trainer, tmp_path):
-    assert newest_whole_checkpoint(tmp_path / "nowhere") is None
+    assert newest_complete_checkpoint(tmp_path / "nowhere") is None
     trainer = make_trainer(max_steps=1, save_strategy="no")
     trainer.train(resume_from_checkpoint=True)
     assert trainer.first_step == 0
@@ -247,8 +247,8 @@ def test_rotation_deletes_unfinished_checkpoints_first_and_never_the_one_just_wr
     for step in (2, 4, 6, 8):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if step != 8:
-            seal_checkpoint(tmp_path / f"checkpoint-{step}")
-    rotate_checkpoints(tmp_path, 2, keep=[tmp_path / "checkpoint-2"])
+            seal(tmp_path / f"checkpoint-{step}")
+    rotate(tmp_path, 2, keep=[tmp_path / "checkpoint-2"])
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
 
 
@@ -256,7 +256,7 @@ def test_rotation_deletes_unfinished_checkpoints_first_and_never_the_one_just_wr
 
 
 @pytest.mark.parametrize("limit", [20_000, 100_000], ids=["adapter does not fit", "optimizer does not fit"])
-def test_a_full_disk_is_one_error_and_leaves_the_newest_whole_checkpoint(make_trainer, limit):
+def test_a_full_disk_is_one_error_and_leaves_the_newest_complete_checkpoint(make_trainer, limit):
     class Fills(LoopDropoutSFTTrainer):
         def _save_checkpoint(self, model, trial):
             if self.state.global_step == 4:
@@ -267,7 +267,7 @@ def test_a_full_disk_is_one_error_and_leaves_the_newest_whole_checkpoint(make_tr
     trainer = make_trainer(cls=Fills)
     try:
         with pytest.raises(
-            CheckpointError, match="checkpoint of step 4 could not be written .*newest whole .*checkpoint-2"
+            CheckpointError, match="checkpoint of step 4 could not be written .*newest complete .*checkpoint-2"
         ):
             trainer.train()
     finally:
@@ -402,6 +402,33 @@ def test_a_refused_push_leaves_the_adapter_on_disk_and_never_tells_the_token(
     assert TOKEN not in json.dumps(trainer.args.to_dict(), default=str)
     assert TOKEN.encode() not in pickle.dumps(trainer.args)
     assert trainer.args.hub_token == TOKEN
+
+
+class Evil:
+    def __init__(self, proof):
+        self.proof = str(proof)
+
+    def __reduce__(self):
+        return (open, (self.proof, "w"))
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "progress.json"]
+)
+def test_a_crafted_file_of_a_checkpoint_is_one_sentence_and_runs_nothing(finished, make_trainer, tmp_path, name):
+    checkpoint, proof = finished[0] / "checkpoint-4", tmp_path / "ran"
+    pickles = {"code": Evil(proof), "other types": [1, 2], "other keys": {"state": 1}}
+    for content in (
+        ("", "\x80", "{", "[1]", "null", '{"a": 1}') if name.endswith("json") else ("", "#!/bin/sh", *pickles)
+    ):
+        if content in pickles:
+            torch.save(pickles[content], checkpoint / name)
+        else:
+            (checkpoint / name).write_text(content)
+        seal(checkpoint, run_of(checkpoint))
+        with pytest.raises(CheckpointError, match="checkpoint-4 cannot be used: a file in it is damaged") as error:
+            make_trainer().train(resume_from_checkpoint=str(checkpoint))
+        assert not proof.exists() and "\n" not in str(error.value)
 
 
 # --- strangers' files -------------------------------------------------------------------------------------------------

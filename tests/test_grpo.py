@@ -457,6 +457,36 @@ def test_evaluation_is_at_unit_gates_and_draws_alike_each_time(grpo_config, toke
     assert [each.gates is None for each in trainer.seen] == [True, True, False, False, True, True]
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("num_generations", [0, 1, -2, 2.5]),
+        ("temperature", [0, -1.0, NAN]),
+        ("steps_per_generation", [0, -1]),
+        ("num_iterations", [0, -1]),
+        ("max_completion_length", [0]),
+        ("scale_rewards", ["groups", 3]),
+        ("loss_type", ["gspo", None]),
+        ("importance_sampling_level", ["word"]),
+        ("top_k", [-5, 1.5]),
+        ("min_p", [3, -0.1, NAN]),
+        ("top_p", [1.5, 0, NAN]),
+        ("beta", [-0.1, NAN]),
+        ("epsilon", [-0.1, NAN]),
+        ("epsilon_high", [-0.1]),
+        ("repetition_penalty", [0]),
+        ("reward_weights", [[1.0, NAN], [float("inf")]]),
+    ],
+)
+def test_numbers_and_choices_that_mean_nothing_are_refused(grpo_config, name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"`{name}` must be"):
+            grpo_config(**{name: value})
+
+
 def test_plain_arguments_get_the_papers_rule_and_wrong_ones_are_refused(grpo_config, tokenizer, config):
     args = grpo_config(GRPOConfig, beta=0.0)
     trainer = LoopDropoutGRPOTrainer(tiny_ouro(), reward, args, train_dataset=PROMPTS, processing_class=tokenizer)

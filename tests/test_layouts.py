@@ -11,9 +11,11 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import tiny_ouro
 from packaging.version import Version
+from tokenizers import pre_tokenizers
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
+from loopdropout_trainer.models import OuroForCausalLM
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, check_packed_batch, check_processes
 
 
@@ -101,6 +103,34 @@ def test_an_uneven_last_batch_is_that_of_one_process(tmp_path, processes, batch,
         assert run.records[0]["losses"] == pytest.approx(alone[name].records[0]["losses"], rel=1e-5), name
         for weight, tensor in alone[name].adapter.items():
             torch.testing.assert_close(run.adapter[weight], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_the_evaluation_loss_is_the_mean_over_tokens_on_any_layout(tmp_path, processes):
+    """Seven rows: with two and three processes some are repeated, and must not be counted twice."""
+    layouts.save_model(tmp_path / "model")
+    model = OuroForCausalLM.from_pretrained(tmp_path / "model").eval()
+    losses = []
+    for row in layouts.examples().select(range(100, 107)):
+        prompt, completion = ([2 + byte for byte in _bytes(row[part])] for part in ("prompt", "completion"))
+        ids = torch.tensor([[*prompt, *completion, 0]])
+        with torch.no_grad():
+            scores = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        losses.append(-scores[len(prompt) - 1 :])
+    expected = torch.cat(losses).mean().item()
+    layout = layouts.Layout("ddp" if processes > 1 else None, processes, 2)
+    for rows in (1, 2, 3, 4) if processes == 1 else (2,):
+        fields = {"per_device_eval_batch_size": rows}
+        runs = layouts.launch(layout, tmp_path / f"run{rows}", list(layouts.EVALUATIONS), **fields)
+        for name, run in runs.items():
+            for record in run.records:
+                assert record["eval_loss"] == pytest.approx(expected, abs=2e-6), (name, rows)
+
+
+def _bytes(text):
+    """The numbers of a text's bytes in the order of the byte-level alphabet."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [alphabet.index(character) for character in text]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +18,8 @@ from transformers import EarlyStoppingCallback
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.saving.lock import LOCK_FILE, LockedError, folder_lock
-from loopdropout_trainer.training.checkpoints import MANIFEST, CheckpointError, rotate_checkpoints, seal_checkpoint
-from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
-from loopdropout_trainer.training.interruption import TrainingInterrupted
+from loopdropout_trainer.training.checkpoints import CheckpointError, NonFiniteLossError, TrainingInterrupted
+from loopdropout_trainer.training.checkpoints.sealing import MANIFEST, rotate, seal
 
 
 STEPS = 6
@@ -132,18 +133,103 @@ def test_a_resumed_run_reports_all_of_itself(make_trainer):
 # --- whose checkpoint -------------------------------------------------------------------------------------------------
 
 
-def test_a_stale_checkpoint_of_another_run_is_not_adopted(make_trainer, dataset, log):
-    make_trainer().train()  # A: checkpoints 2, 4 and 6
+def test_a_run_is_kept_out_of_another_runs_folder_before_it_trains(make_trainer, dataset, log):
+    first = make_trainer()
+    first.train()
+    first.save_model()
+    folder = Path(first.args.output_dir)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     other = {"rows": dataset.select(range(40)), "learning_rate": 2e-2, "save_steps": 1}
-    killed_before(4, make_trainer, **other)  # B: checkpoints 1 to 4; A's 6 is still there
+    for removed in ("nothing", "checkpoints"):  # what is left is the trained adapter
+        if removed == "checkpoints":
+            for checkpoint in folder.glob("checkpoint-*"):
+                shutil.rmtree(checkpoint)
+            before = {path: content for path, content in before.items() if path.parent == folder}
+        for resume in (None, True):
+            trainer = make_trainer(**other)
+            with pytest.raises(CheckpointError, match="`learning_rate` was 0.01 and is 0.02"):
+                trainer.train(resume_from_checkpoint=resume)
+            assert trainer.steps_taken == 0
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    make_trainer().train()  # the same run may begin anew
+
+    other["resume_with_changed_settings"] = True
+    killed_before(4, make_trainer, **other)  # asked to: checkpoints 1 to 4, beside 6 of the first run
     resumed = make_trainer(**other)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.steps_taken == STEPS - 4
-    assert "checkpoint-6: it belongs to another run" in log.text and "`learning_rate` was 0.01 and is 0.02" in log.text
-
+    assert "checkpoint-6: it belongs to another run" in log.text
     straight = make_trainer(**other, output_dir=resumed.args.output_dir + "-straight")
     straight.train()
     assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize("saves", ["steps", "no"])
+def test_a_complete_training_is_loaded_and_not_trained_again(make_trainer, log, saves):
+    first = make_trainer(save_strategy=saves)
+    report = first.train()
+    first.save_model()
+    again = make_trainer(save_strategy=saves, eval_strategy="steps", eval_steps=1)
+    output = again.train(resume_from_checkpoint=True)
+    assert again.steps_taken == 0 and torch.equal(weights(again), weights(first))
+    assert (output.training_loss, output.global_step) == (report.training_loss, STEPS)
+    assert output.metrics["train_runtime"] == report.metrics["train_runtime"]
+    assert again.progress() == first.progress()
+    assert again.state.log_history == first.state.log_history
+    again.save_model()
+    assert make_trainer(save_strategy=saves).train(resume_from_checkpoint=True).global_step == STEPS
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "bit", "of another run"])
+def test_a_damaged_adapter_is_not_a_complete_training(make_trainer, log, damage):
+    first = make_trainer(save_strategy="no")
+    first.train()
+    first.save_model()
+    file = Path(first.args.output_dir) / "adapter_model.safetensors"
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "bit":
+        file.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    elif damage == "truncated":
+        file.write_bytes(content[:-1])
+    else:
+        next(p for p in first.model.parameters() if p.requires_grad).data += 1
+        first._complete = None  # saved by hand, in the middle of something
+        first.save_model()
+    again = make_trainer(save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    assert again.steps_taken == STEPS and "adapter_model.safetensors" in log.text
+
+
+@pytest.mark.parametrize("end", [{"max_steps": 9}, {"max_steps": -1, "num_train_epochs": 1.0}], ids=str)
+def test_a_run_goes_on_for_longer(make_trainer, log, end):
+    """With a constant learning rate it is the longer run from the beginning; else it goes on by the new schedule."""
+    shorter = {"max_steps": 6} if "num_train_epochs" not in end else {"max_steps": -1, "num_train_epochs": 0.5}
+    constant = {"lr_scheduler_type": "constant", "save_total_limit": 1}
+    first = make_trainer(**shorter, **constant)
+    first.train()
+    first.save_model()
+    longer = make_trainer(**end, **constant)
+    longer.train(resume_from_checkpoint=True)
+    name = next(name for name in reversed(end))
+    assert "goes on from" in log.text and f"`{name}` was" in log.text
+    assert longer.steps_taken == longer.state.max_steps - 6 > 0
+    straight = make_trainer(**end, **constant, output_dir=first.args.output_dir + "-straight")
+    straight.train()
+    assert torch.equal(weights(longer), weights(straight))
+    assert len(list(Path(first.args.output_dir).glob("checkpoint-*"))) == 1
+    longer.save_model()
+    with pytest.raises(CheckpointError, match=f"`{name}` was"):  # and not back
+        make_trainer(**shorter, **constant).train(resume_from_checkpoint=True)
+
+    fields = {"lr_scheduler_type": "linear", "output_dir": first.args.output_dir + "-linear"}
+    make_trainer(**shorter, **fields).train()
+    longer = make_trainer(**end, **fields)
+    longer.train(resume_from_checkpoint=True)
+    rates = [entry["learning_rate"] for entry in longer.state.log_history if "learning_rate" in entry]
+    total = longer.state.max_steps
+    assert rates[6:] == pytest.approx([1e-2 * (total - step) / total for step in range(6, total)])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +240,8 @@ def test_a_stale_checkpoint_of_another_run_is_not_adopted(make_trainer, dataset,
         ({"rule": "dose_control"}, "`rule` was 'loop_dropout' and is 'dose_control'"),
         ({"seed": 7}, "`seed` was 42 and is 7"),
         ({"gradient_accumulation_steps": 2}, "the examples in a step was 4 and is 8"),
-        ({"max_steps": 7}, "`max_steps` was 6 and is 7"),
+        ({"max_steps": 5}, "`max_steps` was 6 and is 5"),
+        ({"max_steps": -1, "num_train_epochs": 2}, "`max_steps` was 6 and is None"),
         ({"max_length": 5}, "`max_length` was .* the training data are others"),
         ({"packing": True}, "`packing` was False and is True"),
         ({"warmup_steps": 3}, "`warmup_steps`"),
@@ -233,8 +320,8 @@ def test_rotation_leaves_another_runs_checkpoints_alone(tmp_path):
     mine, theirs = {"settings": {"seed": 1}}, {"settings": {"seed": 2}}
     for step, run in ((1, mine), (2, mine), (3, mine), (8, theirs), (9, theirs)):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        seal_checkpoint(tmp_path / f"checkpoint-{step}", run)
-    rotate_checkpoints(tmp_path, 1, keep=[tmp_path / "checkpoint-3"], run=mine)
+        seal(tmp_path / f"checkpoint-{step}", run)
+    rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-3"], run=mine)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-8", "checkpoint-9"]
 
 
@@ -362,6 +449,53 @@ def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(make_trainer
     resumed.train(resume_from_checkpoint=True)
     assert resumed.steps_taken == 3
     assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_after_the_last_step_a_script_ends_and_keeps_its_training(make_trainer, stop):
+    class Interrupted(Trainer):
+        def evaluation_loop(self, *args, **kwargs):
+            signal.raise_signal(stop)
+            return super().evaluation_loop(*args, **kwargs)
+
+    trainer = make_trainer(cls=Interrupted, eval_strategy="steps", eval_steps=STEPS, save_strategy="no")
+    with pytest.raises(TrainingInterrupted, match="Stopped after step 6 of 6. .*checkpoint-6"):
+        trainer.train()
+    resumed = make_trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.steps_taken == 0 and torch.equal(weights(resumed), weights(trainer))
+
+
+SEVERAL = """
+import sys
+from conftest import tiny_ouro, tokenizer
+from datasets import Dataset
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
+rows = Dataset.from_list([{"text": "abc"}] * 64)
+for index in range(3):
+    args = LoopDropoutConfig(f"{sys.argv[1]}/{index}", max_steps=10_000, use_cpu=True, bf16=False, report_to="none")
+    args.logging_steps, args.save_strategy = 1, "no"
+    make = getattr(tokenizer, "__wrapped__", None) or tokenizer._get_wrapped_function()
+    LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=rows, processing_class=make()).train()
+"""
+
+
+def test_a_plain_kill_ends_a_script_that_trains_several_times(tmp_path):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[1]))),
+    }
+    script = [sys.executable, "-u", "-c", SEVERAL, str(tmp_path)]
+    process = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "'loss'" in line:
+            process.terminate()
+            break
+    said += process.stdout.readlines()
+    assert process.wait(120) != 0 and "TrainingInterrupted: Stopped after step" in said[-1]
+    assert len(list(tmp_path.glob("0/checkpoint-*/manifest.json"))) == 1 and not (tmp_path / "1").exists()
 
 
 # --- one process in a folder ------------------------------------------------------------------------------------------

@@ -470,7 +470,7 @@ def test_adaptive_sensitivity_is_the_gate_gradient(make_trainer):
     randomise(trainer.model)
     batch, num_items = batch_of(trainer)
     trainer.training_step(trainer.model, dict(batch), num_items)
-    trainer.rule_callback.on_step_end(trainer.args, trainer.state, trainer.control)
+    trainer.step_callback.on_step_end(trainer.args, trainer.state, trainer.control)
 
     gates = make_rule("loop_dropout").sample(draw_of(trainer, len(batch["input_ids"]))).requires_grad_()
     oracle_loss(trainer.model, batch, num_items, gated_update(gates)).backward()
@@ -484,5 +484,5 @@ def test_one_micro_batch_of_lora_dropout_counts_its_tokens_once(make_trainer):
         trainer = make_trainer(case, max_steps=2)
         trainer.train()
         counts.append(trainer.state.log_history[1]["num_tokens"])
-        assert trainer.unit_gates_callback.micro_batch == 1
+        assert trainer.step_callback.micro_batch == 1
     assert counts[0] == counts[1]

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
+from loopdropout_trainer.runs.result import RunResult, read_results, write_results
 from loopdropout_trainer.saving.files import WriteError, staged_files
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
-from loopdropout_trainer.training.fault_tolerance import NonFiniteLossError
+from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 
 
 ROOT = Path(__file__).parents[1]
@@ -158,6 +159,51 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
     assert files[0].stat().st_mtime_ns == stamp
 
 
+def test_more_measurements_of_a_complete_run_train_nothing(command, tmp_path, monkeypatch):
+    """What a sweep does with the run that it chose: the same settings, more benchmarks, depths and losses."""
+    words, fields = ("--save_strategy", "no"), {"compare_with": ["lora"], "evaluate_base": True}
+    sft.main(command(*words, **fields))
+    out = tmp_path / "out"
+    before = json.loads((out / "results.json").read_text())
+    answers = {file: file.stat().st_mtime_ns for file in (out / "answers").rglob("*.jsonl")}
+    adapter = (out / "adapter_model.safetensors").read_bytes()
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a step is taken")
+
+    monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", refuse)
+    more = {"depths": [2, 4], "single_loop_batches": 1, "merge": True}
+    sft.main(command(*words, "--resume_from_checkpoint", "true", **fields, **more))
+    after = json.loads((out / "results.json").read_text())
+    assert set(after["by_depth"]) == {"2", "4"} and len(after["single_loop"]["reductions_percent"]) == 4
+    assert after["base_benchmarks"] == before["base_benchmarks"] and after["benchmarks"] == before["benchmarks"]
+    assert after["train_info"] == before["train_info"] and after["run"] == before["run"]
+    assert (out / "adapter_model.safetensors").read_bytes() == adapter
+    assert answers and {file: file.stat().st_mtime_ns for file in answers} == answers
+    assert (out / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "merged/model.safetensors"])
+@pytest.mark.parametrize("damage", ["truncated", "missing", "bit"])
+def test_results_of_other_weights_are_not_those_of_a_finished_run(tmp_path, name, damage):
+    out, run = tmp_path / "out", {"settings": {"seed": 1}}
+    (out / "merged").mkdir(parents=True)
+    for file in ("adapter_model.safetensors", "merged/model.safetensors"):
+        (out / file).write_bytes(bytes(range(100)))
+    saved = {"adapter": str(out), "merged model": str(out / "merged")}
+    outcome = RunResult("lora", None, 4, 1, 3, 8, float("nan"), 1.0, saved=saved)
+    text = write_results(outcome, {"seed": 1}, out, run).read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["train_info"]["train_loss"] is None
+    assert read_results({"seed": 1}, out, run) is not None
+    assert read_results({"seed": 1}, out, {"settings": {"seed": 2}}) is None
+    assert read_results({"seed": 1, "depths": [2]}, out, run) is None
+    if damage == "missing":
+        (out / name).unlink()
+    else:
+        (out / name).write_bytes(bytes(range(99)) if damage == "truncated" else bytes(range(99)) + b"x")
+    assert read_results({"seed": 1}, out, run) is None
+
+
 def test_a_run_that_diverges_says_so_in_its_folder(command, tmp_path):
     words = command("--learning_rate", "1e30", max_grad_norm=1e30)
     with pytest.raises(NonFiniteLossError):
@@ -201,7 +247,7 @@ def test_a_full_disk_leaves_the_last_adapter_and_the_last_merged_model(disk, con
         disk(None)
         assert content(args.output_dir) == before
     trainer.save_model()
-    assert content(args.output_dir).keys() == before.keys() and content(args.output_dir) != before
+    assert before.items() - content(args.output_dir).items() and before.keys() <= content(args.output_dir).keys()
 
 
 def test_results_are_whole_or_as_they_were(disk, tmp_path):

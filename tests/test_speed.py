@@ -22,7 +22,7 @@ from loopdropout_trainer.models.speed import packed_attention
 from loopdropout_trainer.models.speed.packed_attention import lengths_in_chunks
 from loopdropout_trainer.models.speed.packed_loops import Part, Thresholds, schedule
 from loopdropout_trainer.models.speed.run import FastRun
-from loopdropout_trainer.training.distributed import may_skip_loops, whole_parameters
+from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -417,7 +417,7 @@ def test_optimisations_are_off_where_processes_share_parameters():
     for kind in DistributedType:
         accelerator = SimpleNamespace(distributed_type=kind)
         plain = kind == DistributedType.NO or kind.name.startswith("MULTI_")
-        assert whole_parameters(accelerator) == may_skip_loops(accelerator, args) == plain
+        assert has_unsharded_weights(accelerator) == may_skip_loops(accelerator, args) == plain
     args.ddp_static_graph = True
     assert not may_skip_loops(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU), args)
 

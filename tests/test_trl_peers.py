@@ -1,4 +1,4 @@
-"""What TRL's own suites of GRPO and DPO ask of their trainers, asked of ours in their place: `pytest -m peer`.
+"""What TRL's own suites of SFT, GRPO and DPO ask of their trainers, asked of ours in their place: `pytest -m peer`.
 
 TRL does not ship its tests; these are the same settings, written anew. With unit gates each of them must train exactly as
 TRL's trainer does on the same completions, and with Loop Dropout it must train.
@@ -11,13 +11,15 @@ import torch
 from conftest import tiny_ouro
 from datasets import Dataset
 from peft import get_peft_model_state_dict
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from loopdropout_trainer import (
+    LoopDropoutConfig,
     LoopDropoutDPOConfig,
     LoopDropoutDPOTrainer,
     LoopDropoutGRPOConfig,
     LoopDropoutGRPOTrainer,
+    LoopDropoutSFTTrainer,
     default_peft_config,
 )
 
@@ -159,3 +161,93 @@ def test_dpo(tokenizer, tmp_path, fields):
     ours = train(LoopDropoutDPOTrainer, LoopDropoutDPOConfig, **EXACT)
     same_weights(ours, train(DPOTrainer, DPOConfig, default_peft_config(tiny_ouro())))
     has_trained(train(LoopDropoutDPOTrainer, LoopDropoutDPOConfig))
+
+
+CHAT = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+TURN = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+COMPLETIONS = Dataset.from_list([{"prompt": f"{i}+{i % 7}=", "completion": "x" * (i % 5 + 1)} for i in range(24)])
+TEXTS = Dataset.from_list([{"text": f"{i} and " * (i % 4 + 1)} for i in range(24)])
+DATA = {
+    "prompt and completion": COMPLETIONS,
+    "text": TEXTS,
+    "messages": Dataset.from_list([{"messages": TURN}] * 24),
+    "turns": Dataset.from_list([{"prompt": TURN[:1], "completion": TURN[1:]}] * 24),
+    "token ids": Dataset.from_list([{"input_ids": list(range(5, 8 + i % 9))} for i in range(24)]),
+    "stream": COMPLETIONS.to_iterable_dataset(),
+}
+OPTIMIZERS = ("adamw_torch", "sgd", "adafactor", "rmsprop", "adagrad", "adamw_torch_fused")
+SCHEDULERS = (
+    "linear",
+    "cosine",
+    "constant",
+    "constant_with_warmup",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_restarts",
+)
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+ADAPTERS = (
+    {"r": 4, "lora_alpha": 4},
+    {"lora_dropout": 0.2},
+    {"use_rslora": True},
+    {"init_lora_weights": "gaussian"},
+    {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 2}},
+    {"target_modules": ["q_proj", "down_proj"]},
+)
+SFT = [
+    *(({}, name, {}) for name in DATA),
+    *(({"optim": name}, "text", {}) for name in OPTIMIZERS),
+    *(({"lr_scheduler_type": name, "warmup_steps": 1}, "text", {}) for name in SCHEDULERS),
+    *(({}, "prompt and completion", fields) for fields in ADAPTERS),
+    *(
+        ({"packing": True, "max_length": 32, **more}, "text", {})
+        for more in ({}, {"eval_packing": False, **EVALUATED})
+    ),
+    ({"padding_free": True, "max_length": None}, "text", {}),
+    ({"max_length": 6}, "text", {}),
+    ({"pad_to_multiple_of": 8}, "text", {}),
+    ({"completion_only_loss": False}, "prompt and completion", {}),
+    ({"assistant_only_loss": True}, "messages", {}),
+    ({"loss_type": "dft"}, "text", {}),
+    ({"label_smoothing_factor": 0.1}, "text", {}),
+    ({"gradient_accumulation_steps": 2}, "text", {}),
+    ({"gradient_checkpointing": True}, "text", {}),
+    ({"neftune_noise_alpha": 5}, "text", {}),
+    ({"max_grad_norm": 0.01}, "text", {}),
+    ({"weight_decay": 0.1}, "text", {}),
+    ({"adam_beta1": 0.5, "adam_epsilon": 1e-4}, "text", {}),
+    ({"seed": 7, "data_seed": 3}, "text", {}),
+    ({"max_steps": -1, "num_train_epochs": 0.5}, "text", {}),
+    ({"dataloader_drop_last": True, "train_sampling_strategy": "sequential"}, "text", {}),
+    ({"train_sampling_strategy": "group_by_length"}, "text", {}),
+    ({**EVALUATED, "per_device_eval_batch_size": 2}, "text", {}),
+    ({**EVALUATED, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}, "text", {}),
+    ({"bf16": True}, "text", {}),
+]
+
+
+@pytest.mark.parametrize(("fields", "data", "adapter"), SFT, ids=str)
+def test_sft(tokenizer, tmp_path, fields, data, adapter):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = CHAT
+
+    def train(cls, config, **more):
+        given = {**COMMON, "per_device_train_batch_size": 4, **fields, **more}
+        args = config(str(tmp_path / cls.__name__), **given)
+        rows = DATA[data] if data == "stream" else Dataset.from_list(DATA[data].to_list())
+        evaluated = rows.select(range(4)) if "eval_strategy" in fields else None
+        peft_config = default_peft_config(tiny_ouro(), **adapter)
+        trainer = cls(
+            tiny_ouro(),
+            args=args,
+            train_dataset=rows,
+            eval_dataset=evaluated,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
+        trainer.train()
+        return trainer
+
+    ours = train(LoopDropoutSFTTrainer, LoopDropoutConfig, **EXACT)
+    same_weights(ours, train(SFTTrainer, SFTConfig))
+    has_trained(ours)

@@ -5,12 +5,10 @@ from loopdropout_trainer.adapters.gated import (
     ADAPTER_KINDS,
     adapted_layers,
     add_gates,
-    add_unit_gates,
     has_gates,
     merged_update,
     physical_layers,
     remove_gates,
-    share_gates,
     trained_lora_parameters,
     use_gates,
 )
@@ -31,7 +29,6 @@ __all__ = [
     "SparseLora",
     "adapted_layers",
     "add_gates",
-    "add_unit_gates",
     "attach_adapter",
     "check_adapter",
     "check_peft_config",
@@ -39,7 +36,6 @@ __all__ = [
     "merged_update",
     "physical_layers",
     "remove_gates",
-    "share_gates",
     "trained_lora_parameters",
     "use_gates",
 ]

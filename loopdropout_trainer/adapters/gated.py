@@ -323,18 +323,6 @@ def _check_gates_reach(model: PeftModel) -> None:
         )
 
 
-def add_unit_gates(model: PeftModel, adapter: str) -> None:
-    """Let the inactive `adapter` run as ordinary LoRA, in the same dtype as a gated one, whatever gates that one has."""
-    for layer in adapted_layers(model):
-        layer.lora_variant[adapter] = GatedLora(LoopState(), 0, in_activation_dtype=not layer.cast_input_dtype_enabled)
-
-
-def share_gates(model: PeftModel, adapter: str) -> None:
-    """Let the inactive `adapter` of the same form run under the gates of the active one."""
-    for layer in adapted_layers(model):
-        layer.lora_variant[adapter] = layer.lora_variant[layer.active_adapters[0]]
-
-
 def remove_gates(model: PeftModel) -> None:
     """Give PEFT its own LoRA layers back."""
     for layer in adapted_layers(model):

@@ -33,7 +33,7 @@ def load_completions(
 ) -> tuple[int, list[dict[str, torch.Tensor]] | None]:
     """Read what `save_completions` wrote; `micro_batches` is what to take if this process finds nothing.
 
-    With another number of processes, or without the file, completions in use are generated anew, by the weights of now.
+    With another number of processes, or without the file, completions in use are generated anew, by the checkpoint's weights.
     """
     file = _file(Path(folder), accelerator)
     if not file.is_file():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,26 +12,24 @@ from typing import Any
 import torch
 from transformers.utils import logging
 from trl import GRPOTrainer
-from trl.trainer.utils import use_adapter
 
-from loopdropout_trainer.adapters import add_unit_gates, share_gates
 from loopdropout_trainer.experimental.completions import load_completions, restart_at_epochs, save_completions
+from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.generation.decoding import why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
 from loopdropout_trainer.generation.sampling import Sampler
 from loopdropout_trainer.looped import GatePlan, find_looped_model
-from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
+from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.distributed import divides_weights
-from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
-from loopdropout_trainer.training.loop_loss import LoopScores
+from loopdropout_trainer.training.loop_loss import score_loops
 
 
 logger = logging.get_logger(__name__)
 
 
-class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer):
+class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     """Reinforcement learning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `GRPOTrainer` takes. Completions are sampled at unit gates, by continuous batching: the model that samples is
@@ -60,18 +60,13 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
                 "completions do not: use SFT or DPO."
             )
         self._check_gates()
-        if "ref" in self.model.peft_config:
-            (share_gates if args.reference_gates == "same" else add_unit_gates)(self.model, "ref")
-        if getattr(looped.config, "prefix_lm", False):
-            raise ValueError(
-                f"{type(looped).__name__} reads its prompts in both directions, and GRPO's batches do not say where they end: "
-                "train it with SFT or DPO."
-            )
         loop_loss = args.make_loop_loss()
         if looped.trains_at_one_depth and loop_loss.scores_all:
             raise ValueError(f"{type(looped).__name__} trains on its final loop: leave `loop_loss` at 'final'.")
         loop_loss.check_model(looped)
-        self._loop_scores = LoopScores(looped, loop_loss) if loop_loss.scores_all else None
+        if loop_loss.scores_all:
+            score_loops(looped, loop_loss)
+        self._scores_new = False  # whether new completions are being scored, before any step is taken on them
         self._decoding = self._choose_decoding()
         self._eval_batch = 0
 
@@ -150,38 +145,59 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
         return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs):
-        self._score_all_loops(self.model.training)
-        batch = super()._generate_and_score_completions(inputs)
         if not self.model.training:
-            return batch
-        rows = len(batch["prompt_ids"])
-        first = self.accelerator.process_index * rows
-        batch["rows"] = torch.arange(first, first + rows, device=self.accelerator.device)
-        same = self.args.old_gates == "same"
-        if same == self.args.scores_old:  # else TRL has done it, or takes the current ones
-            batch["old_per_token_logps"] = self._log_probs(batch, gated=same)
-        if "ref" in self.model.peft_config and self.beta != 0 and self.args.reference_gates == "same":
-            with use_adapter(self.accelerator.unwrap_model(self.model), "ref"):
-                batch["ref_per_token_logps"] = self._log_probs(batch, gated=True)
+            return super()._generate_and_score_completions(inputs)
+        with self._scoring_new_completions():
+            batch = super()._generate_and_score_completions(inputs)
+            if (
+                self.args.old_gates == "unit" and not self.args.scores_old
+            ):  # TRL takes the current ones, which are gated
+                ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+                mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+                length, size = batch["completion_ids"].shape[1], self.args.per_device_train_batch_size
+                with torch.no_grad():
+                    old, *_ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length, size)
+                batch["old_per_token_logps"] = old
+        batch["rows"] = torch.tensor(self._new_rows(len(batch["prompt_ids"])), device=self.accelerator.device)
         return batch
 
-    @torch.no_grad()
-    def _log_probs(self, batch: dict[str, torch.Tensor], gated: bool) -> torch.Tensor:
-        """Return the active adapter's log-probabilities [B, C], at unit gates or under those that will be trained with."""
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        size, parts = self.args.per_device_train_batch_size, []
+    @contextmanager
+    def _scoring_new_completions(self) -> Iterator[None]:
+        self._scores_new = True
         try:
-            for rows in torch.arange(len(ids)).split(size):
-                if gated:
-                    draw = self._draw(self._example_ids(batch["rows"][rows].tolist()), self.num_loops)
-                    self.loop_state.apply(GatePlan(self.rule.sample(draw), None, self.rule.seeds(draw), draw))
-                    find_looped_model(self.model).training_policy = self.training_policy
-                length = batch["completion_ids"].shape[1]
-                parts.append(self._get_per_token_logps_and_entropies(self.model, ids[rows], mask[rows], length)[0])
+            yield
         finally:
+            self._scores_new = False
             self._unit_gates()
-        return torch.cat(parts)
+
+    def _new_rows(self, rows: int) -> list[int]:
+        """Return the places of this process's completions in all that is generated at once."""
+        first = self.accelerator.process_index * rows
+        return list(range(first, first + rows))
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kw
+    ):
+        """Score new completions, for the old policy and the reference, as the step that trains on them will.
+
+        That is with the gates that are asked for, and from the same random start states, both of which depend on the row.
+        """
+        score = super()._get_per_token_logps_and_entropies
+        if not self._scores_new:
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kw)
+        is_reference = "ref" in self.accelerator.unwrap_model(self.model).active_adapters
+        gated = (self.args.reference_gates if is_reference else self.args.old_gates) == "same"
+        ids, parts = self._example_ids(self._new_rows(len(input_ids))), []
+        looped, size = find_looped_model(self.model), batch_size or len(input_ids)
+        for first in range(0, len(input_ids), size):
+            rows = slice(first, first + size)
+            draw = self._draw(ids[rows], self.num_loops)
+            gates, seeds = (self.rule.sample(draw), self.rule.seeds(draw)) if gated else (None, None)
+            self.loop_state.apply(GatePlan(gates, None, seeds, draw))
+            looped.training_policy = self.training_policy
+            parts.append(score(model, input_ids[rows], attention_mask[rows], logits_to_keep, **kw))
+        self._unit_gates()
+        return tuple(None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True))
 
     # Gates
 
@@ -210,16 +226,10 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
     # Loss
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        training = self.model.training
-        self._score_all_loops(training)
-        if training:
+        if self.model.training:
             tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
             self._total_train_tokens += int(self.accelerator.reduce(tokens.to(self.accelerator.device), "sum"))
         return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def _score_all_loops(self, enabled: bool) -> None:
-        if self._loop_scores is not None:
-            self._loop_scores.enabled = enabled
 
     # Rules with several passes over a micro-batch
 
@@ -252,8 +262,8 @@ class LoopDropoutGRPOTrainer(FaultToleranceMixin, GateSamplingMixin, GRPOTrainer
     def _get_train_sampler(self, *args, **kwargs):
         return restart_at_epochs(super()._get_train_sampler(*args, **kwargs))
 
-    def _save_progress(self, folder: Path) -> None:
-        super()._save_progress(folder)
+    def save_progress(self, folder: Path) -> None:
+        super().save_progress(folder)
         is_in_use = self._step % self.args.generates_every != 0
         save_completions(folder, self.accelerator, self._step, self._buffered_inputs if is_in_use else None)
 

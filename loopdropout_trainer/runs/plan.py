@@ -24,12 +24,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from loopdropout_trainer.data import LoadedData
+from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.config import (
     LoopDropoutArguments,
     LoopDropoutConfig,
     LoopDropoutDPOConfig,
-    LoopDropoutGRPOConfig,
 )
 from loopdropout_trainer.training.depth import step_uniforms
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,12 +15,12 @@ from typing import Any
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult
 from loopdropout_trainer.runs.progress import LogAboveBars
-from loopdropout_trainer.saving.files import staged_files
+from loopdropout_trainer.saving.files import sha256, staged_files
 from loopdropout_trainer.settings.arguments import RunArguments
 from loopdropout_trainer.settings.methods import method_title
 from loopdropout_trainer.settings.recipe import public_settings, settings_yaml
 from loopdropout_trainer.settings.versions import library_versions
-from loopdropout_trainer.training.identity import differences
+from loopdropout_trainer.training.checkpoints import differences
 from loopdropout_trainer.training.resources import device_name
 
 
@@ -156,9 +157,11 @@ def write_results(
     if outcome.rewards is not None:
         report["train_info"]["rewards"] = outcome.rewards
     report["saved"] = outcome.saved
+    report["files"] = {name: sha256(Path(output_dir, name)) for name in _weight_files(output_dir, outcome.saved)}
+    text = json.dumps(_json(report), indent=1, ensure_ascii=False, allow_nan=False)
     with staged_files(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
         (folder / "recipe.yaml").write_text(settings_yaml(settings), encoding="utf-8")
-        (folder / RESULTS_FILE).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / RESULTS_FILE).write_text(f"{text}\n", encoding="utf-8")
     return Path(output_dir) / RESULTS_FILE
 
 
@@ -168,6 +171,8 @@ def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Mappi
         report = json.loads((Path(output_dir) / RESULTS_FILE).read_text(encoding="utf-8"))
         training, before = report["train_info"], report["run_info"]["settings"]
         if differences(report["run"], run) or _asked_for(before) != _asked_for(public_settings(settings)):
+            return None
+        if any(sha256(Path(output_dir, name)) != digest for name, digest in report["files"].items()):
             return None
         if not all(Path(each).exists() for each in report["saved"].values()):
             return None
@@ -193,6 +198,22 @@ def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Mappi
         )
     except (OSError, ValueError, KeyError, TypeError):  # not there, or of another version
         return None
+
+
+def _weight_files(output_dir: str | Path, saved: Mapping[str, str]) -> list[str]:
+    """Return the names, below `output_dir`, of the weights that the results are about."""
+    folders = [folder for name, folder in saved.items() if name in ("adapter", "merged model")]
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.safetensors"))]
+    return [file.relative_to(output_dir).as_posix() for file in files]
+
+
+def _json(value: Any) -> Any:
+    """Return a value for JSON, which has no NaN and no infinity: null in their place."""
+    if isinstance(value, Mapping):
+        return {key: _json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _OF_NO_RESULT = {

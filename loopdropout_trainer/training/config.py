@@ -1,8 +1,7 @@
-"""TRL's `SFTConfig`, `DPOConfig` and `GRPOConfig` with the gate rule and its fields."""
+"""TRL's `SFTConfig` and `DPOConfig` with the gate rule and its fields."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from trl import DPOConfig, GRPOConfig, SFTConfig
+from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.settings.ranges import check_integer, check_number
@@ -108,8 +107,8 @@ class LoopDropoutArguments:
     resume_with_changed_settings: bool = field(
         default=False,
         metadata={
-            "help": "Resume also from a checkpoint of a run with other settings, data or weights, under those of now. It is "
-            "refused otherwise, and the differences are named."
+            "help": "Resume also from a checkpoint of a run with other settings, data or weights, or train in its folder. It "
+            "is refused otherwise, and the differences are named; training for longer is always allowed."
         },
     )
     loraplus_lr_ratio: float | None = field(
@@ -126,7 +125,7 @@ class LoopDropoutArguments:
             )
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
-        # Here already: transformers keeps a half-made DeepSpeed configuration, which would fail the process's next model.
+        # Here already: transformers keeps an incomplete DeepSpeed configuration, which would fail the process's next model.
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
         rule = self.make_rule()
@@ -248,7 +247,7 @@ DPO_LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
-"""The losses that TRL's DPO has; it refuses others in the first step only."""
+"""The losses of TRL's `DPOTrainer`, which itself finds out in the first step that it does not know one."""
 
 
 @dataclass
@@ -258,6 +257,7 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
 
     def __post_init__(self):
+        check_number("beta", self.beta, 0, above=True)
         super().__post_init__()
         if not self.loss_type or not {*self.loss_type} <= {*DPO_LOSSES}:
             raise ValueError(f"`loss_type` must be among {', '.join(DPO_LOSSES)}; got {self.loss_type!r}.")
@@ -266,94 +266,3 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
             check_number("ld_alpha", self.ld_alpha, most=1)
         if self.precompute_ref_batch_size is not None:
             check_integer("precompute_ref_batch_size", self.precompute_ref_batch_size)
-
-
-@dataclass
-class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig):
-    """Training arguments of `LoopDropoutGRPOTrainer`: what `GRPOConfig` has, how gates are drawn, which loops get credit.
-
-    docs/reinforcement.md says what each choice does to the importance ratio.
-    """
-
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "rule_args", "loop_loss_args"]
-
-    gates_per: str = field(
-        default="prompt",
-        metadata={
-            "help": "Who shares gates: all completions of a `prompt`, so that they are compared under one thinned model, or "
-            "none, each `completion` having its own.",
-            "choices": ["prompt", "completion"],
-        },
-    )
-    old_gates: str = field(
-        default="same",
-        metadata={
-            "help": "Gates of the old log-probabilities: the `same` as the current policy's (the importance ratio begins at "
-            "1), or `unit`, with which the completions were sampled (the ratio corrects for the gates).",
-            "choices": ["same", "unit"],
-        },
-    )
-    reference_gates: str = field(
-        default="unit",
-        metadata={
-            "help": "Gates of the reference's log-probabilities (with `beta`) if it is the copy of a pretrained adapter: "
-            "`unit`, or the `same` as the current policy's. A new adapter's reference is the base model, which has none.",
-            "choices": ["unit", "same"],
-        },
-    )
-    completion_decoding: str = field(
-        default="eager",
-        metadata={
-            "help": "How completions are decoded without vLLM: `eager` (continuous batching), `compiled` (the same with "
-            "compiled steps), or `generate` (transformers' own, as TRL does).",
-            "choices": ["eager", "compiled", "generate"],
-        },
-    )
-    completion_slots: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions that a process decodes at a time. Default: all that it generates at once. No completion "
-            "depends on it."
-        },
-    )
-
-    def __post_init__(self):
-        for name in ("gates_per", "old_gates", "reference_gates", "completion_decoding"):
-            valid = type(self).__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in valid:
-                raise ValueError(f"`{name}` must be {' or '.join(valid)}; got {getattr(self, name)!r}.")
-        if self.completion_slots is not None:
-            check_integer("completion_slots", self.completion_slots)
-        if self.make_loop_loss().name == "random":
-            raise ValueError(
-                "`loop_loss: random` runs fewer loops than the completions were sampled with: choose 'final', 'uniform', "
-                "'progressive', 'weighted' or 'exit'."
-            )
-        super().__post_init__()
-        if self.loop_loss != "final" and self.use_vllm and self.vllm_importance_sampling_correction:
-            raise ValueError(
-                "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to "
-                "false, or `loop_loss` to 'final'."
-            )
-
-    @property
-    def generates_every(self) -> int:
-        """Micro-batches between two generations: those for which one set of completions is used."""
-        return self.steps_per_generation * self.num_iterations
-
-    @property
-    def scores_old(self) -> bool:
-        """Whether TRL asks for the old log-probabilities; else they are the current ones at the same weights."""
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        return self.gradient_accumulation_steps % self.generates_every != 0 or corrects
-
-    def depth_limits(self, num_loops: int) -> tuple[int, int]:
-        self.make_loop_loss().check((num_loops, num_loops))
-        return num_loops, num_loops
-
-    @classmethod
-    def from_arguments(cls, args: TrainingArguments | None, output_dir: str) -> LoopDropoutGRPOConfig:
-        if isinstance(args, GRPOConfig) and not isinstance(args, cls):
-            args = copy.copy(args)
-            args.generation_batch_size = None  # TRL worked out one of the two, and refuses both
-        return super().from_arguments(args, output_dir)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
@@ -37,7 +37,7 @@ def check_arguments(args: TrainingArguments) -> None:
     if getattr(args, "packing", False) and args.packing_strategy != "bfd":
         raise ValueError(
             f"`packing_strategy` {args.packing_strategy!r} cuts examples in two, and one example has one gate vector: "
-            "use 'bfd', which keeps examples whole."
+            "use 'bfd', which never cuts one."
         )
     if args.recompute_pointwise:
         excluded = {
@@ -107,8 +107,8 @@ def non_reentrant_checkpointing(args: TrainingArguments) -> None:
         setattr(args, name, {**given, "use_reentrant": False})
 
 
-def whole_parameters(accelerator: Accelerator) -> bool:
-    """Return whether each process has all parameters and gradients by itself: one process, or DDP."""
+def has_unsharded_weights(accelerator: Accelerator) -> bool:
+    """Return whether each process has all parameters and gradients: in one process, and under DDP."""
     kind = accelerator.distributed_type
     return kind == DistributedType.NO or kind.value.startswith("MULTI_")
 
@@ -119,20 +119,23 @@ def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
     DDP only asks that every adapter take part in every backward pass. ZeRO-3 and FSDP2 hang or crash when a process runs a
     layer less often, and ZeRO-2 was silently wrong when an adapter was left out of one of its loops.
     """
-    return whole_parameters(accelerator) and not args.ddp_static_graph and not args.torch_compile
+    return has_unsharded_weights(accelerator) and not args.ddp_static_graph and not args.torch_compile
 
 
 class EveryExampleOnceMixin:
-    """Lets a trainer whose batches have labels train on each example once in an epoch, in any number of processes.
+    """Lets a trainer whose batches have labels train and evaluate on each example once, in any number of processes.
 
     accelerate fills the last batches of an epoch with examples of its beginning, so that all processes have the same number
-    of whole batches. Here the last batches stay as short as they are in one process, and a process that has none left takes
+    of full batches. Here the last batches stay as short as they are in one process, and a process that has none left takes
     part with an example whose labels are all ignored: the loss is a sum over labels, divided by their number over all
     processes. With `dataloader_drop_last` the remainder is dropped, which is more in more processes. Streamed datasets, whose
     end is not known, keep accelerate's ways.
+
+    The evaluation loss is the mean over tokens: neither the number of processes nor the size of a batch changes it.
     """
 
     _ends_with_a_filler = False
+    _evaluated: list[torch.Tensor]  # [2] of each batch: its loss, summed over tokens, and their number
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -145,8 +148,76 @@ class EveryExampleOnceMixin:
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device):
         if self._ends_with_a_filler and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
-            batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], -100)
+            batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], IGNORED)
         return super()._get_num_items_in_batch(batch_samples, device)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = _without_repeated_rows(self.accelerator, inputs)
+        loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and "labels" in inputs:
+            tokens = (inputs["labels"][:, 1:] != IGNORED).sum().to(loss.device)
+            self._evaluated.append(torch.stack([torch.where(tokens > 0, loss.float() * tokens, 0), tokens]))
+        return loss, *others
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        self._evaluated = []
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        name = f"{metric_key_prefix}_loss"
+        if name in output.metrics:
+            total, tokens = sum_over_processes(self.accelerator, self._evaluated, 2)
+            if tokens > 0:
+                output.metrics[name] = total / tokens
+        return output
+
+
+IGNORED = -100
+"""The label of a token that is not trained on."""
+
+
+def real_rows(accelerator: Accelerator, rows: int) -> int:
+    """Return how many of `rows`, the rows of this process's batch, are not repeated ones, inside a loop over a dataloader.
+
+    accelerate fills the last batches of an evaluation with rows of the dataset's beginning, so that all processes have the
+    same number of full batches. The rows of one round lie side by side, by process.
+    """
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:  # of a stream, whose length is not known, it is -1
+        return rows
+    return min(max(state.remainder - accelerator.process_index * rows, 0), rows)
+
+
+def sum_over_processes(accelerator: Accelerator, parts: Sequence[torch.Tensor], size: int) -> list[float]:
+    """Return the sum of vectors [size] over all that all processes have; a collective call.
+
+    It is one that no order of the parts changes: each process's sum is made in float64.
+    """
+    total = torch.zeros(size, dtype=torch.float64)
+    if parts:
+        total = torch.stack([part.detach().cpu().double() for part in parts]).sum(dim=0)
+    every = gather_object([total.tolist()])
+    return [sum(each) for each in zip(*every, strict=True)]
+
+
+def example_index(position_ids: torch.Tensor, num_examples: int) -> torch.Tensor:
+    """Return for each token of packed rows [B, S] the index of its example; padding counts as a part of the last one."""
+    starts = example_starts(position_ids)  # [B, S]
+    return (starts.flatten().cumsum(0) - 1).view_as(starts).clamp(max=num_examples - 1)
+
+
+def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch in which the labels of repeated rows are ignored; in a packed batch, those of their examples."""
+    labels, packed = inputs.get("labels"), inputs.get("example_ids")
+    if labels is None:
+        return inputs
+    if packed is None:
+        repeated = torch.arange(len(labels)) >= real_rows(accelerator, len(labels))  # [B]
+        repeated = repeated.unsqueeze(1)
+    else:
+        rows = packed[:, 0].cpu()  # [N], of the dataset, in which the examples were
+        repeated = (rows >= real_rows(accelerator, int(rows[-1]) + 1))[
+            example_index(inputs["position_ids"], len(rows)).cpu()
+        ]
+    return {**inputs, "labels": labels.masked_fill(repeated.to(labels.device), IGNORED)}
 
 
 class _EveryExampleOnce(BatchSamplerShard):
@@ -154,7 +225,7 @@ class _EveryExampleOnce(BatchSamplerShard):
 
     @property
     def ends_with_a_filler(self) -> bool:
-        """Whether this process's last batch is the first example again, for want of another."""
+        """Whether this process's last batch is the first example again, because none is left."""
         if self.split_batches:
             rest = len(self.batch_sampler.sampler) % self.batch_size
             return 0 < rest <= self.process_index * self.batch_size // self.num_processes

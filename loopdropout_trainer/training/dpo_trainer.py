@@ -6,23 +6,23 @@ import functools
 from typing import Any
 
 import torch
+from datasets.fingerprint import Hasher
 from trl import DPOTrainer
 
-from loopdropout_trainer.adapters import add_unit_gates
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
-from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.sft_trainer import collate_completely
 
 
-class LoopDropoutDPOTrainer(FaultToleranceMixin, GateSamplingMixin, DPOTrainer):
+class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, DPOTrainer):
     """Preference tuning of a looped language model with a gate on every application of its LoRA adapter.
 
-    Takes what `DPOTrainer` takes. The chosen and the rejected answer of a pair share their gates, so that their rewards are
-    those of one and the same thinned model. The reference is never gated: the base model (adapter off), the frozen copy of
-    a pretrained adapter at unit gates, or a reference model of its own.
+    Takes what `DPOTrainer` takes. The chosen and the rejected completion of a pair share their gates, so that their rewards
+    are those of one and the same thinned model. The reference is never gated: the base model (adapter off), the frozen copy
+    of a pretrained adapter at unit gates, or a reference model of its own.
 
     Args:
         model: looped model, PEFT model over one, or the name or path of one.
@@ -40,15 +40,33 @@ class LoopDropoutDPOTrainer(FaultToleranceMixin, GateSamplingMixin, DPOTrainer):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
-        self.data_collator = functools.partial(collate_completely, self.data_collator, find_looped_model(self.model))
-        if "ref" in self.model.peft_config:
-            add_unit_gates(self.model, "ref")
+        self._complete_batches()
+
+    @property
+    def redraws_states(self) -> bool:
+        """Whether policy and reference run side by side; else a random start state is evaluation's for both of them."""
+        return not self.precompute_ref_logps and self.ref_model is None
+
+    def _complete_batches(self) -> None:
+        """Give the model all that it reads of a batch."""
+        if getattr(self.data_collator, "func", None) is not collate_completely:
+            self.data_collator = functools.partial(
+                collate_completely, self.data_collator, find_looped_model(self.model)
+            )
+
+    def _precompute_ref_logps(self, dataset, name, batch_size):
+        self._complete_batches()  # TRL asks for it in its constructor
+        if not isinstance(self._precompute_model_hash, tuple):
+            # TRL caches the reference by its weights, and a looped model has more that it depends on: depth, start state.
+            reference = find_looped_model(self.ref_model or self.model)
+            self._precompute_model_hash = (self._precompute_model_hash, Hasher.hash(reference.config.to_dict()))
+        return super()._precompute_ref_logps(dataset, name, batch_size)
 
     @staticmethod
     def dataset_formats(args: LoopDropoutDPOConfig) -> list[set[str]]:
         return [{"chosen", "rejected"}, {"prompt_ids", "chosen_ids", "rejected_ids"}]
 
     def example_ids_of(self, inputs: dict[str, torch.Tensor]) -> list[ExampleId]:
-        """Return the ids of N chosen and then N rejected answers: those of their pairs."""
+        """Return the ids of N chosen and then N rejected completions: those of their pairs."""
         pairs = len(inputs["input_ids"]) // 2
         return [(pair, 0) for pair in range(pairs)] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,24 +12,25 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
+from loopdropout_trainer.adapters.reference import references_like_the_policy
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
-from loopdropout_trainer.looped import GatePlan, TrainingPolicy, example_starts, find_looped_model
+from loopdropout_trainer.looped import GatePlan, TrainingPolicy, find_looped_model
 from loopdropout_trainer.saving.adapter_files import save_adapter_card
-from loopdropout_trainer.training.callbacks import RuleCallback, UnitGatesCallback, load_rule_state, save_rule_state
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import (
     check_packed_batch,
     check_processes,
     check_quantised_base,
+    example_index,
     float32_adapter,
+    has_unsharded_weights,
     may_skip_loops,
     non_reentrant_checkpointing,
-    whole_parameters,
 )
 from loopdropout_trainer.training.memory import choose_checkpointing, leaves_checkpointing_open
 from loopdropout_trainer.training.preflight import check_dataset, check_run, complete_peft_config
@@ -81,7 +83,8 @@ class GateSamplingMixin:
         before = _trained_weights(model) if isinstance(model, PeftModel) else {}
         chooses_checkpointing = leaves_checkpointing_open(args)
 
-        super().__init__(*call.args, **call.kwargs)
+        with references_like_the_policy(model, self.rule, getattr(args, "reference_gates", "unit") == "same"):
+            super().__init__(*call.args, **call.kwargs)
 
         check_processes(self.accelerator)
         non_reentrant_checkpointing(self.args)
@@ -96,7 +99,7 @@ class GateSamplingMixin:
             in_activation_dtype=True,
             rule=self.rule,
             seed=self.args.seed,
-            fused=self.args.fused_lora and whole_parameters(self.accelerator),
+            fused=self.args.fused_lora and has_unsharded_weights(self.accelerator),
         )
         looped = find_looped_model(self.model)
         looped.trained_with = {
@@ -107,10 +110,8 @@ class GateSamplingMixin:
         }
         looped.recompute_pointwise(self.args.recompute_pointwise)
         self.physical_layers = physical_layers(self.model)  # [M]
-        self.unit_gates_callback = UnitGatesCallback(self.loop_state)
-        self.rule_callback = RuleCallback(self.rule, self.accelerator)
-        self.add_callback(self.unit_gates_callback)
-        self.add_callback(self.rule_callback)
+        self.step_callback = StepCallback(self)
+        self.add_callback(self.step_callback)
         if chooses_checkpointing:
             choose_checkpointing(self.model, self.train_dataset, self.args)
         self.training_policy = self._find_training_policy()
@@ -139,8 +140,10 @@ class GateSamplingMixin:
         """Draw this micro-batch's gates in training, and leave the rest to TRL."""
         packed_ids = inputs.pop("example_ids", None)
         if self.model.training:
-            check_packed_batch(inputs, packed_ids)
-            check_quantised_base(self.model, self.accelerator)
+            if packed_ids is not None or "position_ids" in inputs:
+                check_packed_batch(inputs, packed_ids)
+            if getattr(find_looped_model(self.model), "is_loaded_in_4bit", False):
+                check_quantised_base(self.model, self.accelerator)
             self._draw_gates(inputs, packed_ids)
         else:
             self._unit_gates()
@@ -165,7 +168,7 @@ class GateSamplingMixin:
         try:
             loss = super().training_step(*args)
             if self.rule.wants_sensitivity:
-                self.rule_callback.add_sensitivity(self._drawn.grad)
+                self.step_callback.add_sensitivity(self._drawn.grad)
             return loss
         finally:
             self._unit_gates()
@@ -191,16 +194,9 @@ class GateSamplingMixin:
         self.loop_state.unit_gates()
         looped.training_policy = TrainingPolicy()
 
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        if resume_from_checkpoint:
-            load_rule_state(self.rule, resume_from_checkpoint, self.args.output_dir)
+    def train(self, *args, **kwargs):
         self.training_policy = self._find_training_policy()  # again: what is trained may have changed
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            save_rule_state(self.rule, output_dir or self.args.output_dir)
+        return super().train(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Keep the adapter's own card: TRL's knows neither its base model nor its rule."""
@@ -220,7 +216,7 @@ class GateSamplingMixin:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            now = (self._total_train_tokens, self.unit_gates_callback.train_seconds)
+            now = (self._total_train_tokens, self.step_callback.train_seconds)
             tokens, seconds = (new - old for new, old in zip(now, self._logged, strict=True))
             self._logged = now
             if tokens > 0 and seconds > 0:
@@ -233,17 +229,20 @@ class GateSamplingMixin:
             ids = self.example_ids_of(inputs)
         else:
             ids = packed_ids.tolist()
-            starts = example_starts(inputs["position_ids"])  # [B, S]
-            segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
-            segments = segments.clamp(max=len(ids) - 1)  # padding after the last example counts as its part
+            segments = example_index(inputs["position_ids"], len(ids))  # [B, S]
         first_row = self._next_row()
         num_loops, loops_to_run = self.draw_depth(self.gate_seed)
         draw = self._draw([(first_row + row, segment) for row, segment in ids], num_loops)
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
-        self.loop_state.apply(GatePlan(self._drawn, segments, self.rule.seeds(draw), draw))
+        self.loop_state.apply(
+            GatePlan(self._drawn, segments, self.rule.seeds(draw), draw if self.redraws_states else None)
+        )
         find_looped_model(self.model).training_policy = self.training_policy
         self._run_at(loops_to_run)
         self._log_gates(self._drawn.detach())
+
+    redraws_states = True
+    """Whether models that start from a random state draw it anew in each step, as the reference does with the policy."""
 
     @property
     def gate_seed(self) -> int:
@@ -283,9 +282,9 @@ class GateSamplingMixin:
 
     def _compile_layers(self) -> None:
         """Compile what is to be compiled, and say which optimisations are in use."""
-        args, whole = self.args, whole_parameters(self.accelerator)
+        args, unsharded = self.args, has_unsharded_weights(self.accelerator)
         looped, policy = find_looped_model(self.model), self.training_policy
-        compiles = args.compile_layers and policy.packs and whole and looped.compile_layers()
+        compiles = args.compile_layers and policy.packs and unsharded and looped.compile_layers()
         if args.compile_layers and not compiles:
             logger.warning(
                 "`compile_layers` is off: it needs `remove_padding`, a single process or DDP, a model of this package, and no "
@@ -294,7 +293,7 @@ class GateSamplingMixin:
         optimisations = {
             "remove_padding": policy.packs,
             "skip_frozen_loops": policy.lora_parameters is not None,
-            "fused_lora": args.fused_lora and whole and looped.can_pack,
+            "fused_lora": args.fused_lora and unsharded and looped.can_pack,
             "compile_layers": compiles,
         }
         logger.info(
@@ -307,9 +306,9 @@ class GateSamplingMixin:
         world = self.accelerator.num_processes
         if self.accelerator.split_batches:
             rows //= world
-        micro_batch = self.unit_gates_callback.micro_batch
-        self.unit_gates_callback.micro_batch += self._pass_index == self.rule.passes - 1
-        # Accelerate deals whole micro-batches to the processes in turn, so that the order of examples is the same for
+        micro_batch = self.step_callback.micro_batch
+        self.step_callback.micro_batch += self._pass_index == self.rule.passes - 1
+        # Accelerate deals micro-batches to the processes in turn, so that the order of examples is the same for
         # every layout: here it is counted in rows.
         return (micro_batch * world + self.accelerator.process_index) * rows
 
@@ -321,6 +320,52 @@ class GateSamplingMixin:
         metrics["gate_mean"].append(mean_gate)
         for loop, fraction in enumerate(active, start=1):
             metrics[f"active_loop_{loop}"].append(fraction)
+
+
+class StepCallback(TrainerCallback):
+    """Ends a training step: every gate is 1 again, so that evaluation, generation, saving and later callbacks see LoRA.
+
+    The trainer does the same when a micro-batch ends, also by an interrupt. The callback also counts the micro-batches of the
+    running optimizer step, which say where in the step's global batch an example is, and the time spent in steps; and it
+    tells the rule how sensitive the loss was to its gates.
+
+    Attributes:
+        micro_batch: micro-batches of the running optimizer step that have drawn their gates.
+        train_seconds: wall time spent in training steps so far, evaluation and saving left out.
+    """
+
+    def __init__(self, trainer: GateSamplingMixin) -> None:
+        self.trainer = trainer
+        self.micro_batch = 0
+        self.train_seconds = 0.0
+        self._step_began = 0.0
+        self._sensitivity: torch.Tensor | float = 0.0
+
+    def add_sensitivity(self, gate_gradients: torch.Tensor) -> None:
+        """Take d loss / d g of one micro-batch, [K, N]."""
+        self._sensitivity = self._sensitivity + gate_gradients.abs().sum(dim=1)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.micro_batch = 0
+        self._step_began = time.perf_counter()
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        # An adapter that the step left out gets the gradient that it has, zero: so momentum moves it as it does in
+        # distributed runs, where all adapters take part.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.loop_state.unit_gates()
+        self.train_seconds += time.perf_counter() - self._step_began
+        rule, accelerator = self.trainer.rule, self.trainer.accelerator
+        if rule.wants_sensitivity:
+            rule.observe(accelerator.reduce(self._sensitivity.to(accelerator.device), "sum").cpu())
+            self._sensitivity = 0.0
 
 
 def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:

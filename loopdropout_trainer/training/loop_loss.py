@@ -3,7 +3,7 @@
     loss = sum_t w_t CE(head(r_t)),   sum_t w_t = 1
 
 All readouts come from one forward pass. They go through TRL's fused head as one batch, which scores tiles of a few thousand
-tokens, so that the logits of no loop are ever in memory as a whole. Evaluation always scores the final loop.
+tokens, so that no loop's logits are ever in memory all at once. Evaluation always scores the final loop.
 """
 
 from __future__ import annotations
@@ -143,36 +143,31 @@ class ExitWeighted(LoopLoss):
 LOOP_LOSSES = {cls.name: cls for cls in (Final, RandomLoop, Uniform, Progressive, Weighted, ExitWeighted)}
 
 
-class LoopScores:
-    """Lets a model with TRL's fused head score all its loops, while `enabled`: `log_probs` are then their weighted sums.
+def score_loops(model: LoopedModelMixin, loss: LoopLoss) -> None:
+    """Let a model with TRL's fused head score all its loops in training: `log_probs` are then their weighted sums.
 
     The other outputs (entropy, whether a token was the most likely one) stay those of the last loop. Only tokens with a label
-    are scored, as TRL's own kernel for GPUs does by itself.
+    are scored, as TRL's own kernel for GPUs does by itself. Evaluation scores the final loop.
 
     Args:
         model: causal language model with the fused head of `trl.trainer.utils.add_fused_lm_head`.
         loss: gives the weights.
     """
+    fused = model.forward
 
-    def __init__(self, model: LoopedModelMixin, loss: LoopLoss) -> None:
-        self.enabled = False
-        fused = model.forward
+    @functools.wraps(fused.__func__)
+    def forward(model, *args, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs):
+        scores_all = model.training and loss.scores_all
+        if not fused_lm_head or labels is None or (labels.is_cuda and not scores_all):
+            return fused(*args, fused_lm_head=fused_lm_head, labels=labels, **kwargs)
+        kwargs.pop("use_cache", None)
+        if scores_all:
+            readouts = model.loop_readouts(*args, **kwargs)  # L of [B, S, H]
+        else:
+            readouts = (model.base_model(*args, use_cache=False, **kwargs).last_hidden_state,)
+        return _score(fused.__func__, model, readouts, loss.weights(model, readouts) if scores_all else None, labels)
 
-        @functools.wraps(fused.__func__)
-        def forward(model, *args, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs):
-            scores_all = self.enabled and loss.scores_all
-            if not fused_lm_head or labels is None or (labels.is_cuda and not scores_all):
-                return fused(*args, fused_lm_head=fused_lm_head, labels=labels, **kwargs)
-            kwargs.pop("use_cache", None)
-            if scores_all:
-                readouts = model.loop_readouts(*args, **kwargs)  # L of [B, S, H]
-            else:
-                readouts = (model.base_model(*args, use_cache=False, **kwargs).last_hidden_state,)
-            return _score(
-                fused.__func__, model, readouts, loss.weights(model, readouts) if scores_all else None, labels
-            )
-
-        model.forward = types.MethodType(forward, model)
+    model.forward = types.MethodType(forward, model)
 
 
 def _score(fused, model: LoopedModelMixin, readouts: Readouts, weights: torch.Tensor | None, labels: torch.Tensor):

@@ -272,7 +272,7 @@ def _fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
 def leaves_checkpointing_open(args: TrainingArguments) -> bool:
     """Return whether nobody has said if layers are computed twice, and put TRL's answer, yes, where it is not ours to give.
 
-    That is where weights or steps are not whole (DeepSpeed, FSDP), and where a compiler decides what is computed again.
+    That is where weights or steps are sharded (DeepSpeed, FSDP), and where a compiler decides what is computed again.
     """
     said = [value for value in (getattr(args, name) for name in CHECKPOINTING_FIELDS) if value is not None]
     if not said and (args.deepspeed or divides_weights(args) or args.torch_compile):

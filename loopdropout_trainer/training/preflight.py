@@ -29,11 +29,8 @@ from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_number, shown
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.depth import check_depths
-from loopdropout_trainer.training.distributed import check_arguments
+from loopdropout_trainer.training.distributed import IGNORED, check_arguments
 
-
-IGNORED = -100
-"""The label of a token that is not trained on."""
 
 _PACKAGES = {  # of the programs that a run can report to, by the name in `report_to`
     "clearml": ["clearml"],

@@ -12,16 +12,16 @@ from trl import SFTTrainer
 
 from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
+from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.depth import step_uniforms
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
-from loopdropout_trainer.training.fault_tolerance import FaultToleranceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
-from loopdropout_trainer.training.loop_loss import LoopScores
+from loopdropout_trainer.training.loop_loss import score_loops
 from loopdropout_trainer.training.preflight import check_labels
 
 
-class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
+class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
     """Supervised fine-tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `SFTTrainer` takes. In each training micro-batch it draws gates [K, B] by the rule of its config, applies
@@ -50,9 +50,8 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
         self.depth_sampler = self.args.make_depth_sampler()
         self.loop_loss = self.args.make_loop_loss()
         self._check_depth_and_loss()
-        looped = find_looped_model(self.model)
-        scores_here = self.loop_loss.scores_all or self.args.remove_padding
-        self._loop_scores = LoopScores(looped, self.loop_loss) if scores_here else None
+        if self.loop_loss.scores_all or self.args.remove_padding:
+            score_loops(find_looped_model(self.model), self.loop_loss)
 
     def _check_depth_and_loss(self) -> None:
         looped = find_looped_model(self.model)
@@ -73,17 +72,14 @@ class LoopDropoutSFTTrainer(FaultToleranceMixin, EveryExampleOnceMixin, GateSamp
         self.loop_loss.check_model(looped)
 
     def draw_depth(self, seed: int) -> tuple[int, int]:
+        if (self.args.depth_sampling, self.args.loop_loss) == ("fixed", "final"):
+            return super().draw_depth(seed)
         step = self.state.global_step
         num_loops = self.depth_sampler.sample(step_uniforms(seed, "depth", step), self.num_loops)
         loops_to_run = self.loop_loss.loops_to_run(step_uniforms(seed, "loop loss", step), num_loops)
         if self.depth_sampler.name != "fixed" or self.loop_loss.name == "random":
             self._metrics["train"]["depth"].append(float(loops_to_run))
         return num_loops, loops_to_run
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        if self._loop_scores is not None:
-            self._loop_scores.enabled = self.model.training  # evaluation scores the final loop
-        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None and isinstance(processing_class, PreTrainedTokenizerBase):

@@ -1,7 +1,7 @@
 """What makes a run the run that it is: every setting that changes its result, its data, its adapter and its base model.
 
-Checkpoints carry it, so that none of another run is taken for this one's. Two identities are compared in what both of them
-name: a younger version of a library may know more fields.
+Checkpoints and results carry it, so that none of another run is taken for this one's. Two identities are compared in what
+both of them name: a younger version of a library may know more fields.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _NAMES = {
 }
 
 
-def run_identity(args: TrainingArguments, model: PeftModel, dataset: Any, whole: bool) -> dict[str, Any]:
+def run_identity(args: TrainingArguments, model: PeftModel, dataset: Any, unsharded: bool) -> dict[str, Any]:
     """Return the identity of a run as plain JSON, before its first step.
 
     Args:
         args: of the trainer.
         model: with its adapter.
         dataset: prepared rows.
-        whole: whether this process holds the base's weights; they stay out of it otherwise.
+        unsharded: whether this process holds all of the base's weights; they stay out of it otherwise.
     """
     adapter = model.active_adapters[0]
     base = find_looped_model(model)
@@ -79,11 +79,12 @@ def run_identity(args: TrainingArguments, model: PeftModel, dataset: Any, whole:
     lora, config = model.peft_config[adapter].to_dict(), base.config.to_dict()
     identity = {
         "settings": _settings(args),
+        "length": _length(args),
         "adapter": {key: value for key, value in lora.items() if key not in _OF_NO_RUN and value is not None},
         "model": {
             **{key: value for key, value in config.items() if _describes_the_model(key, value)},
             "dtype": str(next(iter(frozen.values())).dtype).removeprefix("torch."),
-            "weights": _weights_sha256(frozen) if whole else None,
+            "weights": _weights_sha256(frozen) if unsharded else None,
         },
         "data": _data_facts(dataset),
     }
@@ -93,13 +94,23 @@ def run_identity(args: TrainingArguments, model: PeftModel, dataset: Any, whole:
 def differences(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> list[str]:
     """Return what two identities differ in, as words for a sentence; nothing where one of them is not known."""
     found = []
-    for part in ("settings", "adapter", "model", "data"):
+    for part in ("settings", "length", "adapter", "model", "data"):
         old, new = (before or {}).get(part) or {}, (now or {}).get(part) or {}
         for key in sorted({*old} & {*new}):
             unknown = key in _MAY_BE_UNKNOWN and None in (old[key], new[key])
             if old[key] != new[key] and not unknown:
                 found.append(_difference(part, key, old[key], new[key]))
     return found
+
+
+def continues(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> bool:
+    """Return whether a run is an earlier one, or differs from it in nothing but that it trains for longer."""
+    if before is None or now is None or not differences(before, now):
+        return True
+    old, new = before.get("length") or {}, now.get("length") or {}
+    fields = [(old.get(name), number) for name, number in new.items()]
+    grows = all(was == number or None not in (was, number) and number > was for was, number in fields)
+    return grows and not differences(before, {**now, "length": old})
 
 
 def _difference(part: str, key: str, old: Any, new: Any) -> str:
@@ -114,10 +125,18 @@ def _settings(args: TrainingArguments) -> dict[str, Any]:
     # What a default stands for, and what is not read.
     settings["data_seed"] = args.seed if args.data_seed is None else args.data_seed
     settings["gate_seed"] = args.seed if args.gate_seed is None else args.gate_seed
-    if args.max_steps > 0:
-        del settings["num_train_epochs"]
+    del settings["max_steps"], settings["num_train_epochs"]
     settings["examples_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     return settings
+
+
+def _length(args: TrainingArguments) -> dict[str, float | None]:
+    """Return the two fields that say how long the run is; the one that does not count is None."""
+    by_steps = args.max_steps > 0
+    return {
+        "max_steps": args.max_steps if by_steps else None,
+        "num_train_epochs": None if by_steps else float(args.num_train_epochs),
+    }
 
 
 def _is_field(args: TrainingArguments, name: str) -> bool:
@@ -136,15 +155,13 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
-def _weights_sha256(parameters: Mapping[str, nn.Parameter], samples: int = 1024) -> str:
-    """Return a hash of names, shapes and of `samples` numbers of each weight, evenly spread: enough to tell models apart."""
+def _weights_sha256(parameters: Mapping[str, nn.Parameter]) -> str:
+    """Return a hash of the names, shapes and all numbers of weights."""
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         name = name.replace(".base_layer.", ".")
-        flat = parameter.detach().reshape(-1)
-        chosen = flat[:: max(1, flat.numel() // samples)].contiguous().view(torch.uint8).cpu()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(chosen.numpy().tobytes())
+        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
 
 

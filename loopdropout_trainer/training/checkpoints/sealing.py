@@ -1,0 +1,160 @@
+"""Sealed folders: a manifest is written after the last file, and checked before a checkpoint or a saved training is used.
+
+A process can be killed, or a disk fill up, between any two files of a checkpoint. So the last file to appear, in one
+atomic step and only when every process has written its own and all of it has reached the disk, is `manifest.json`: the
+size and SHA-256 of all others, and the identity of the run that they belong to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from loopdropout_trainer.saving.files import flush_to_disk, sha256, write_atomically
+from loopdropout_trainer.training.checkpoints.identity import continues, differences
+
+
+logger = logging.get_logger(__name__)
+
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or used, or a folder of another run, in one sentence."""
+
+
+def seal(folder: str | Path, run: Mapping[str, Any] | None = None, names: Iterable[str] | None = None) -> None:
+    """Write the manifest of a folder whose files are complete.
+
+    Args:
+        folder: a checkpoint, or a run's `output_dir` with its trained adapter.
+        run: identity of the run (`run_identity`).
+        names: of the files that belong to it; default: all that are there.
+    """
+    folder = Path(folder)
+    found = (
+        sorted(file for file in folder.rglob("*") if file.is_file()) if names is None else map(folder.joinpath, names)
+    )
+    files = [file for file in found if not file.name.startswith(MANIFEST)]
+    for path in (*files, *{file.parent for file in files}):
+        flush_to_disk(path)
+    facts = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files
+    }
+    write_atomically(folder / MANIFEST, json.dumps({"run": run, "files": facts}, indent=1))
+
+
+def unseal(folder: str | Path) -> None:
+    """Take the manifest away before files of a folder are written again."""
+    (Path(folder) / MANIFEST).unlink(missing_ok=True)
+
+
+def run_of(folder: str | Path) -> dict[str, Any] | None:
+    """Return the identity of the run that a folder was sealed by, or None if it is not known."""
+    try:
+        return json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8")).get("run")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def fault_of(folder: str | Path, sealed: bool = True) -> str | None:
+    """Return what is wrong with a sealed folder, as the end of a sentence, or None if it is complete.
+
+    Args:
+        folder: a checkpoint, or a run's `output_dir`.
+        sealed: whether it must have a manifest; False for a checkpoint that another program wrote.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return "it does not exist"
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        return f"it has no {MANIFEST}: saving it was interrupted" if sealed else None
+    try:
+        expected = json.loads(manifest.read_text(encoding="utf-8"))["files"].items()
+        for name, facts in expected:
+            file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != facts["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+            if sha256(file) != facts["sha256"]:
+                return f"{name} has changed since it was written"
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return f"its {MANIFEST} cannot be read"
+    return None
+
+
+def fault_of_checkpoint(folder: str | Path, sealed: bool = True) -> str | None:
+    """Return why a run cannot be resumed from a folder, as the end of a sentence, or None if it can."""
+    fault = fault_of(folder, sealed)
+    states = ("optimizer*", "global_step*")  # the second of DeepSpeed
+    if fault is None and not any(any(Path(folder).glob(pattern)) for pattern in states):
+        return "it holds no optimizer state, as `save_only_model` asks for, and a run cannot go on without"
+    if fault is None and not (Path(folder) / "trainer_state.json").is_file():
+        return "trainer_state.json is missing"
+    return fault
+
+
+def newest_complete_checkpoint(output_dir: str | Path, run: Mapping[str, Any] | None = None) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None; each newer one that is passed over is logged with the reason.
+
+    Args:
+        output_dir: of the run.
+        run: its identity; None: checkpoints of any run.
+    """
+    for folder in reversed(checkpoints(output_dir)):
+        own = run_of(folder)
+        changed = "" if continues(own, run) else ", ".join(differences(own, run))
+        fault = f"it belongs to another run ({changed})" if changed else fault_of_checkpoint(folder)
+        if fault is None:
+            return folder
+        logger.warning(f"Passing over {folder}: {fault}.")
+    return None
+
+
+def rotate(
+    output_dir: str | Path, limit: int | None, keep: Collection[str | Path], run: Mapping[str, Any] | None = None
+) -> None:
+    """Delete checkpoints until `limit` are left: first those that were never finished, then the oldest.
+
+    transformers' own rotation keeps the one of the latest step, which may be unfinished or of changed settings, and deletes
+    the one just written. Those of other settings are neither counted nor deleted here.
+
+    Args:
+        output_dir: of the run.
+        limit: None or 0: delete nothing.
+        keep: never deleted: the checkpoint just written, and the best one.
+        run: identity of the run.
+    """
+    if not limit:
+        return
+    kept = {Path(folder).resolve() for folder in keep}
+    folders = [folder for folder in checkpoints(output_dir) if continues(run_of(folder), run)]
+    folders.sort(key=lambda folder: (folder / MANIFEST).exists())
+    excess = len(folders) - limit
+    for folder in [folder for folder in folders if folder.resolve() not in kept][: max(excess, 0)]:
+        unseal(folder)  # killed half-way through, it is not mistaken for a complete one
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """Return the folders `checkpoint-<step>`, by step."""
+    steps = {
+        folder: re.fullmatch(r"checkpoint-(\d+)", folder.name) for folder in Path(output_dir).glob("checkpoint-*")
+    }
+    return sorted(
+        (folder for folder, step in steps.items() if step and folder.is_dir()),
+        key=lambda folder: int(steps[folder][1]),
+    )
+
+
+def sealed_folders(output_dir: str | Path) -> Iterator[Path]:
+    """Yield what runs have sealed in a folder: `output_dir` itself with its trained adapter, and checkpoints."""
+    return (folder for folder in (Path(output_dir), *checkpoints(output_dir)) if (folder / MANIFEST).exists())
