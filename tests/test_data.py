@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from trl import SFTConfig
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, DataError, chat_template, load_data
 from loopdropout_trainer.data.__main__ import main as show
-from loopdropout_trainer.data.arithmetic import arithmetic_problems, pretraining_texts
+from loopdropout_trainer.data.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 
 
 SAMPLES = Path(__file__).parent / "samples"
+RECIPES = Path(__file__).parents[1] / "recipes"
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n### Response:"
@@ -326,7 +328,7 @@ def test_arithmetic_of_chosen_steps_is_balanced_and_holds_no_test_problem(tokeni
 def test_arithmetic_texts_of_old_splits_are_as_they_were():
     splits = ("train", "short", "test", "hard", "larger", "wording")
     text = json.dumps([arithmetic_problems(split, 200, seed).to_list() for split in splits for seed in (0, 3)])
-    text += json.dumps(pretraining_texts(200))
+    text += json.dumps(runpy.run_path(str(RECIPES / "make_tiny_texts.py"))["pretraining_texts"](200))
     assert (
         hashlib.sha256(text.encode()).hexdigest() == "a7c1226f9b1d89c662948e54c02d702cc2f707b1af870cd7b492b6442ab3d801"
     )
