@@ -3,10 +3,13 @@
 import json
 import logging
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -442,9 +445,9 @@ def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(make_trainer
     before = signal.getsignal(stop)
     with pytest.raises(
         TrainingInterrupted, match="Stopped after step 3 of 6. .*checkpoint-3. `resume_from_checkpoint"
-    ):
+    ) as error:
         make_trainer(cls=Interrupted).train()
-    assert signal.getsignal(stop) is before
+    assert error.value.signal == stop.name and signal.getsignal(stop) is before
     resumed = make_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.steps_taken == 3
@@ -459,8 +462,9 @@ def test_asked_to_stop_after_the_last_step_a_script_ends_and_keeps_its_training(
             return super().evaluation_loop(*args, **kwargs)
 
     trainer = make_trainer(cls=Interrupted, eval_strategy="steps", eval_steps=STEPS, save_strategy="no")
-    with pytest.raises(TrainingInterrupted, match="Stopped after step 6 of 6. .*checkpoint-6"):
+    with pytest.raises(TrainingInterrupted, match="Stopped after step 6 of 6. .*checkpoint-6") as error:
         trainer.train()
+    assert error.value.signal == stop.name
     resumed = make_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.steps_taken == 0 and torch.equal(weights(resumed), weights(trainer))
@@ -472,30 +476,60 @@ from conftest import tiny_ouro, tokenizer
 from datasets import Dataset
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 rows = Dataset.from_list([{"text": "abc"}] * 64)
-for index in range(3):
-    args = LoopDropoutConfig(f"{sys.argv[1]}/{index}", max_steps=10_000, use_cpu=True, bf16=False, report_to="none")
-    args.logging_steps, args.save_strategy = 1, "no"
-    make = getattr(tokenizer, "__wrapped__", None) or tokenizer._get_wrapped_function()
-    LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=rows, processing_class=make()).train()
+from loopdropout_trainer.settings.command import run_command
+
+def train():
+    for index in range(3):
+        args = LoopDropoutConfig(f"{sys.argv[1]}/{index}", max_steps=10_000, use_cpu=True, bf16=False, report_to="none")
+        args.logging_steps, args.save_strategy, args.save_steps = 1, sys.argv[2], 1
+        make = getattr(tokenizer, "__wrapped__", None) or tokenizer._get_wrapped_function()
+        LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=rows, processing_class=make()).train()
+
+run_command(train, "script")
 """
 
 
-def test_a_plain_kill_ends_a_script_that_trains_several_times(tmp_path):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[1]))),
-    }
-    script = [sys.executable, "-u", "-c", SEVERAL, str(tmp_path)]
-    process = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = []
+def start_script(folder, saves, **environment):
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(here.parent))), **environment}
+    script = [sys.executable, "-u", "-c", SEVERAL, str(folder), saves]
+    return subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def read_to_the_first_loss(process):
     for line in process.stdout:
-        said.append(line)
         if "'loss'" in line:
-            process.terminate()
-            break
-    said += process.stdout.readlines()
-    assert process.wait(120) != 0 and "TrainingInterrupted: Stopped after step" in said[-1]
+            return
+    pytest.fail("the script has ended")
+
+
+def test_a_plain_kill_ends_a_script_that_trains_several_times(tmp_path):
+    process = start_script(tmp_path, "no")
+    read_to_the_first_loss(process)
+    process.terminate()
+    said = process.stdout.readlines()
+    assert process.wait(120) == 143 and said[-1].startswith("script: Stopped after step")
     assert len(list(tmp_path.glob("0/checkpoint-*/manifest.json"))) == 1 and not (tmp_path / "1").exists()
+
+
+@pytest.mark.slow
+def test_a_process_whose_peer_dies_says_so_in_one_sentence_and_names_the_newest_checkpoint(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    first, second = (start_script(tmp_path, "steps", **world, **rank) for rank in ranks)
+    read_to_the_first_loss(first)
+    while not (tmp_path / "0" / "checkpoint-2" / MANIFEST).exists():
+        time.sleep(0.05)
+    second.kill()
+    said = first.communicate(timeout=120)[0]
+    assert first.returncode == 2 and "Traceback" not in said
+    (last,) = (line for line in said.splitlines() if line.startswith("script: "))
+    assert last.startswith("script: Another process of this run ended or cannot be reached")
+    assert re.search(r"The newest complete checkpoint is .*checkpoint-\d+\. `resume_from_checkpoint: true`", last)
+    second.communicate()
 
 
 # --- one process in a folder ------------------------------------------------------------------------------------------

@@ -151,6 +151,11 @@ def _check_numbers(args: TrainingArguments) -> None:
     check_number("learning_rate", args.learning_rate)
     check_number("weight_decay", args.weight_decay)
     check_number("warmup_steps", args.warmup_steps)
+    if 0 < args.max_steps < args.warmup_steps:
+        raise ValueError(
+            f"`warmup_steps` must be at most `max_steps`, {args.max_steps}, or a share of the run below 1; got "
+            f"{shown(args.warmup_steps)}."
+        )
     check_number("max_grad_norm", args.max_grad_norm if args.max_grad_norm is not None else 0)
     check_number("adam_beta1", args.adam_beta1, most=1, below=True)
     check_number("adam_beta2", args.adam_beta2, most=1, below=True)
@@ -257,6 +262,9 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
     if not isinstance(model, str):
         return find_looped_model(model).config
     init_kwargs = dict(args.model_init_kwargs or {})
+    for name in ("config", "state_dict"):
+        if name in init_kwargs:
+            raise ValueError(f"`model_init_kwargs` cannot hold `{name}`: the model's own is read; leave it out.")
     num_loops = init_kwargs.get("num_loops")
     if num_loops is not None:
         check_num_loops(num_loops)
