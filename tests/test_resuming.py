@@ -1,7 +1,6 @@
 """A resumed run is the run: it ends where it ends, reports all of itself, takes no other's checkpoint, and stops in order."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -14,55 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_ouro
+from conftest import STEPS, Trainer, flat_weights, tiny_ouro
 from datasets import Dataset
 from peft import get_peft_model
 from transformers import EarlyStoppingCallback
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer import default_peft_config
 from loopdropout_trainer.saving.lock import LOCK_FILE, LockedError, folder_lock
 from loopdropout_trainer.training.checkpoints import CheckpointError, NonFiniteLossError, TrainingInterrupted
 from loopdropout_trainer.training.checkpoints.sealing import MANIFEST, rotate, seal
-
-
-STEPS = 6
-LAST = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
-
-
-class Trainer(LoopDropoutSFTTrainer):
-    """Counts its steps, and can be told to die before one of them."""
-
-    steps_taken = 0
-    dies_before = None
-
-    def training_step(self, *args, **kwargs):
-        if self.state.global_step == self.dies_before:
-            raise SystemError("killed")
-        loss = super().training_step(*args, **kwargs)
-        self.steps_taken += 1
-        return loss
-
-
-@pytest.fixture
-def make_trainer(config, dataset, tokenizer):
-    def make(model=None, cls=Trainer, rows=dataset, peft_config=None, callbacks=None, **fields):
-        model = tiny_ouro() if model is None else model
-        args = config(**{**LAST, **fields})
-        return cls(
-            model,
-            args,
-            train_dataset=rows,
-            eval_dataset=rows.select(range(4)),
-            processing_class=tokenizer,
-            peft_config=peft_config,
-            callbacks=callbacks,
-        )
-
-    return make
 
 
 def killed_before(step, make_trainer, **fields):
@@ -70,14 +29,6 @@ def killed_before(step, make_trainer, **fields):
     trainer.dies_before = step
     with pytest.raises(SystemError):
         trainer.train(resume_from_checkpoint=fields.get("resume"))
-
-
-@pytest.fixture
-def log(caplog):
-    own_logger = logging.getLogger("loopdropout_trainer")
-    own_logger.addHandler(caplog.handler)
-    yield caplog
-    own_logger.removeHandler(caplog.handler)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -97,7 +48,7 @@ def test_a_finished_run_that_is_resumed_trains_nothing_more(make_trainer, end):
         again.train(resume_from_checkpoint=True)
         assert again.steps_taken == 0
         assert again.state.global_step == trainer.state.global_step
-        assert torch.equal(weights(again), weights(trainer))
+        assert torch.equal(flat_weights(again), flat_weights(trainer))
 
 
 def test_a_checkpoint_beyond_the_end_is_refused(make_trainer):
@@ -164,7 +115,7 @@ def test_a_run_is_kept_out_of_another_runs_folder_before_it_trains(make_trainer,
     assert "checkpoint-6: it belongs to another run" in log.text
     straight = make_trainer(**other, output_dir=resumed.args.output_dir + "-straight")
     straight.train()
-    assert torch.equal(weights(resumed), weights(straight))
+    assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 @pytest.mark.parametrize("saves", ["steps", "no"])
@@ -174,7 +125,7 @@ def test_a_complete_training_is_loaded_and_not_trained_again(make_trainer, log, 
     first.save_model()
     again = make_trainer(save_strategy=saves, eval_strategy="steps", eval_steps=1)
     output = again.train(resume_from_checkpoint=True)
-    assert again.steps_taken == 0 and torch.equal(weights(again), weights(first))
+    assert again.steps_taken == 0 and torch.equal(flat_weights(again), flat_weights(first))
     assert (output.training_loss, output.global_step) == (report.training_loss, STEPS)
     assert output.metrics["train_runtime"] == report.metrics["train_runtime"]
     assert again.progress() == first.progress()
@@ -220,7 +171,7 @@ def test_a_run_goes_on_for_longer(make_trainer, log, end):
     assert longer.steps_taken == longer.state.max_steps - 6 > 0
     straight = make_trainer(**end, **constant, output_dir=first.args.output_dir + "-straight")
     straight.train()
-    assert torch.equal(weights(longer), weights(straight))
+    assert torch.equal(flat_weights(longer), flat_weights(straight))
     assert len(list(Path(first.args.output_dir).glob("checkpoint-*"))) == 1
     longer.save_model()
     with pytest.raises(CheckpointError, match=f"`{name}` was"):  # and not back
@@ -319,13 +270,26 @@ def test_a_checkpoint_that_does_not_say_whose_it_is_is_resumed_with_a_word(make_
     assert trainer.state.global_step == STEPS
 
 
-def test_rotation_leaves_another_runs_checkpoints_alone(tmp_path):
-    mine, theirs = {"settings": {"seed": 1}}, {"settings": {"seed": 2}}
-    for step, run in ((1, mine), (2, mine), (3, mine), (8, theirs), (9, theirs)):
+@pytest.mark.parametrize(
+    ("steps", "limit", "keep", "left"),
+    [
+        (
+            {2: None, 4: None, 6: None, 8: "unfinished"},
+            2,
+            2,
+            [2, 6],
+        ),  # unfinished ones first, never the one just written
+        ({1: 1, 2: 1, 3: 1, 8: 2, 9: 2}, 1, 3, [3, 8, 9]),  # by the seed of their run: another run's are left alone
+    ],
+)
+def test_rotation_deletes_what_a_run_needs_least(tmp_path, steps, limit, keep, left):
+    runs = {seed: {"settings": {"seed": seed}} for seed in (1, 2)}
+    for step, seed in steps.items():
         (tmp_path / f"checkpoint-{step}").mkdir()
-        seal(tmp_path / f"checkpoint-{step}", run)
-    rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-3"], run=mine)
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-8", "checkpoint-9"]
+        if seed != "unfinished":
+            seal(tmp_path / f"checkpoint-{step}", runs.get(seed))
+    rotate(tmp_path, limit, keep=[tmp_path / f"checkpoint-{keep}"], run=runs.get(min(steps)))
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
 
 
 def test_an_adapter_of_another_name_is_resumed(make_trainer):
@@ -340,7 +304,7 @@ def test_an_adapter_of_another_name_is_resumed(make_trainer):
     resumed = make_trainer(named(), **fields)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.steps_taken == 2
-    assert torch.equal(weights(resumed), weights(straight))
+    assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 # --- early stopping ---------------------------------------------------------------------------------------------------
@@ -378,7 +342,7 @@ def test_early_stopping_keeps_its_patience(make_trainer):
         resumed = make_trainer(**fields, callbacks=[EarlyStoppingCallback(4)])
         resumed.train(resume_from_checkpoint=True)
         assert resumed.state.global_step == 5
-        assert torch.equal(weights(resumed), weights(straight))
+        assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -393,7 +357,7 @@ class Spoiled(Trainer):
         loss = super().training_step(*args, **kwargs)
         if self.state.global_step == 4:
             parameter = next(p for p in self.model.parameters() if p.requires_grad)
-            self.before = weights(self).clone()
+            self.before = flat_weights(self).clone()
             if self.spoils == "gradient":
                 parameter.grad.fill_(float("inf"))
             else:
@@ -407,7 +371,7 @@ def test_an_infinite_gradient_under_a_finite_loss_is_not_stepped_nor_sealed(make
     trainer = make_trainer(cls=Spoiled, **fields)
     with pytest.raises(NonFiniteLossError, match="gradient of step 5 is not finite .*not taken. .*checkpoint-4"):
         trainer.train()
-    assert torch.equal(weights(trainer), trainer.before)
+    assert torch.equal(flat_weights(trainer), trainer.before)
     assert [folder.name for folder in Path(trainer.args.output_dir).glob("checkpoint-*")] == ["checkpoint-4"]
 
 
@@ -451,7 +415,7 @@ def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(make_trainer
     resumed = make_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.steps_taken == 3
-    assert torch.equal(weights(resumed), weights(straight))
+    assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
@@ -467,7 +431,7 @@ def test_asked_to_stop_after_the_last_step_a_script_ends_and_keeps_its_training(
     assert error.value.signal == stop.name
     resumed = make_trainer()
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.steps_taken == 0 and torch.equal(weights(resumed), weights(trainer))
+    assert resumed.steps_taken == 0 and torch.equal(flat_weights(resumed), flat_weights(trainer))
 
 
 SEVERAL = """
