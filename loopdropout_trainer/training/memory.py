@@ -14,6 +14,7 @@ It is the worst step: of the longest examples, all of which have an active gate 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -116,7 +117,7 @@ class ShapeModel:
         recurrent = [self.looped.get_submodule(name) for name in self.looped.recurrent_linears()]
         self.widest = max(max(linear.in_features, linear.out_features) for linear in recurrent)
         self.itemsize = dtype.itemsize
-        self._kept: dict[tuple[int, StepSettings], int] = {}
+        self._kept_at = functools.cache(self._measure)
 
     @classmethod
     def like(cls, model: PeftModel, args: LoopDropoutArguments) -> ShapeModel:
@@ -158,18 +159,13 @@ class ShapeModel:
 
     def _kept_by_loops(self, loops: int, settings: StepSettings) -> int:
         if self.looped.trains_at_one_depth:
-            return self._known(loops, settings)
-        one, two = (self._known(depth, settings) for depth in (1, 2))
+            return self._kept_at(replace(settings, num_loops=loops))
+        one, two = (self._kept_at(replace(settings, num_loops=depth)) for depth in (1, 2))
         return one + (loops - 1) * (two - one)
 
-    def _known(self, num_loops: int, settings: StepSettings) -> int:
-        key = num_loops, replace(settings, num_loops=num_loops)
-        if key not in self._kept:
-            self._kept[key] = self._kept_at(num_loops, settings)
-        return self._kept[key]
-
-    def _kept_at(self, num_loops: int, settings: StepSettings) -> int:
-        looped, rows, length = self.looped, settings.rows, settings.length
+    def _measure(self, settings: StepSettings) -> int:
+        """Return what a forward pass keeps, by running it."""
+        looped, rows, length, num_loops = self.looped, settings.rows, settings.length, settings.num_loops
         if not looped.trains_at_one_depth:
             looped.config.num_loops = num_loops
         packs = settings.remove_padding and looped.can_pack

@@ -32,18 +32,9 @@ from loopdropout_trainer.training.depth import check_depths
 from loopdropout_trainer.training.distributed import IGNORED, check_arguments
 
 
-_PACKAGES = {  # of the programs that a run can report to, by the name in `report_to`
-    "clearml": ["clearml"],
-    "codecarbon": ["codecarbon"],
-    "comet_ml": ["comet_ml"],
-    "dvclive": ["dvclive"],
-    "mlflow": ["mlflow"],
-    "neptune": ["neptune"],
-    "swanlab": ["swanlab"],
-    "tensorboard": ["tensorboard", "tensorboardX"],
-    "trackio": ["trackio"],
-    "wandb": ["wandb"],
-}
+_REPORTS = (  # programs that a run can report to, each of which needs the Python package of its name
+    *("clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb"),
+)
 
 
 def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> LoraConfig:
@@ -237,9 +228,9 @@ def _check_machine(args: TrainingArguments) -> None:
         raise ValueError("`fp16` needs a GPU, and this run is on a CPU: use `bf16: true`, or neither for float32.")
     names = [args.report_to] if isinstance(args.report_to, str) else args.report_to or ()
     for name in names:
-        packages = _PACKAGES.get(name)
-        if packages and not any(map(find_spec, packages)):
-            raise ValueError(f"`report_to` {name} needs the Python package `{packages[0]}`, which is not installed.")
+        other = "tensorboardX" if name == "tensorboard" else name
+        if name in _REPORTS and not (find_spec(name) or find_spec(other)):
+            raise ValueError(f"`report_to` {name} needs the Python package `{name}`, which is not installed.")
     if args.use_liger_kernel and find_spec("liger_kernel") is None:
         raise ValueError("`use_liger_kernel` needs the Python package `liger_kernel`, which is not installed.")
 

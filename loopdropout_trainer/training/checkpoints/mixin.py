@@ -245,20 +245,17 @@ class CheckpointsMixin:
         return checkpoint
 
     def _choose_checkpoint(self, wanted: str | bool | None) -> tuple[str | None, bool]:
-        newest = None
         if wanted is True:
             newest = sealing.newest_complete_checkpoint(self.args.output_dir, self.run_identity)
-            newest = newest or sealing.newest_complete_checkpoint(
-                self.args.output_dir
-            )  # of another run, which is refused
-        elif wanted is not None:
-            fault = sealing.fault_of_checkpoint(wanted, sealed=False)
-            if fault is not None:
+            newest = newest or sealing.newest_complete_checkpoint(self.args.output_dir)  # of another run, which is refused
+            if newest is not None:
+                return self._checked(newest)
+        checked = None, False
+        if wanted not in (None, True):
+            if fault := sealing.fault_of_checkpoint(wanted, sealed=False):
                 raise CheckpointError(f"The checkpoint {wanted} cannot be used: {fault}.")
-        chosen = wanted if newest is None and wanted is not True else newest
-        checked = (None, False) if chosen is None else self._checked(chosen)
-        if newest is None:
-            self._check_owner()
+            checked = self._checked(wanted)
+        self._check_owner()
         return checked
 
     def _check_owner(self) -> None:
