@@ -330,8 +330,6 @@ def test_no_loops_logits_are_ever_in_memory_as_a_whole(train, monkeypatch):
 # Refusals
 
 
-
-
 def test_a_loss_by_exit_probabilities_needs_an_exit_gate(train):
     with pytest.raises(
         ValueError, match="`loop_loss: exit` needs a model with an exit gate, and HuginnForCausalLM has none"

@@ -445,7 +445,7 @@ from loopdropout_trainer.settings.command import run_command
 def train():
     for index in range(3):
         args = LoopDropoutConfig(f"{sys.argv[1]}/{index}", max_steps=10_000, use_cpu=True, bf16=False, report_to="none")
-        args.logging_steps, args.save_strategy, args.save_steps = 1, sys.argv[2], 1
+        args.logging_steps, args.save_strategy, args.save_steps, args.disable_tqdm = 1, sys.argv[2], 1, True
         make = getattr(tokenizer, "__wrapped__", None) or tokenizer._get_wrapped_function()
         LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=rows, processing_class=make()).train()
 

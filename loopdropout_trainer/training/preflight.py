@@ -33,7 +33,18 @@ from loopdropout_trainer.training.distributed import IGNORED, check_arguments
 
 
 _REPORTS = (  # programs that a run can report to, each of which needs the Python package of its name
-    *("clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb"),
+    *(
+        "clearml",
+        "codecarbon",
+        "comet_ml",
+        "dvclive",
+        "mlflow",
+        "neptune",
+        "swanlab",
+        "tensorboard",
+        "trackio",
+        "wandb",
+    ),
 )
 
 

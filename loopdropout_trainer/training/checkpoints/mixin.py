@@ -247,7 +247,9 @@ class CheckpointsMixin:
     def _choose_checkpoint(self, wanted: str | bool | None) -> tuple[str | None, bool]:
         if wanted is True:
             newest = sealing.newest_complete_checkpoint(self.args.output_dir, self.run_identity)
-            newest = newest or sealing.newest_complete_checkpoint(self.args.output_dir)  # of another run, which is refused
+            newest = newest or sealing.newest_complete_checkpoint(
+                self.args.output_dir
+            )  # of another run, which is refused
             if newest is not None:
                 return self._checked(newest)
         checked = None, False
