@@ -21,6 +21,10 @@ PREPARATIONS = {
 """Each preparation's file in this folder, and its class there: the one place that lists them."""
 
 
+MOST_GENERATED = 10_000_000
+"""Arithmetic problems that a run may ask for; a process generates some 20,000 in a second, and keeps them in memory."""
+
+
 @dataclass
 class DataArguments:
     """Which rows to train on, and how they become examples.
@@ -91,6 +95,18 @@ class DataArguments:
         check_choice("bad_rows", self.bad_rows, ("error", "skip"))
         if not self.train_files and self.dataset_name is None and not str(self.preparation).startswith("arithmetic"):
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
+        if str(self.preparation).startswith("arithmetic"):
+            for name in ("dataset_name", "train_files", "eval_files"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"`{name}` and `preparation: {self.preparation}`, which generates its rows, exclude each other: give "
+                        "one of them."
+                    )
+            if isinstance(self.num_train_examples, int) and self.num_train_examples > MOST_GENERATED:
+                raise ValueError(
+                    f"`num_train_examples` must be at most {MOST_GENERATED:,} with `preparation: {self.preparation}`, which "
+                    f"generates its rows; got {self.num_train_examples:,}."
+                )
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
         self._check_arithmetic_steps()

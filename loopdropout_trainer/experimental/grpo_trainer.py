@@ -109,7 +109,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
         mode, began = "train" if self.model.training else "eval", time.perf_counter()
-        if self.use_vllm or self.use_transformers_continuous_batching or self._decoding == "generate":
+        if self.use_vllm or self._decoding == "generate":
             completions, log_probs = super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,12 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.looped import example_starts
+from loopdropout_trainer.settings.ranges import shown
 
 
 logger = logging.get_logger(__name__)
@@ -48,6 +51,12 @@ def check_arguments(args: TrainingArguments) -> None:
         }
         for other in (name for name, found in excluded.items() if found):
             raise ValueError(f"`recompute_pointwise` cannot be combined with {other}: leave one of them out.")
+    if args.fsdp_config and not args.fsdp:
+        raise ValueError(f"`fsdp_config` is read with `fsdp` only; got {shown(args.fsdp_config)} without it.")
+    known = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"} - {"function", "args", "kwargs"}
+    for field in (f"{name}_kwargs" for name in CHECKPOINTING_FIELDS):
+        if unknown := sorted(set(getattr(args, field) or ()) - known):
+            raise ValueError(f"`{field}` must be among {', '.join(sorted(known))}; got {shown(unknown)}.")
     parallelism = getattr(args, "parallelism_config", None)
     for size in ("tp_size", "cp_size", "sp_size"):
         if (getattr(parallelism, size, 1) or 1) > 1:
