@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.reports import specs
-from loopdropout_trainer.reports.averaging import groups, is_protocol, settings_of, shown, telling
-from loopdropout_trainer.reports.figures import automatic_figures, paper_figure
+from loopdropout_trainer.reports.averaging import PLACES, average, groups, is_protocol, settings_of, shown, telling, varying
+from loopdropout_trainer.reports.figures import automatic_figures, labelled, paper_figure
 from loopdropout_trainer.reports.plots import save_figure
 from loopdropout_trainer.reports.reading import (
     ALL,
@@ -100,14 +100,30 @@ def write_report(
     return Written(finished, "\n".join(lines))
 
 
-def write_figures(folders: Sequence[str | Path], output_dir: str | Path) -> list[Path]:
-    """Save every figure that the results below the folders have numbers for, as PNG, PDF and SVG.
+def write_figures(table: pd.DataFrame, output_dir: str | Path) -> list[Path]:
+    """Save every figure that a long table has numbers for, as PNG, PDF and SVG.
 
     Raises:
         ReportError: if a package is missing, or runs would be averaged that must not be.
     """
-    figures = automatic_figures(load_table(folders))
+    check_extra()
+    figures = automatic_figures(table)
     return [path for name, plot in figures.items() for path in save_figure(plot, Path(output_dir) / name)]
+
+
+def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
+    import pandas as pd
+
+    places = [name for name in ("benchmark", "metric", "gates", "readout", *PLACES) if name in table]
+    rows, found = labelled(table, *places), {}
+    for key, part in groups(rows, [*varying(rows, places), "label"]):
+        label = key.pop("label")
+        words = [str(value) if name in ("benchmark", "metric") else f"{name} {shown(value)}" for name, value in key.items()
+                 if value is not None]  # fmt: skip
+        name = ", ".join(words)
+        found.setdefault(name, {})[label] = average(part, f"{label}, {name}").text(4)
+    return pd.DataFrame.from_dict(found, orient="index").fillna("")
 
 
 # Without files: tables of whatever there is.

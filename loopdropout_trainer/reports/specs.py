@@ -224,7 +224,7 @@ def _cell(wanted: Mapping[str, Any], where: Mapping[str, Any], rows: pd.DataFram
         return Cell(shown(round(scaled, decimals) if "scale" in option else scaled), rows=found)
     found = found.assign(value=[float(value) * option.get("scale", 1) for value in found["value"]])
     mean = average(found, what)
-    text = f"{mean.mean:.{decimals}f}" + ("" if math.isnan(mean.sd) else f" ± {mean.sd:.{decimals}f}")
+    text = mean.text(decimals)
     if option.get("show") == "seeds":
         text = " / ".join(f"{value:.{decimals}f}" for value in mean.values)
     return Cell(text, mean, bold, rows=found)
