@@ -140,7 +140,7 @@ def test_seeds_become_mean_and_sample_standard_deviation(everything):
     _, printed, files = everything
     a, b = (run["measured"]["all_on"] for run in files["single_loop"]["runs"][1:])
     mean, sd = (a + b) / 2, abs(a - b) / 2**0.5
-    assert any(f"{mean:.4f} ± {sd:.4f}" in line for line in printed.splitlines() if "held_out, loss" in line)
+    assert any(f"{mean:.4f} ± {sd:.4f}" in line for line in printed.splitlines() if line.startswith("loss, gates all"))
 
 
 def test_a_killed_run_goes_on_and_other_rows_are_measured_anew(diagnose, tmp_path, monkeypatch):
@@ -274,7 +274,7 @@ def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
     patterns = {tuple(each["loops"]): each["loss"] for each in files["patterns"]["runs"][0]["measured"]["patterns"]}
     (run,) = files["last_two"]["runs"]
     assert run["measured"]["losses"] == pytest.approx([patterns[3, 4], patterns[1, 2, 3, 4]])
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("held_out, last_two.losses"))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("last_two.losses"))
     assert f"{run['measured']['losses'][0]:.4f}" in line
 
 

@@ -77,7 +77,7 @@ LAYOUTS = {
 }
 """Where the numbers of a diagnostic are, and the metric of each: `*NAME` is every key of a mapping or place in a list, which
 becomes the row's column NAME; depths and doses are named by the lists `depths` and `doses` of the file, other places from 1.
-A diagnostic that is not here yields its numbers as metrics `NAME.KEY`, lists by `loop` and matrices by `loop` and `other_loop`.
+A diagnostic that is not here yields its numbers as metrics `NAME.KEY`, lists by `loop`, matrices by `loop` and `other_loop`.
 """
 
 

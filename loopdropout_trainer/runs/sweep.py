@@ -22,9 +22,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import optuna
+import psutil
 import yaml
 from filelock import FileLock
 from optuna.trial import FrozenTrial, TrialState
@@ -254,9 +256,9 @@ class Sweep:
         """Return a part with its own fields, and the sweep's where it has none."""
         _check_name("parts", name)
         parser = RecipeParser([PartArguments])
-        given = parser.read_recipe(
-            _mapping(f"The part `{name}`", {} if given is None else given), f"the part `{name}`"
-        )
+        if not isinstance(given, (Mapping, NoneType)):
+            raise RecipeError(f"The part `{name}` must be a mapping; got {shown(given)}.")
+        given = parser.read_recipe(given or {}, f"the part `{name}`")
         shared = {key: getattr(self.arguments, key) for key in parser.hints}
         measure = {**(self.arguments.measure or {}), **(given.get("measure") or {})}
         try:
@@ -544,7 +546,7 @@ class Sweep:
         optuna.storages.fail_stale_trials(self.study)
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             host, _, pid = trial.user_attrs.get("worker", "").rpartition(":")
-            if not pid or (host == socket.gethostname() and not _is_alive(int(pid))):
+            if not pid or (host == socket.gethostname() and not psutil.pid_exists(int(pid))):
                 self.study.tell(trial.number, state=TrialState.FAIL)
         self._refresh()
 
@@ -756,12 +758,6 @@ def _definitions(methods: dict[str, Any] | list[str]) -> dict[str, Any]:
     return dict(methods)
 
 
-def _mapping(what: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{what} must be a mapping; got {shown(value)}.")
-    return value
-
-
 def _is_recipe(method: str) -> bool:
     return method.endswith((".yaml", ".yml"))
 
@@ -786,16 +782,6 @@ def _read_sweep_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         reason = str(error)
     raise SweepError(f"{path} cannot be read ({reason}): move it away, and the sweep goes on with the runs beside it.")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
 
 
 def _choice(rows: Sequence[Mapping[str, Any]], rate: float) -> str:
