@@ -140,7 +140,7 @@ class _Run:
         arguments = replace(self.base, **merged)
         with self.processes.main_process_first():
             model, _ = load_model(arguments, adapter)
-        identity = from_main_process(lambda: model_identity(arguments, model, adapter))
+        identity = from_main_process(lambda model=model: model_identity(arguments, model, adapter))
         try:
             subject = Subject.of(model.to(self.processes.device), self.tokenizer, self.arguments)
             settings = {each.benchmark.name: each.benchmark.settings(subject) for each in self.benchmarks}
