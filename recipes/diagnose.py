@@ -16,8 +16,8 @@ from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.run import FOLDER, run_diagnostics
 from loopdropout_trainer.evaluation.run import EvaluationArguments
-from loopdropout_trainer.reports import ReportError
-from loopdropout_trainer.reports.report import write_figures
+from loopdropout_trainer.reports import ReportError, load_table
+from loopdropout_trainer.reports.report import numbers_by_method, write_figures
 from loopdropout_trainer.runs.result import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import run_command
@@ -36,7 +36,9 @@ def main(argv: list[str] | None = None) -> None:
     if IS_FIRST:
         folder = Path(arguments.output_dir) / FOLDER
         try:
-            write_figures([folder], folder / "figures")
+            table = load_table([folder])
+            print(numbers_by_method(table).to_string())
+            write_figures(table, folder / "figures")
         except ReportError as error:  # after hours of measuring
             print(f"No figures: {error}")
         print(f"Everything is in {folder}")

@@ -12,13 +12,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
+from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.reports import ReportError, load_table, specs
 from loopdropout_trainer.reports.averaging import average, difference, interval, select
 from loopdropout_trainer.reports.figures import automatic_figures, paper_figure
 from loopdropout_trainer.reports.plots import looks, points, save_figure
-from loopdropout_trainer.reports.report import summary_tables, write_report
+from loopdropout_trainer.reports.report import numbers_by_method, summary_tables, write_report
 from loopdropout_trainer.reports.specs import Average, Cell, best_cells, build_table, load_spec
 from loopdropout_trainer.settings.recipe import load_recipe
 
@@ -43,37 +43,31 @@ def write_training(folder, settings, **measured):
         "rule": rule, "p": list(p) if isinstance(p, tuple) else p, "num_loops": settings.get("num_loops", 4),
         "seed": settings["seed"], "r": settings.get("lora_r", 16), "peak_memory_gb": 2.5, "tokens_per_second": 900.0,
         "train_seconds": 60.0 + settings["seed"] % 7, "trainable_parameters": 1000 * settings.get("lora_r", 16),
+        **measured.pop("train_info", {}),
     }  # fmt: skip
-    train |= measured.pop("train_info", {})
     content = {"train_info": train, "run_info": {"settings": settings}, "benchmarks": {}, **measured}
     (folder / "results.json").write_text(json.dumps(content))
 
 
 def answers(name, total, right, missing=()):
-    """Predictions on `total` problems, right where `right` says so."""
+    """Predictions on `total` problems, correct where `right` says so."""
     made = lambda i: Prediction(
         f"{name} {i}", f"it is {i}", str(i), None if i in missing else str(i), bool(right[i]), id=str(i)
     )
     return BenchmarkResult(name, [made(i) for i in range(total)])
 
 
+def measured(*results):
+    return {each.name: each.as_json() for each in results}
+
+
 def write_evaluation(folder, adapter, results, depth=4, **settings):
     folder.mkdir(parents=True, exist_ok=True)
-    meta = {
-        "model": "x/m",
-        "adapter_path": adapter and str(adapter),
-        "num_loops": depth,
-        "gates": None,
-        "readout": None,
-    }
-    entries = {
-        each.name: {**each.as_json(), "settings": {"max_new_tokens": 10, "adapter": str(adapter), **settings}}
-        for each in results
-    }
-    row = {"meta_info": meta, "train_info": {}, "benchmarks": entries}
-    (folder / "evaluation.json").write_text(
-        json.dumps({"format": 2, "rows": {adapter.name if adapter else "base": row}})
-    )
+    meta = {"model": "x/m", "adapter_path": adapter and str(adapter), "num_loops": depth, "gates": None, "readout": None}
+    of = {"settings": {"max_new_tokens": 10, "adapter": str(adapter), **settings}}
+    row = {"meta_info": meta, "train_info": {}, "benchmarks": {k: v | of for k, v in measured(*results).items()}}
+    rows = {adapter.name if adapter else "base": row}
+    (folder / "evaluation.json").write_text(json.dumps({"format": 2, "rows": rows}))
 
 
 def settings_of(recipe, rule=None):
@@ -89,7 +83,7 @@ def settings_of(recipe, rule=None):
 def run_sweep(path, outputs, rng, benchmarks=None):
     """Leave the folders of a sweep. Without `full_grid` the middle rate is the chosen one."""
     sweep = load_recipe(path)
-    folder = outputs / Path(sweep["output_dir"]).name
+    folder, measure = outputs / Path(sweep["output_dir"]).name, sweep["measure"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.json").write_text("{}")
     rates = sorted(map(float, sweep["learning_rates"]))
@@ -103,46 +97,40 @@ def run_sweep(path, outputs, rng, benchmarks=None):
             for seed in sweep["seeds"] if chosen else sweep["seeds"][:1]:
                 run = folder / name / f"lr_{factor * rate:.6g}" / f"seed_{seed}"
                 fields = {**settings, "learning_rate": factor * rate, "seed": seed, "output_dir": str(run)}
-                development = {"correct": 3, "total": 9, "score": 100 / 3, "missing": 0}
-                write_training(run, fields, benchmarks={"development": development})
-                if not chosen:
-                    continue
-                for depth in sweep.get("test_depths", [fields.get("num_loops", 4)]):
-                    results = [
-                        answers(each, total := TOTALS.get(each, 30), rng.random(total) < 0.6, missing={0, 1})
-                        for each in benchmarks or sweep["test_benchmarks"]
-                    ]
-                    own = depth == fields.get("num_loops", 4)
-                    write_evaluation(run / ("test" if own else f"test_depth_{depth}"), run, results, depth)
+                result = lambda name, total: answers(name, total, rng.random(total) < 0.6, missing={0, 1})
+                names = (benchmarks or measure["benchmarks"]) if chosen else ["development"]
+                found = measured(*(result(each, TOTALS.get(each, 30)) for each in names))
+                depths = {str(k): result(names[0], 40).as_json() for k in measure.get("depths", ()) if chosen}
+                write_training(run, fields, benchmarks=found, by_depth=depths)
     return folder
 
 
 def write_diagnostics(sweep, rng):
-    runs = [path.parent for path in sorted(sweep.rglob("results.json")) if (path.parent / "test").is_dir()]
+    runs = [path.parent for path in sorted(sweep.rglob("results.json")) if "development" not in path.read_text()]
     subjects = ["Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra",
                 "Precalculus"]  # fmt: skip
     groups = {
-        "subject": {name: {"correct": 3, "total": 9} for name in subjects},
-        "level": {str(level): {"correct": 2, "total": 8} for level in range(1, 6)},
+        "subject": {name: {"correct": 3, "total": 10, "score": 30.0} for name in subjects},
+        "level": {str(level): {"correct": 2, "total": 8, "score": 25.0} for level in range(1, 6)},
     }
-    measured = {
+    only = [{"correct": 4, "missing": 1, "score": 10.0 + i} for i in range(4)]
+    measures = {
         "single_loop": lambda: {"frozen": 1.0, "only": rng.random(4).tolist(), "all_on": 0.4},
-        "single_loop_generation": lambda: {
-            "metamath_gsm8k": {
-                "total": 40,
-                "only": [{"correct": 4, "missing": 1, "score": 10.0 + i} for i in range(4)],
-            }
-        },
+        "single_loop_generation": lambda: {"metamath_gsm8k": {"total": 40, "only": only}},
         "readouts": lambda: {"losses": rng.random(4).tolist()},
         "answers": lambda: {"metamath_math500": {"groups": groups, "total": 63}},
         "settling": lambda: {"state_distances": rng.random(4).tolist()},
     }
-    (sweep / "diagnostics").mkdir()
-    settings = {"model": "x/m", "num_loops": 4, "rows": {"source": "metamath_math500", "num_rows": 8}}
-    for name, measure in measured.items():
-        runs_of = [{"method": "x", "path": str(run), "seed": 1, "rule": "lora", "measured": measure()} for run in runs]
-        content = {"diagnostic": name, "settings": settings, "runs": runs_of}
-        (sweep / "diagnostics" / f"{name}.json").write_text(json.dumps(content))
+    for name, measure in measures.items():
+        write_diagnostic(sweep, name, [{"method": "x", "path": str(run), "seed": 1, "measured": measure()} for run in runs],
+                         source="metamath_math500")  # fmt: skip
+
+
+def write_diagnostic(folder, name, runs, num_loops=4, source="held_out"):
+    (folder / "diagnostics").mkdir(exist_ok=True)
+    settings = {"model": "x/m", "num_loops": num_loops, "rows": {"source": source, "num_rows": 8}}
+    content = {"diagnostic": name, "settings": settings, "runs": runs}
+    (folder / "diagnostics" / f"{name}.json").write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +224,7 @@ def test_a_benchmark_with_two_metrics_gives_each_column_its_own(tmp_path):
                 Prediction(f"{i}", "", "", "x", i < 10, id=str(i), values={first: float(i < 10), other: float(i < 30)})
                 for i in range(40)
             ]
-            metric = {m: specs_metric(rows, m) for m in (first, other)}
+            metric = {m: Metric.of([row.values[m] for row in rows]) for m in (first, other)}
             results.append(BenchmarkResult(name, rows, metric))
         results += [answers(name, 40, [True] * 40) for name in ("mmlu", "bbh", "truthfulqa_mc2")]
         write_evaluation(run / "test", run, results)
@@ -245,12 +233,6 @@ def test_a_benchmark_with_two_metrics_gives_each_column_its_own(tmp_path):
     assert found["HumanEval"] == found["MBPP"] == found["IFEval loose"] == "75.00 ± 0.00"
     assert found["HumanEval+"] == found["MBPP+"] == found["IFEval strict"] == "25.00 ± 0.00"
     assert found["Average (9 metrics)"] == f"{(3 * 100 + 3 * 75 + 3 * 25) / 9:.2f} ± 0.00"
-
-
-def specs_metric(rows, name):
-    from loopdropout_trainer.evaluation.results import Metric
-
-    return Metric.of([row.values[name] for row in rows])
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
@@ -428,9 +410,9 @@ def test_a_run_is_read_with_all_that_it_measured(tmp_path):
         run = tmp_path / rule
         write_training(
             run, {**BASIC, "rule": rule, "seed": 0, "max_new_tokens": 64}, by_depth=by_depth, benchmarks={"b": by_depth["4"]},
-            base_benchmarks={"b": answers("b", 20, np.arange(20) < 1).as_json()}, readouts=[4.0, 3.0, 2.0, 1.0],
+            base_benchmarks={"b": answers("b", 20, np.arange(20) < 1).as_json()}, readout_losses=[4.0, 3.0, 2.0, 1.0],
             single_loop={"frozen": 2.0, "only": [1.8, 1.6, 1.4, 1.0], "all_on": 0.5},
-            single_loop_accuracy=[answers("b", 20, np.arange(20) < k).as_json() for k in range(4)],
+            single_loop_benchmarks=[answers("b", 20, np.arange(20) < k).as_json() for k in range(4)],
         )  # fmt: skip
         log = [
             {"loss": 2.0, "step": 5, "epoch": 0.1},
@@ -474,23 +456,27 @@ def test_gates_and_readout_of_an_evaluation_are_told_apart(runs):
     assert only_cell(runs).text == "38.33 ± 2.36"
 
 
-def test_a_diagnostic_of_ones_own_is_in_the_table(tmp_path):
-    runs = [
-        {
-            "method": "mine",
-            "path": None,
-            "seed": None,
-            "measured": {"loss": 0.5 + i, "by_loop": [1.0, 2.0], "what": "x"},
-        }
-        for i in range(2)
-    ]
-    (tmp_path / "diagnostics").mkdir()
-    content = {"diagnostic": "last_two", "settings": {"num_loops": 2, "rows": {"source": "held_out"}}, "runs": runs}
-    (tmp_path / "diagnostics" / "last_two.json").write_text(json.dumps(content))
+def test_any_diagnostic_is_in_the_table_and_drawn(tmp_path):
+    """Of one's own, and of the states: numbers, lists by loop and matrices."""
+    measures = {
+        "last_two": lambda i: {"loss": 0.5 + i, "by_loop": [1.0, 2.0], "what": "x"},
+        "settling": lambda i: {"states": "carried", "state_distances": [1.0 + i, 0.0], "agreements_percent": [9.0, 100.0]},
+        "updates": lambda i: {"relative_sizes": [0.1, 0.2], "cosines": [[1.0, 0.5], [0.5, 1.0]]},
+    }  # fmt: skip
+    for name, measure in measures.items():
+        runs = [{"method": "mine", "path": None, "seed": None, "measured": measure(i)} for i in range(2)]
+        write_diagnostic(tmp_path, name, runs, num_loops=2)
     table = load_table([tmp_path])
     loss = average(select(table, {"metric": "last_two.loss"}), "x")
     assert (loss.mean, len(loss.seeds)) == (1.0, 2)
     assert set(select(table, {"metric": "last_two.by_loop", "loop": 2})["value"]) == {2.0}
+    figures = automatic_figures(table)
+    assert set(figures) == {"last_two", "settling", "updates", "updates_cosines"}
+    drawn = figures["settling"].data
+    assert sorted(drawn["mean"][drawn["x"] == 1]) == [1.5, 9.0] and set(figures["updates"].data["mean"]) == {0.1, 0.2}
+    numbers = numbers_by_method(table)
+    assert numbers.loc["settling.state_distances, loop 1", "mine"] == "1.5000 ± 0.7071"
+    assert numbers.loc["last_two.loss", "mine"] == "1.0000 ± 0.7071"
 
 
 FAULTS = {
@@ -590,26 +576,6 @@ def test_a_mistake_in_a_file_is_one_sentence(tmp_path, text, message):
     path.write_text("\n".join({**fields, text.split(":")[0]: text}.values()))
     with pytest.raises(ReportError, match=re.escape(message)):
         load_spec(path)
-
-
-def test_minutes_and_gigabytes_are_those_of_the_trainings(tmp_path):
-    """tab:matched_expansion and tab:training_cost_seeds."""
-    (tmp_path / "metamath_gsm").mkdir()
-    (tmp_path / "metamath_gsm" / "sweep.json").touch()
-    for seed, minutes in ((101, 111), (102, 106), (103, 113)):
-        run = tmp_path / "metamath_gsm" / str(seed)
-        cost = {"train_seconds": 60.0 * minutes, "peak_memory_gb": 45.36}
-        write_training(
-            run,
-            {"seed": seed, "rule": "lora"},
-            train_info=cost,
-            benchmarks={"metamath_gsm8k": answers("metamath_gsm8k", 10, [1] * 10).as_json()},
-        )
-    table = load_table([tmp_path])
-    found = build_table(load_spec(ROOT / "recipes/tables/matched_expansion.yaml"), table).cells[0]
-    assert [cell.text for cell in found[2:]] == ["110.0 ± 3.6", "45.36 ± 0.00"]
-    seeds = build_table(load_spec(ROOT / "recipes/tables/training_cost_seeds.yaml"), table)
-    assert "111.00 / 106.00 / 113.00" in specs.markdown(seeds)
 
 
 # --- the report ---------------------------------------------------------------------------------------------------------

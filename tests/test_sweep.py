@@ -17,29 +17,17 @@ import yaml
 from rich.console import Console
 
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, load_runs, sweep_argv
-from loopdropout_trainer.runs.workers import visible_gpus
 from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 RECIPE = {
-    "model_name_or_path": "tiny-ouro",
-    "dtype": "float32",
-    "preparation": "arithmetic",
-    "num_train_examples": 8,
-    "num_eval_examples": 2,
-    "max_length": 256,
-    "max_steps": 1,
-    "per_device_train_batch_size": 2,
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": "none",
-    "benchmarks": ["arithmetic_test"],
-    "benchmark_limit": 2,
-    "single_loop_batches": 1,
+    "model_name_or_path": "tiny-ouro", "dtype": "float32", "preparation": "arithmetic", "num_train_examples": 8,
+    "num_eval_examples": 2, "max_length": 256, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True,
+    "bf16": False, "report_to": "none", "benchmarks": ["arithmetic_test"], "benchmark_limit": 2, "single_loop_batches": 1,
     "compare_with": ["lora"],
-}
+}  # fmt: skip
 # Stands in for sft.py: notes what it did, then writes results with a score that peaks at the rate 0.02. `RUN` is the real one.
 SCRIPT = """
 import json, os, pathlib, sys, time, yaml
@@ -152,12 +140,8 @@ def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
     assert {(r["method"], r["learning_rate"], r["seed"]) for r in runs if r["final"]} == {
         (method, 0.02, seed) for method in ("lora", "loop_dropout") for seed in (101, 102)
     }
-    assert [(r["learning_rate"], r["chosen"], r["selection_score"]) for r in runs if r["method"] == "lora"] == [
-        (0.01, False, 50.0),
-        (0.02, True, 70.0),
-        (0.04, False, 70.0),
-        (0.02, True, None),
-    ]
+    choices = [(r["learning_rate"], r["chosen"], r["selection_score"]) for r in runs if r["method"] == "lora"]
+    assert choices == [(0.01, False, 50.0), (0.02, True, 70.0), (0.04, False, 70.0), (0.02, True, None)]
     assert all(r["part"] == "all" and r["results"]["run_info"]["settings"]["seed"] == r["seed"] for r in runs)
     frame = sweep.trials_dataframe()
     assert len(frame) == len(lab.ran()) == 10 and set(frame["state"]) == {"COMPLETE"}
@@ -168,13 +152,6 @@ def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
     assert lab.did()[10:] == [("trained", "lora/lr_0.02/seed_103")]
 
 
-def test_two_seeds_choose_and_a_choice_does_not_depend_on_what_is_measured(lab):
-    sweep = lab.run(selection_seeds=2, measure={"benchmark_limit": 1})
-    assert Counter(did for did, _ in lab.did()) == {"trained": 6, "measured": 2}
-    assert sweep.selection_settings("lora")["benchmark_limit"] == 2
-    assert "single_loop_batches" not in sweep.selection_settings("lora")
-
-
 def test_what_is_measured_may_change_on_a_finished_sweep(lab):
     lab.run()
     count = len(lab.ran())
@@ -183,6 +160,22 @@ def test_what_is_measured_may_change_on_a_finished_sweep(lab):
     assert all("arithmetic_hard" in run["results"]["benchmarks"] for run in load_runs(lab.out) if run["final"])
     lab.run(measure={"benchmarks": ["arithmetic_test", "arithmetic_hard"]})
     assert len(lab.ran()) == count + 2
+    sweep = lab.run(output_dir=str(lab.folder / "two"), selection_seeds=2, measure={"benchmark_limit": 1})
+    assert Counter(did for did, _ in lab.did()[count + 2 :]) == {"trained": 6, "measured": 2}
+    assert sweep.selection_settings("lora")["benchmark_limit"] == 2  # the choice does not depend on what is measured
+    assert "single_loop_batches" not in sweep.selection_settings("lora")
+
+
+def test_two_sweeps_of_one_folder_keep_both_their_runs(lab):
+    """Also where both have the same method; a sweep that has grown replaces its own choice."""
+    lab.run(methods=["loop_dropout"])
+    for rates, seeds in (([0.01], [101, 102]), ([0.02], [101])):
+        lab.run(learning_rates=rates, seeds=seeds, full_grid=True)
+    runs = load_runs(lab.out)
+    lora = {(run["learning_rate"], run["seed"]) for run in runs if run["method"] == "lora"}
+    assert lora == {(0.01, 101), (0.01, 102), (0.02, 101)} and all(run["results"] for run in runs)
+    assert [run["seed"] for run in runs if run["method"] == "loop_dropout" and run["final"]] == [101, 102]
+    assert "0.02: 70.00*" in (lab.out / "summary.txt").read_text()
 
 
 def test_parts_share_runs_and_have_settings_of_their_own(lab):
@@ -300,6 +293,10 @@ def test_a_launcher_starts_the_script(lab):
     (arguments,), _ = parse_recipe([SweepArguments], [*command_line(lab), "--launcher", launcher])
     Sweep(arguments, lab.folder).run()
     assert {gpu for *_, gpu in lab.ran()} == {"7"} and len(lab.ran()) == 1
+    with pytest.raises(RecipeError, match="`launcher` cannot be split into words"):
+        parse_recipe([SweepArguments], [*command_line(lab), "--launcher", "'"])
+    with pytest.raises(RecipeError, match="launcher.*command line"):
+        lab.sweep(launcher="sh -c 'touch ran'")
 
 
 def command_line(lab):
@@ -379,24 +376,12 @@ def test_refused_before_the_first_training(lab, monkeypatch, fields, field, faul
     assert not lab.ran() and (not lab.out.exists() or "storage" in fields)
 
 
-def test_a_launcher_that_is_no_command_is_one_sentence(lab):
-    with pytest.raises(RecipeError, match="`launcher` cannot be split into words"):
-        parse_recipe([SweepArguments], [*command_line(lab), "--launcher", "'"])
-    with pytest.raises(RecipeError, match="launcher.*command line"):
-        lab.sweep(launcher="sh -c 'touch ran'")
-
-
 def test_a_damaged_sweep_file_is_one_sentence(lab):
     lab.out.mkdir()
     for text in ("{", "[]"):
         (lab.out / "sweep.json").write_text(text)
         with pytest.raises(SweepError, match="sweep.json cannot be read .*move it away"):
             lab.run()
-
-
-def test_gpus_of_workers(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    assert visible_gpus() == ["3", "4"]
 
 
 # Processes that share a sweep, and die.
@@ -486,25 +471,15 @@ def test_a_real_sweep(tmp_path):
     """The real script, two rules and rates on the packaged model: the run of the chosen rate is not trained again."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "save_strategy": "no"}))
-    fields = {
-        "recipe": str(recipe),
-        "learning_rates": [0.001, 0.002],
-        "seeds": [1],
-        "output_dir": str(tmp_path / "out"),
-    }
     parts = {"main": {}, "deep": {"methods": ["lora"], "settings": {"num_loops": 2}, "full_grid": True}}
-    measure = {"benchmarks": ["arithmetic_easy_test"], "depths": [2, 4]}
-    (tmp_path / "sweep.yaml").write_text(
-        yaml.safe_dump({**fields, "parts": parts, "measure": measure}, sort_keys=False)
-    )
+    fields = {"recipe": str(recipe), "learning_rates": [0.001, 0.002], "seeds": [1], "output_dir": str(tmp_path / "out"),
+              "parts": parts, "measure": {"benchmarks": ["arithmetic_easy_test"], "depths": [2, 4]}}  # fmt: skip
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
     main = runpy.run_path(str(ROOT / "recipes/sweep.py"))["main"]
     main([str(tmp_path / "sweep.yaml")])
     runs = [run for run in load_runs(tmp_path / "out") if run["final"]]
-    assert [(run["part"], run["method"]) for run in runs] == [
-        ("main", "lora"),
-        ("main", "loop_dropout"),
-        *[("deep", "lora@deep")] * 2,
-    ]
+    parts_of = [f"{run['part']} {run['method']}" for run in runs]
+    assert parts_of == ["main lora", "main loop_dropout", "deep lora@deep", "deep lora@deep"]
     for run in runs:
         assert set(run["results"]["by_depth"]) == {"2", "4"} and run["results"]["single_loop"]
         assert run["results"]["meta_info"]["num_loops"] == (2 if run["part"] == "deep" else 4)

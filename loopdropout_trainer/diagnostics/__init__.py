@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
 from loopdropout_trainer.diagnostics.live import LiveDiagnosticsCallback
 from loopdropout_trainer.diagnostics.readouts import readout_losses
 from loopdropout_trainer.diagnostics.rows import evaluation_batches, labelled_batches
@@ -16,7 +16,6 @@ __all__ = [
     "Context",
     "Diagnostic",
     "LiveDiagnosticsCallback",
-    "Measurements",
     "Scores",
     "SingleLoopActivation",
     "evaluation_batches",

@@ -11,9 +11,9 @@ from typing import Any
 
 from loopdropout_trainer.diagnostics.compared import BASE
 from loopdropout_trainer.diagnostics.depth import counts
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements, shown
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
-from loopdropout_trainer.evaluation.statistics import decompose_difference, mean_and_sd, sign_test
+from loopdropout_trainer.evaluation.statistics import decompose_difference, sign_test
 
 
 class AnswerChanges(Diagnostic):
@@ -38,35 +38,15 @@ class AnswerChanges(Diagnostic):
             }
         return found
 
-    def compare(self, found: Measurements) -> dict[str, Any]:
-        methods = [method for method in found.methods if method != BASE]
-        pairs = [(methods[0], other) for other in methods[1:]] + [(BASE, each) for each in methods if found.of(BASE)]
+    def compare(self, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        of = {method: [run for run in runs if run["method"] == method] for method in (run["method"] for run in runs)}
+        methods = [method for method in of if method != BASE]
+        pairs = [(methods[0], other) for other in methods[1:]] + [(BASE, each) for each in methods if BASE in of]
         return {
-            name: [{"a": a, "b": b, "pairs": compare_seeds(found.of(a), found.of(b), name)} for a, b in pairs]
-            for name, measured in found.first.items()
+            name: [{"a": a, "b": b, "pairs": compare_seeds(of[a], of[b], name)} for a, b in pairs]
+            for name, measured in runs[0]["measured"].items()
             if measured["correct"] is not None  # else problems give parts of a point, and none is correct or wrong
         }
-
-    def table(self, found: Measurements):
-        rows = {}
-        for name, measured in found.first.items():
-            rows[name] = (name, "score")
-            for column, groups in measured["groups"].items():
-                rows |= {f"{name}, {column} {group}": (name, "groups", column, group, "score") for group in groups}
-        table = found.table(rows, ".2f")
-        for name, compared in (found.content["comparison"] or {}).items():
-            for each in compared:
-                table.add_section()
-                table.add_row(f"{name}: {each['b']} - {each['a']}, points")
-                cells = {
-                    key.replace("_", " "): shown(*mean_and_sd([pair[key] for pair in each["pairs"]]), "+.2f")
-                    for key in ("difference", "both_extractable", "missing_in_either")
-                }
-                flips = (sum(len(pair[key]) for pair in each["pairs"]) for key in ("fixed", "broken"))
-                cells["problems fixed / broken"] = " / ".join(map(str, flips))
-                for label, cell in cells.items():
-                    table.add_row(f"  {label}", *(cell if method == each["b"] else "" for method in found.methods))
-        return table
 
 
 def _by_group(result: BenchmarkResult, names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -67,19 +67,12 @@ class Depth(_AtDepths):
             "accuracies_percent": [each.accuracy_percent for each in scores],
         }
 
-    def rows(self, found: Measurements):
-        depths = list(enumerate(found.first["depths"]))
-        rows = {f"{depth} loops": ("losses", place) for place, depth in depths}
-        rows |= {f"{depth} loops, token accuracy %": ("accuracies_percent", place) for place, depth in depths}
-        return rows
-
 
 class DepthGeneration(_AtDepths):
     """Greedy generation at every depth, with every loop adapted (Table "Accuracy across training and evaluation depths")."""
 
     name = "depth_generation"
     title = "Accuracy by the number of loops that are run, %"
-    form = ".1f"
     needs = "benchmarks"
 
     def measure(self, context: Context) -> dict[str, Any]:
@@ -94,11 +87,4 @@ class DepthGeneration(_AtDepths):
             "depths": list(context.depths),
             "relative_compute": relative_compute(context.model, context.depths),
             "benchmarks": found,
-        }
-
-    def rows(self, found: Measurements):
-        return {
-            f"{name}, {depth} loops": ("benchmarks", name, "results", place, "score")
-            for name in found.first["benchmarks"]
-            for place, depth in enumerate(found.first["depths"])
         }

@@ -5,18 +5,14 @@ A subclass of `Diagnostic` with a name is found by that name: one file is one di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import getitem
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from rich.table import Table
 from torch import nn
 
 from loopdropout_trainer.adapters import use_gates
@@ -24,14 +20,11 @@ from loopdropout_trainer.diagnostics.rows import Rows
 from loopdropout_trainer.diagnostics.scores import Batch, Scores, evaluating, score_final, total
 from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.results import BenchmarkResult
-from loopdropout_trainer.evaluation.statistics import mean_and_sd, plus_minus
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 
 
 Found = TypeVar("Found")
-Path = tuple[Any, ...]
-"""Keys and indices of a number in `measured`."""
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {}
 
@@ -41,17 +34,15 @@ class Diagnostic:
 
     Class attributes:
         name: of its files, and on the command line.
-        title: above its table.
+        title: of what it measures, for its file.
         needs: `rows` (teacher-forced targets) or `benchmarks` (evaluated by generation).
         needs_adapter: whether it gates an update, which the base and a merged model do not have apart from the weights.
-        form: of the numbers in its table; default: four digits.
     """
 
     name: ClassVar[str] = ""
     title: ClassVar[str] = ""
     needs: ClassVar[str] = "rows"
     needs_adapter: ClassVar[bool] = False
-    form: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -78,17 +69,9 @@ class Diagnostic:
         """Measure one model, in all processes at once; return what JSON can hold, the same in each of them."""
         raise NotImplementedError
 
-    def compare(self, found: Measurements) -> Any:
-        """Return what can only be told from several models together, or None."""
+    def compare(self, runs: Sequence[dict[str, Any]]) -> Any:
+        """Return what can only be told from several models' measurements together, as the file holds them, or None."""
         return None
-
-    def rows(self, found: Measurements) -> dict[str, Path]:
-        """Return the rows of the printed table: the name of each, and where its number is found in `measured`."""
-        return {}
-
-    def table(self, found: Measurements) -> Table:
-        """Return the printed table, with a column for each method: mean ± SD over seeds."""
-        return found.table(self.rows(found), self.form)
 
 
 @dataclass
@@ -167,71 +150,3 @@ class Context:
             yield
         finally:
             config.num_loops = before
-
-
-class Measurements:
-    """All models' measurements of one diagnostic: what its JSON file holds.
-
-    A method is all runs of one name, such as one adapter for each seed.
-
-    Args:
-        content: of the file.
-    """
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self.content = content
-        self.runs: list[dict[str, Any]] = content["runs"]
-        self.methods = list(dict.fromkeys(run["method"] for run in self.runs))
-
-    @property
-    def num_loops(self) -> int:
-        """Depth K that the model runs at."""
-        return self.content["settings"]["num_loops"]
-
-    @property
-    def loops(self) -> range:
-        """1..K."""
-        return range(1, self.num_loops + 1)
-
-    @property
-    def first(self) -> Any:
-        """What was measured of the first run; all runs have the same keys."""
-        return self.runs[0]["measured"]
-
-    def of(self, method: str) -> list[dict[str, Any]]:
-        """Return the runs of a method, one for each seed."""
-        return [run for run in self.runs if run["method"] == method]
-
-    def values(self, method: str, *path: Any) -> np.ndarray:
-        """Return the numbers at a path in `measured` of all seeds, [seeds, ...]."""
-        return np.asarray([reduce(getitem, path, run["measured"]) for run in self.of(method)], dtype=float)
-
-    def series(self, *path: Any) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
-        """Return for each method the mean over seeds and the sample standard deviation (None for one seed)."""
-        return {method: mean_and_sd(self.values(method, *path)) for method in self.methods}
-
-    def by_loop(self, label: str, *path: Any) -> dict[str, Path]:
-        """Return a row of a table for each loop, named by `label` with the loop in it, from the list at a path."""
-        return {label.format(loop): (*path, loop - 1) for loop in self.loops}
-
-    def table(self, rows: Mapping[str, Path], form: str | None = None) -> Table:
-        """Return a table with a column for each method: mean ± sample standard deviation over seeds.
-
-        Args:
-            rows: name of each row, and where its number is found in `measured`.
-            form: of the numbers; default: four digits.
-        """
-        table = Table()
-        table.add_column("")
-        for method in self.methods:
-            table.add_column(method, justify="right")
-        for name, path in rows.items():
-            table.add_row(name, *(shown(*each, form) for each in self.series(*path).values()))
-        return table
-
-
-def shown(mean: float, sd: float | None, form: str | None = None) -> str:
-    """Return `mean ± sd`, or the mean alone."""
-    if form is None:
-        form = ".4f" if abs(mean) < 10 else ".2f"
-    return plus_minus(mean, sd, form)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
 from loopdropout_trainer.diagnostics.scores import Batch, Scores, evaluating, score_readouts, total
 from loopdropout_trainer.looped import find_looped_model
 
@@ -43,7 +43,3 @@ class Readouts(Diagnostic):
             "losses": [each.loss for each in scores],
             "accuracies_percent": [each.accuracy_percent for each in scores],
         }
-
-    def rows(self, found: Measurements):
-        rows = found.by_loop("loop {}", "losses")
-        return rows | found.by_loop("loop {}, token accuracy %", "accuracies_percent")

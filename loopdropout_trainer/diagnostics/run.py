@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.data import load_tokenizer
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.compared import ComparedModel, find_models
-from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic, GroupedBenchmark, Measurements
+from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic, GroupedBenchmark
 from loopdropout_trainer.diagnostics.rows import held_out_rows, load_rows_to_score, raw_rows
 from loopdropout_trainer.evaluation.answer_log import check_same
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
@@ -45,9 +44,9 @@ SCHEMA = 1
 
 
 def run_diagnostics(
-    model: ModelArguments, rows: RowArguments, arguments: DiagnosticArguments, console: Console | None = None
-) -> list[Measurements]:
-    """Run the diagnostics over all processes, write their files, and print their tables in the first process.
+    model: ModelArguments, rows: RowArguments, arguments: DiagnosticArguments
+) -> list[dict[str, Any]]:
+    """Run the diagnostics over all processes, write their files, and return the content of these.
 
     What an earlier run in the same folder measured of the same models on the same rows or benchmarks is not measured again.
 
@@ -58,14 +57,8 @@ def run_diagnostics(
     run = _Run(model, rows, arguments)
     of_models = [run.measure(each) for each in run.models]
     run.progress.close()
-    reports = []
-    for diagnostic in run.diagnostics:
-        report = run.report(diagnostic, [parts[diagnostic.name] for parts in of_models])
-        if report.runs:
-            reports.append(report)
-            if run.processes.is_main_process:
-                run.publish(diagnostic, report, console or Console())
-    return reports
+    files = [run.publish(each, [parts[each.name] for parts in of_models]) for each in run.diagnostics]
+    return [content for content in files if content["runs"]]
 
 
 def choose(names: Sequence[str] | None, imports: Sequence[str] = ()) -> list[Diagnostic]:
@@ -209,8 +202,8 @@ class _Run:
 
         return evaluate
 
-    def report(self, diagnostic: Diagnostic, parts: Sequence[dict[str, Any]]) -> Measurements:
-        """Return the measurements of all models, as the JSON file holds them."""
+    def publish(self, diagnostic: Diagnostic, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Write the JSON file of a diagnostic of all models, and return its content."""
         settings = {key: value for key, value in self.settings.items() if key not in ("adapter", "benchmarks")}
         if diagnostic.needs == "rows":
             settings["rows"] = self.rows.identity
@@ -220,31 +213,24 @@ class _Run:
                 name: {key: value for key, value in each.items() if key not in of_gates}
                 for name, each in self.settings["benchmarks"].items()
             }
-        return Measurements(
-            {
-                "schema": SCHEMA,
-                "diagnostic": diagnostic.name,
-                "title": diagnostic.title,
-                "settings": settings,
-                "runs": [part for part in parts if "measured" in part],
-                "comparison": None,
-                "left_out": [part for part in parts if "reason" in part],
-                "versions": library_versions(),
-                "device": device_name(),
-                "num_processes": self.processes.num_processes,
-            }
-        )
-
-    def publish(self, diagnostic: Diagnostic, report: Measurements, console: Console) -> None:
-        """Write the JSON file, and print the table."""
-        report.content["comparison"] = diagnostic.compare(report)
-        path = self.folder / f"{diagnostic.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(report.content, indent=1, ensure_ascii=False) + "\n")
-        table = diagnostic.table(report)
-        if table.row_count:
-            console.print(f"\n{diagnostic.title}", highlight=False)
-            console.print(table)
+        runs = [part for part in parts if "measured" in part]
+        content = {
+            "schema": SCHEMA,
+            "diagnostic": diagnostic.name,
+            "title": diagnostic.title,
+            "settings": settings,
+            "runs": runs,
+            "comparison": diagnostic.compare(runs) if runs else None,
+            "left_out": [part for part in parts if "reason" in part],
+            "versions": library_versions(),
+            "device": device_name(),
+            "num_processes": self.processes.num_processes,
+        }
+        if runs and self.processes.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+            write_atomically(self.folder / f"{diagnostic.name}.json", text)
+        return content
 
 
 def _given(compared: ComparedModel, identity: dict[str, Any], settings: dict[str, dict[str, Any]]):

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.models.looped_modeling import LoopedBackbone
 
 
 Batch = dict[str, torch.Tensor]
@@ -73,37 +72,17 @@ def total(parts: Iterable[np.ndarray], over_processes: bool = False) -> np.ndarr
 
 def score_final(model: nn.Module, batch: Batch) -> np.ndarray:
     """Return sums over the batch's target tokens, [3]: losses of the final loop, most probable targets, targets."""
-    looped, inputs, labels = _split(model, batch)
+    looped, inputs, labels = split_batch(model, batch)
     return _score(looped, looped.base_model(**inputs, use_cache=False).last_hidden_state, labels)
 
 
 def score_readouts(model: nn.Module, batch: Batch) -> np.ndarray:
     """Return the same as `score_final` for every loop's readout, [K, 3]."""
-    looped, inputs, labels = _split(model, batch)
+    looped, inputs, labels = split_batch(model, batch)
     return np.stack([_score(looped, readout, labels) for readout in looped.loop_readouts(**inputs)])
 
 
-def carries_states(model: nn.Module) -> bool:
-    """Return whether the model tells the states that it carries; of a described model only the readouts are known."""
-    return isinstance(find_looped_model(model).base_model, LoopedBackbone)
-
-
-def target_states(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states and the readouts after each loop where a target token is predicted, [K, targets, H] each.
-
-    The readouts take the place of states that a model does not tell.
-    """
-    looped, inputs, labels = _split(model, batch)
-    if carries_states(model):
-        output = looped.base_model(**inputs, use_cache=False, output_readouts=True)
-        states, readouts = output.loop_states, output.readouts
-    else:
-        states = readouts = looped.loop_readouts(**inputs)
-    is_target = labels != -100
-    return tuple(torch.stack([each[:, :-1][is_target] for each in group]) for group in (states, readouts))
-
-
-def _split(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch.Tensor]:
+def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch.Tensor]:
     """Return the looped model, its inputs on its device, and the label of what follows each position, [B, S - 1]."""
     looped = find_looped_model(model)
     device = next(model.parameters()).device

@@ -16,7 +16,8 @@ import torch
 from peft import PeftModel
 
 from loopdropout_trainer.adapters import use_gates
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Measurements
+from loopdropout_trainer.diagnostics.depth import counts
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
 from loopdropout_trainer.diagnostics.scores import Batch, Scores, evaluating, score_final, total
 from loopdropout_trainer.looped import find_looped_model
 
@@ -104,7 +105,20 @@ class SingleLoop(Diagnostic):
             "all_on_reduction_percent": found.reduction(found.all_on),
         }
 
-    def rows(self, found: Measurements):
-        rows = found.by_loop("only loop {}", "reductions_percent") | {"all loops": ("all_on_reduction_percent",)}
-        rows |= found.by_loop("loss, only loop {}", "only")
-        return rows | {"loss, all loops": ("all_on",), "loss, frozen": ("frozen",)}
+
+class SingleLoopGeneration(Diagnostic):
+    """Accuracy by greedy generation with one adapter application (Table "GSM8K generation with one adapter application")."""
+
+    name = "single_loop_generation"
+    title = "Accuracy with the adapter in one loop only, %"
+    needs = "benchmarks"
+    needs_adapter = True
+
+    def measure(self, context: Context) -> dict[str, Any]:
+        found = {}
+        for grouped in context.benchmarks:
+            only = [context.evaluate(grouped, one_hot, None) for one_hot in torch.eye(context.num_loops).tolist()]
+            all_on = context.evaluate(grouped, None, None)
+            of_loops = {"only": [counts(result) for result in only], "all_on": counts(all_on)}
+            found[grouped.benchmark.name] = {"total": all_on.total, **of_loops}
+        return found

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate", "total", "evaluation.num_rows")
 """Settings that runs are told apart by before any others."""
 
+PLACES = ("depth", "loop", "other_loop", "dose", "group", "early", "late", "step")
+"""Columns that say where in a measurement a number is, and are drawn along an axis."""
+
 DRAWS = 2000
 
 
@@ -39,6 +42,10 @@ class Average:
     def sd(self) -> float:
         """Sample standard deviation over seeds (n - 1), NaN for one seed."""
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
+
+    def text(self, decimals: int) -> str:
+        """Return `mean ± SD`, or the mean alone for one seed."""
+        return f"{self.mean:.{decimals}f}" + ("" if math.isnan(self.sd) else f" ± {self.sd:.{decimals}f}")
 
 
 def is_protocol(name: str) -> bool:

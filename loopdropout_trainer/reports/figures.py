@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.reports.averaging import groups, is_protocol, known, select, settings_of, shown, telling
+from loopdropout_trainer.reports.averaging import PLACES, groups, is_protocol, known, select, settings_of, shown, telling
 from loopdropout_trainer.reports.plots import bar_plot, heat_plot, line_plot
 from loopdropout_trainer.reports.reading import BASE, NONE, TRAINING, ReportError
 from loopdropout_trainer.reports.specs import Spec, as_trained
@@ -141,8 +141,7 @@ def labelled(rows: pd.DataFrame, *x: str) -> pd.DataFrame:
         name for name in settings_of(rows) if name not in (*x, "metric", "benchmark", "method", "gates", "readout")
     ]
     how = [name for name in settings if is_protocol(name)]
-    places = ("depth", "loop", "other_loop", "dose", "group", "early", "late", "step")
-    settings = [name for name in settings if name not in how and name not in places]
+    settings = [name for name in settings if name not in how and name not in PLACES]
     telling_how = []
     for _, part in groups(rows, ["benchmark", "metric"]):
         telling_how += [name for name in telling(part, how) if name not in telling_how]

@@ -53,23 +53,24 @@ def _order(name: str) -> tuple[int, str]:
 
 def theme() -> Any:
     """Return the theme of all figures: letters that can be read in a page of 800 pixels, and one legend above."""
-    from plotnine import element_blank, element_line, element_rect, element_text, theme, theme_minimal
+    import plotnine as p9
 
-    return theme_minimal(base_size=11) + theme(
-        plot_title=element_text(size=13, ha="left", weight="bold"),
+    axis = p9.element_line(color="#555555", size=0.5)
+    return p9.theme_minimal(base_size=11) + p9.theme(
+        plot_title=p9.element_text(size=13, ha="left", weight="bold"),
+        plot_background=p9.element_rect(fill="white", color="white"),
         legend_position="top",
-        legend_title=element_blank(),
-        legend_text=element_text(size=11),
+        legend_title=p9.element_blank(),
+        legend_text=p9.element_text(size=11),
         legend_key_width=34,
-        panel_grid_minor=element_blank(),
-        panel_grid_major_x=element_blank(),
-        panel_grid_major_y=element_line(color="#e4e4e4", size=0.5),
-        axis_line_x=element_line(color="#555555", size=0.5),
-        axis_ticks_major_x=element_line(color="#555555", size=0.5),
-        axis_text=element_text(color="#222222", size=10),
-        strip_text=element_text(size=11, weight="bold", ha="left", linespacing=1.3),
-        strip_background=element_blank(),
-        plot_background=element_rect(fill="white", color="white"),
+        panel_grid_minor=p9.element_blank(),
+        panel_grid_major_x=p9.element_blank(),
+        panel_grid_major_y=p9.element_line(color="#e4e4e4", size=0.5),
+        axis_line_x=axis,
+        axis_ticks_major_x=axis,
+        axis_text=p9.element_text(color="#222222", size=10),
+        strip_text=p9.element_text(size=11, weight="bold", ha="left", linespacing=1.3),
+        strip_background=p9.element_blank(),
     )
 
 
@@ -104,17 +105,16 @@ def _in_order(values: Iterable[Any]) -> list[str]:
     return [shown(each) for each in (once if any(isinstance(each, str) for each in once) else sorted(once))]
 
 
-def _plot(data: pd.DataFrame, x_label: str | None, y_label: str, title: str | None, free: bool) -> ggplot:
-    from plotnine import facet_wrap, ggplot, labs, scale_fill_manual
+def _plot(data: pd.DataFrame, x_label: str | None, y_label: str, title: str | None) -> ggplot:
+    import plotnine as p9
 
-    names = list(data["by"].cat.categories)
-    plot = ggplot(data) + theme() + labs(x=x_label, y=y_label, title=title)
-    plot += scale_fill_manual(values=[look[0] for look in looks(names).values()], limits=names)
-    if len(data["panel"].cat.categories) > 1:
-        plot += facet_wrap(
-            "panel", scales="free" if free else "free_x", ncol=min(3, len(data["panel"].cat.categories))
-        )
-    return plot
+    look, panels = looks(list(data["by"].cat.categories)), len(data["panel"].cat.categories)
+    plot = p9.ggplot(data) + theme() + p9.labs(x=x_label, y=y_label, title=title)
+    scales = (p9.scale_color_manual, p9.scale_linetype_manual, p9.scale_shape_manual, p9.scale_size_manual)
+    for place, scale in enumerate(scales):
+        plot += scale(values=[each[place] for each in look.values()], limits=list(look))
+    plot += p9.scale_fill_manual(values=[each[0] for each in look.values()], limits=list(look))
+    return plot + p9.facet_wrap("panel", scales="free", ncol=min(3, panels)) if panels > 1 else plot
 
 
 def line_plot(
@@ -125,8 +125,6 @@ def line_plot(
     panel: str | None = None,
     x_label: str | None = None,
     title: str | None = None,
-    mark: float | None = None,
-    free: bool = True,
 ) -> ggplot:
     """Return lines of the mean over seeds, with a band of one SD where there are several seeds.
 
@@ -136,40 +134,21 @@ def line_plot(
         y_label, x_label, title: texts.
         by: column that the lines are told apart by.
         panel: column of the panels, or None for one.
-        mark: where a vertical line is drawn, such as at the depth of training.
-        free: whether each panel has a vertical axis of its own.
     """
-    from plotnine import (
-        aes,
-        geom_line,
-        geom_point,
-        geom_ribbon,
-        geom_vline,
-        scale_color_manual,
-        scale_linetype_manual,
-        scale_shape_manual,
-        scale_size_manual,
-        scale_x_continuous,
-        scale_x_log10,
-    )
+    import plotnine as p9
 
     data = points(rows, x, by, panel)
     data["x"] = data["x"].astype(float)
-    plot = _plot(data, x if x_label is None else x_label, y_label, title, free)
-    look = looks(list(data["by"].cat.categories))
-    for place, scale in enumerate((scale_color_manual, scale_linetype_manual, scale_shape_manual, scale_size_manual)):
-        plot += scale(values=[each[place] for each in look.values()], limits=list(look))
-    if mark is not None:
-        plot += geom_vline(xintercept=mark, color=GREY, linetype="dotted", size=0.6)
-    plot += geom_ribbon(aes("x", ymin="low", ymax="high", fill="by", group="by"), alpha=0.18, show_legend=False)
-    plot += geom_line(aes("x", "mean", color="by", linetype="by", size="by", group="by"))
+    plot = _plot(data, x if x_label is None else x_label, y_label, title)
+    plot += p9.geom_ribbon(p9.aes("x", ymin="low", ymax="high", fill="by", group="by"), alpha=0.18, show_legend=False)
+    plot += p9.geom_line(p9.aes("x", "mean", color="by", linetype="by", size="by", group="by"))
     values = sorted(set(data["x"]))
     if len(values) > 20:  # a learning curve
         return plot
-    plot += geom_point(aes("x", "mean", color="by", shape="by"), size=2.4)
-    if values[0] > 0 and values[-1] / values[0] >= 16:
-        return plot + scale_x_log10(breaks=values, labels=lambda found: [shown(float(each)) for each in found])
-    return plot + scale_x_continuous(breaks=values, labels=lambda found: [f"{each:g}" for each in found])
+    plot += p9.geom_point(p9.aes("x", "mean", color="by", shape="by"), size=2.4)
+    is_wide = values[0] > 0 and values[-1] / values[0] >= 16
+    scale = p9.scale_x_log10 if is_wide else p9.scale_x_continuous
+    return plot + scale(breaks=values, labels=lambda found: [shown(float(each)) for each in found])
 
 
 def bar_plot(
@@ -180,23 +159,21 @@ def bar_plot(
     panel: str | None = None,
     x_label: str | None = None,
     title: str | None = None,
-    free: bool = True,
 ) -> ggplot:
     """Return groups of bars of the mean over seeds, with a line of one SD; the arguments are those of `line_plot`."""
-    from plotnine import aes, element_text, geom_col, geom_errorbar, geom_hline, position_dodge, scale_x_discrete
-    from plotnine import theme as more
+    import plotnine as p9
 
     data = points(rows, x, by, panel)
     order = _in_order(data["x"])
-    data["x"] = data["x"].map(shown)
-    side = position_dodge(width=0.8)
-    plot = _plot(data, x if x_label is None else x_label, y_label, title, free) + scale_x_discrete(limits=order)
-    plot += geom_col(aes("x", "mean", fill="by"), position=side, width=0.74)
-    plot += geom_hline(yintercept=0, color="#555555", size=0.4)
+    data["x"], side = data["x"].map(shown), p9.position_dodge(width=0.8)
+    plot = _plot(data, x if x_label is None else x_label, y_label, title) + p9.scale_x_discrete(limits=order)
+    plot += p9.geom_col(p9.aes("x", "mean", fill="by"), position=side, width=0.74)
+    plot += p9.geom_hline(yintercept=0, color="#555555", size=0.4)
     if max(map(len, order)) > 8:  # names, which would run into one another
-        plot += more(axis_text_x=element_text(rotation=30, ha="right"))
+        plot += p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right"))
     if (data["high"] > data["low"]).any():
-        plot += geom_errorbar(aes("x", ymin="low", ymax="high", group="by"), position=side, width=0.25, size=0.5)
+        spread = p9.aes("x", ymin="low", ymax="high", group="by")
+        plot += p9.geom_errorbar(spread, position=side, width=0.25, size=0.5)
     return plot
 
 
@@ -221,63 +198,42 @@ def heat_plot(
         minus: rows to subtract, paired by seed; the colours are then around zero.
     """
     import pandas as pd
-    from plotnine import (
-        aes,
-        element_text,
-        facet_wrap,
-        geom_text,
-        geom_tile,
-        ggplot,
-        labs,
-        scale_color_identity,
-        scale_fill_cmap,
-        scale_fill_gradient2,
-        scale_x_discrete,
-        scale_y_discrete,
-    )
-    from plotnine import theme as more
+    import plotnine as p9
 
     rows = rows[rows[x].notna() & rows[y].notna()].assign(panel="" if panel is None else rows[panel])
     if not len(rows):
         raise ReportError(f"There is nothing to draw by `{x}` and `{y}`.")
     found = []
     for key, part in groups(rows, ["panel", y, x]):
-        what = f"{x} = {shown(key[x])}, {y} = {shown(key[y])}"
-        if minus is None:
-            mean = average(part, what).mean
-        else:
-            mean = difference(part, minus[(minus[x] == key[x]) & (minus[y] == key[y])], what).mean
+        what, other = f"{x} = {shown(key[x])}, {y} = {shown(key[y])}", minus
+        if minus is not None:
+            other = minus[(minus[x] == key[x]) & (minus[y] == key[y])]
+        mean = (average(part, what) if other is None else difference(part, other, what)).mean
         found.append({"panel": key["panel"], "x": key[x], "y": key[y], "mean": mean})
     data = pd.DataFrame(found)
-    data["panel"] = pd.Categorical(
-        data["panel"], sorted(dict.fromkeys(data["panel"]), key=lambda name: _order(name)[0])
-    )
+    panels = sorted(dict.fromkeys(data["panel"]), key=lambda name: _order(name)[0])
+    data["panel"] = pd.Categorical(data["panel"], panels)
     top = data["mean"].abs().max() or 1.0
     spread = (data["mean"] - data["mean"].min()) / ((data["mean"].max() - data["mean"].min()) or 1.0)
     dark = spread < 0.5 if minus is None else data["mean"].abs() > 0.6 * top
     data["ink"] = dark.map({True: "white", False: "black"})
-    data["text"] = data["mean"].map(lambda each: f"{each:+.1f}" if minus is not None else f"{each:.3g}")
+    data["text"] = data["mean"].map("{:.3g}".format if minus is None else "{:+.1f}".format)
     across, down = _in_order(data["x"]), _in_order(data["y"])
     data["x"], data["y"] = data["x"].map(shown), data["y"].map(shown)
-    plot = ggplot(data, aes("x", "y")) + theme() + labs(x=x_label or x, y=y_label or y, fill=label, title=title)
-    plot = (
-        plot + geom_tile(aes(fill="mean")) + geom_text(aes(label="text", color="ink"), size=9) + scale_color_identity()
-    )
-    plot = plot + scale_x_discrete(limits=across) + scale_y_discrete(limits=down[::-1])
-    if minus is not None and len(matched := data[data["x"] == data["y"]]):  # trained and evaluated alike
-        plot = plot + geom_tile(data=matched, fill="none", color="black", size=0.9)
+    plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + p9.labs(x=x_label or x, y=y_label or y, fill=label, title=title)
+    plot += p9.geom_tile(p9.aes(fill="mean"))
+    plot += p9.geom_text(p9.aes(label="text", color="ink"), size=9)
+    plot += p9.scale_color_identity()
+    plot = plot + p9.scale_x_discrete(limits=across) + p9.scale_y_discrete(limits=down[::-1])
     if minus is None:
-        plot += scale_fill_cmap("cividis")
+        plot += p9.scale_fill_cmap("cividis")
     else:
-        plot += scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
-    if len(set(data["panel"])) > 1:
-        plot += facet_wrap("panel", ncol=min(3, len(set(data["panel"]))))
-    return plot + more(legend_position="right", legend_title=element_text(size=10))
-
-
-def panels_of(plot: ggplot) -> int:
-    """Return how many panels a figure has."""
-    return plot.data["panel"].nunique() if "panel" in plot.data else 1
+        plot += p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
+        if len(matched := data[data["x"] == data["y"]]):  # trained and evaluated alike
+            plot += p9.geom_tile(data=matched, fill="none", color="black", size=0.9)
+    if len(panels) > 1:
+        plot += p9.facet_wrap("panel", ncol=min(3, len(panels)))
+    return plot + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
 
 
 def save_figure(plot: ggplot, path: str | Path, width: float | None = None, height: float | None = None) -> list[Path]:
@@ -296,7 +252,7 @@ def save_figure(plot: ggplot, path: str | Path, width: float | None = None, heig
     from matplotlib import pyplot
     from plotnine import theme
 
-    number = panels_of(plot)
+    number = plot.data["panel"].nunique() if "panel" in plot.data else 1
     columns, lines = min(3, number), -(-number // 3)
     width, height = width or (5.2, 8.0, 9.6)[columns - 1], height or 0.9 + 2.6 * lines
     paths = [Path(f"{path}.{ending}") for ending in ("png", "pdf", "svg")]

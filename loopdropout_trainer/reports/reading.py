@@ -1,7 +1,7 @@
 """The long table: everything that runs, evaluations and diagnostics left in folders, one number in each row.
 
-A file is read by a generator of rows, and one more measurement is one more generator. A row says what was measured
-(`benchmark`, `metric`), how (`depth` K, `gates`, `readout`, `loop`, `dose`, `group`, `step`, the settings of the evaluation as
+What a diagnostic's file holds is said by `LAYOUTS`, and one more is one more entry. A row says what was measured (`benchmark`,
+`metric`), how (`depth` K, `gates`, `readout`, `loop`, `dose`, `group`, `step`, the settings of the evaluation as
 `evaluation.NAME`), on which problems, and holds every setting of the run in columns of their own.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,13 +44,41 @@ _WITHOUT_EFFECT = """
 output_dir run_name logging_dir hub_model_id push_to_hub push_merged_to_hub merge dry_run report_to logging_steps
 logging_strategy disable_tqdm resume_from_checkpoint resume_with_changed_settings save_steps save_strategy save_total_limit
 eval_strategy eval_steps use_cpu decoding benchmarks benchmark_files benchmark_batch_size evaluate_base compare_with depths
-single_loop_batches live_diagnostics_steps live_diagnostics_rows model_name_or_path per_device_eval_batch_size
-gradient_checkpointing dataloader_num_workers adapter_path
+single_loop_batches single_loop_accuracy live_diagnostics_steps live_diagnostics_rows model_name_or_path
+per_device_eval_batch_size gradient_checkpointing dataloader_num_workers adapter_path
 """
 # Settings of a training recipe that are about its benchmarks.
 _OF_BENCHMARKS = ("max_new_tokens", "apply_chat_template", "system_instruction", "benchmark_limit")
 # Fields of an evaluation's settings that stand in columns of their own, or differ with the seed.
 _ELSEWHERE = ("benchmark", "adapter", "num_loops", "gates", "readout")
+
+LAYOUTS = {
+    "single_loop_generation": {
+        **{f"*benchmark.only.*loop.{key}": metric for key, metric in (("score", "{benchmark}"), ("missing", "missing"))},
+        **{f"*benchmark.all_on.{key}": metric for key, metric in (("score", "{benchmark}"), ("missing", "missing"))},
+    },
+    "depth_generation": {
+        "relative_compute.*depth": "relative_compute",
+        "benchmarks.*benchmark.results.*depth.score": "{benchmark}",
+        "benchmarks.*benchmark.results.*depth.missing": "missing",
+    },
+    "depth": {
+        "losses.*depth": "depth_loss",
+        "accuracies_percent.*depth": "depth_token_accuracy",
+        "relative_compute.*depth": "relative_compute",
+    },
+    "dose": {"losses.*dose": "dose_loss", "reductions_percent.*dose": "dose_loss_reduction"},
+    "readouts": {"losses.*readout": "readout_loss", "accuracies_percent.*readout": "readout_token_accuracy"},
+    "answers": {
+        "*benchmark.score": "{benchmark}",
+        "*benchmark.missing": "missing",
+        "*benchmark.groups.*column.*group.score": "by_{column}",
+    },
+}
+"""Where the numbers of a diagnostic are, and the metric of each: `*NAME` is every key of a mapping or place in a list, which
+becomes the row's column NAME; depths and doses are named by the lists `depths` and `doses` of the file, other places from 1.
+A diagnostic that is not here yields its numbers as metrics `NAME.KEY`, lists by `loop`, matrices by `loop` and `other_loop`.
+"""
 
 
 class ReportError(ValueError):
@@ -64,57 +92,38 @@ def check_extra() -> None:
         raise ReportError(f'Reports need {", ".join(missing)}: pip install "loopdropout-trainer[reports]"')
 
 
-class Field:
-    """A value of a JSON file that knows its file and name, so that every fault of a file is one sentence about both."""
+# What a value of a file must be, by the words of the error.
+MAPPING, LIST, TEXT, NUMBER, COUNT, TOTAL = "a mapping", "a list", "a string", "a number", "a count", "a count above 0"
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    MAPPING: lambda value: isinstance(value, dict),
+    LIST: lambda value: isinstance(value, list),
+    TEXT: lambda value: isinstance(value, str),
+    NUMBER: lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    COUNT: lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+    TOTAL: lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
+}
+_REQUIRED = object()
 
-    def __init__(self, value: Any, file: Path, name: str = "") -> None:
-        self.value, self.file, self.name = value, file, name
 
-    def refuse(self, wanted: str) -> ReportError:
-        found = repr(self.value)
-        found = found if len(found) < 60 else f"{found[:57]}..."
-        return ReportError(
-            f"{self.file}: {f'`{self.name}`' if self.name else 'the file'} must be {wanted}; got {found}."
-        )
+def take(content: Any, path: Sequence[Any], kind: str, default: Any = _REQUIRED) -> Any:
+    """Return the value at keys and places of a file's content; `default`, if there is one, where it is missing or null.
 
-    def _at(self, key: Any, value: Any) -> Field:
-        return Field(value, self.file, f"{self.name}.{key}" if self.name else str(key))
-
-    def items(self) -> list[tuple[str, Field]]:
-        if not isinstance(self.value, Mapping):
-            raise self.refuse("a mapping")
-        return [(key, self._at(key, value)) for key, value in self.value.items()]
-
-    def get(self, key: str) -> Field | None:
-        """Return a field that may be missing or null."""
-        return (
-            dict(self.items()).get(key)
-            if isinstance(self.value, Mapping) and self.value.get(key) is not None
-            else None
-        )
-
-    def __getitem__(self, key: str) -> Field:
-        return self._at(key, None) if key not in dict(self.items()) else dict(self.items())[key]
-
-    def list(self) -> list[Field]:
-        if not isinstance(self.value, list):
-            raise self.refuse("a list")
-        return [self._at(place, value) for place, value in enumerate(self.value)]
-
-    def number(self) -> float:
-        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
-            raise self.refuse("a number")
-        return float(self.value)
-
-    def integer(self, least: int = 0) -> int:
-        if isinstance(self.value, bool) or not isinstance(self.value, int) or self.value < least:
-            raise self.refuse(f"an integer of at least {least}")
-        return self.value
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.refuse("a string")
-        return self.value
+    Raises:
+        ReportError: naming the place, what it must be, and what was found.
+    """
+    for number, key in enumerate((*path, None)):
+        wanted = kind if key is None else LIST if isinstance(key, int) else MAPPING
+        if content is None and default is not _REQUIRED:
+            return default
+        if not _KINDS[wanted](content):
+            place, found = ".".join(map(str, path[:number])), repr(content)
+            raise ReportError(
+                f"{f'`{place}`' if place else 'the file'} must be {wanted}; got "
+                f"{found if len(found) < 60 else f'{found[:57]}...'}."
+            )
+        if key is not None:
+            content = content[key] if isinstance(key, int) else content.get(key)
+    return content
 
 
 def gates_text(gates: Sequence[float] | None) -> str:
@@ -129,172 +138,129 @@ def only_loop(loop: int, num_loops: int) -> Row:
     return {"gates": gates_text([float(each == loop) for each in range(1, num_loops + 1)]), "loop": loop}
 
 
-# Generators of rows: of each part of a file, without the settings of its run.
+# Generators of rows: of each part of a file, at a path of it, without the settings of its run.
 
 
-def benchmark_rows(name: str, measured: Field, **how: Any) -> Iterator[Row]:
+def benchmark_rows(content: Any, path: Sequence[Any], name: str, **how: Any) -> Iterator[Row]:
     """Yield a row for each metric of one benchmark's result, and the completions without an answer as metric `missing`.
 
     `verdicts` [problems] is what each problem counts, from 0 to 1, and `answered` whether its completion holds an answer.
     """
-    metrics = measured.get("metrics").items() if measured.get("metrics") else [(name, measured)]
-    shared: Row = {"benchmark": name, **how}
-    listed = measured.get("predictions").list() if measured.get("predictions") else []
+    measured, shared = take(content, path, MAPPING), {"benchmark": name, **how}
+    listed = take(content, (*path, "predictions"), LIST, [])
     if listed:
-        prompts = "\0".join(each["prompt"].text() for each in listed)
-        shared["problems"] = hashlib.sha256(prompts.encode()).hexdigest()[:12]
-        shared["answered"] = np.array([each["extracted"].value is not None for each in listed])
-        shared["predictions"] = [each.value for each in listed]
-    for key, value in measured.get("settings").items() if measured.get("settings") else []:
-        if key not in _ELSEWHERE:
-            shared[f"evaluation.{key}"] = _plain(value.value)
-    for place, (metric, field) in enumerate(metrics):
-        total, correct, verdicts = field["total"].integer(1), field.get("correct"), None
-        if listed and len(listed) == total:
-            verdicts = _verdicts(listed, metric, place == 0)
-        value = field["score"].number() if correct is None else 100 * correct.integer() / total
-        yield {
-            **shared, "metric": metric, "value": value, "total": total, "verdicts": verdicts,
-            "correct": None if correct is None else correct.value,
-        }  # fmt: skip
-    missing, total = measured.get("missing"), measured.get("total")
-    if missing and total:
-        yield {
-            **shared,
-            "metric": "missing",
-            "value": 100 * missing.integer() / total.integer(1),
-            "total": total.value,
-        }
+        prompts = [take(listed, (place, "prompt"), TEXT) for place in range(len(listed))]
+        shared["problems"] = hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:12]
+        shared["answered"] = np.array([each.get("extracted") is not None for each in listed])
+        shared["predictions"] = listed
+    settings = take(content, (*path, "settings"), MAPPING, {})
+    shared |= {f"evaluation.{key}": _plain(value) for key, value in settings.items() if key not in _ELSEWHERE}
+    metrics = take(content, (*path, "metrics"), MAPPING, {})
+    for place, metric in enumerate(metrics or [name]):
+        at = (*path, "metrics", metric) if metrics else path
+        total, correct = take(content, (*at, "total"), TOTAL), take(content, (*at, "correct"), COUNT, None)
+        value = take(content, (*at, "score"), NUMBER) if correct is None else 100 * correct / total
+        of = {"metric": metric, "value": value, "total": total, "correct": correct}
+        yield {**shared, **of, "verdicts": _verdicts(listed, metric, place == 0) if len(listed) == total else None}
+    missing = take(content, (*path, "missing"), COUNT, 0)
+    if missing or "missing" in measured:
+        total = take(content, (*path, "total"), TOTAL)
+        yield {**shared, "metric": "missing", "value": 100 * missing / total, "total": total}
 
 
-def _verdicts(predictions: Sequence[Field], metric: str, is_first: bool) -> np.ndarray | None:
+def _verdicts(predictions: Sequence[Mapping[str, Any]], metric: str, is_first: bool) -> np.ndarray | None:
     """Return what each problem counts in a metric, [problems]; None where the predictions do not tell."""
-    found = []
-    for each in predictions:
-        value = each.get("values").get(metric) if each.get("values") else None
-        if value is None and is_first and isinstance(each["correct"].value, bool):
-            value = each["correct"]
-        if value is None:
-            return None
-        found.append(float(value.value) if isinstance(value.value, bool) else value.number())
-    return np.array(found)
+    of = lambda each: (each.get("values") or {}).get(metric, each.get("correct") if is_first else None)
+    found = [of(each) for each in predictions]
+    return None if not found or None in found else np.array(found, dtype=float)
 
 
-def single_loop_rows(measured: Field, benchmark: str) -> Iterator[Row]:
+def single_loop_rows(content: Any, path: Sequence[Any], benchmark: str) -> Iterator[Row]:
     """Yield losses with the adapter in one loop, in all and in none, and by how much each reduces the frozen model's loss."""
-    frozen, only = measured["frozen"].number(), [each.number() for each in measured["only"].list()]
-    losses = [(loss, only_loop(loop, len(only))) for loop, loss in enumerate(only, 1)]
-    losses += [(measured["all_on"].number(), {"gates": ALL})]
-    for loss, how in losses:
+    frozen, only = take(content, (*path, "frozen"), NUMBER), take(content, (*path, "only"), LIST)
+    losses = [
+        (take(content, (*path, "only", place), NUMBER), only_loop(place + 1, len(only))) for place in range(len(only))
+    ]
+    for loss, how in [*losses, (take(content, (*path, "all_on"), NUMBER), {"gates": ALL})]:
         yield {"benchmark": benchmark, "metric": "loss", "value": loss, **how}
         reduction = 100 * (frozen - loss) / frozen if frozen else float("nan")
         yield {"benchmark": benchmark, "metric": "loss_reduction", "value": reduction, **how}
     yield {"benchmark": benchmark, "metric": "loss", "value": frozen, "gates": NONE}
 
 
-def counted_rows(name: str, measured: Field, total: int, **how: Any) -> Iterator[Row]:
-    """Yield accuracy and missing answers of one benchmark from the counts that diagnostics keep."""
-    for metric, value in ((name, measured["score"].number()), ("missing", measured.get("missing"))):
-        if value is not None:
-            value = value if metric == name else 100 * value.integer() / total
-            yield {"benchmark": name, "metric": metric, "value": value, "total": total, **how}
+def pattern_rows(content: Any, path: Sequence[Any], benchmark: str, num_loops: int) -> Iterator[Row]:
+    """Yield the loss reduction of each set of loops, by its early and its late loops, and as a prefix or suffix."""
+    half, text = (num_loops + 1) // 2, lambda loops: "+".join(map(str, loops)) or NONE
+    for place in range(len(take(content, (*path, "patterns"), LIST))):
+        at = (*path, "patterns", place)
+        active, value = take(content, (*at, "loops"), LIST), take(content, (*at, "reduction_percent"), NUMBER)
+        gates = gates_text([float(loop in active) for loop in range(1, num_loops + 1)])
+        row = {"benchmark": benchmark, "value": value, "gates": gates}
+        early, late = (text([loop for loop in active if (loop <= half) == first]) for first in (True, False))
+        yield {**row, "metric": "pattern_loss_reduction", "early": early, "late": late}
+        for kind in take(content, (*at, "kinds"), LIST):
+            yield {**row, "metric": f"{kind}_loss_reduction", "loop": len(active)}
 
 
-def listed_rows(values: Field, keys: Iterable[Any], column: str, **how: Any) -> Iterator[Row]:
-    """Yield a row for each number of a list, with its key in `column`."""
-    for key, value in zip(keys, values.list(), strict=True):
-        yield {"value": value.number(), column: key, **how}
+def _found(content: Any, path: tuple, pattern: Sequence[str], how: Row) -> Iterator[tuple[tuple, Row]]:
+    """Yield the places that a pattern of `LAYOUTS` matches below a path, with the columns that lead there."""
+    value = take(content, path, MAPPING) if pattern and not pattern[0].startswith("*") else take_any(content, path)
+    if isinstance(value, dict) and "total" in value:
+        how = {**how, "total": take(content, (*path, "total"), TOTAL)}
+    if not pattern:
+        yield path, how
+    elif pattern[0].startswith("*"):
+        for key in value if isinstance(value, dict) else range(len(take(content, path, LIST))):
+            yield from _found(content, (*path, key), pattern[1:], {**how, pattern[0][1:]: key})
+    elif value.get(pattern[0]) is not None:
+        yield from _found(content, (*path, pattern[0]), pattern[1:], how)
 
 
-def diagnostic_rows(name: str, measured: Field, rows: str, num_loops: int) -> Iterator[Row]:
-    """Yield what one diagnostic measured of one model (docs/diagnostics.md has the form of `measured`).
+def take_any(content: Any, path: Sequence[Any]) -> Any:
+    """Return the value at a path that is known to be there."""
+    for key in path:
+        content = content[key]
+    return content
+
+
+def diagnostic_rows(name: str, content: Any, path: tuple, rows: str, num_loops: int) -> Iterator[Row]:
+    """Yield what one diagnostic measured of one model (docs/diagnostics.md has the form).
 
     Args:
-        name: of the diagnostic. One that is not known here yields its numbers as metrics `NAME.KEY`, lists by `loop` and
-            matrices by `loop` and `other_loop`.
-        measured: its entry.
+        name: of the diagnostic.
+        content, path: of the file, and where in it the measurement is.
         rows: name of the rows that losses are measured on.
         num_loops: K of the model.
     """
-    on_rows = {"benchmark": rows}
     if name == "single_loop":
-        yield from single_loop_rows(measured, rows)
-    elif name == "single_loop_generation":
-        for benchmark, each in measured.items():
-            total = each["total"].integer(1)
-            for loop, only in enumerate(each["only"].list(), 1):
-                yield from counted_rows(benchmark, only, total, **only_loop(loop, num_loops))
-            yield from counted_rows(benchmark, each["all_on"], total) if each.get("all_on") else ()
+        yield from single_loop_rows(content, path, rows)
     elif name == "patterns":
-        for each in measured["patterns"].list():
-            active = [loop.integer(1) for loop in each["loops"].list()]
-            gates = gates_text([float(loop in active) for loop in range(1, num_loops + 1)])
-            value, half = each["reduction_percent"].number(), (num_loops + 1) // 2
-            text = lambda loops: "+".join(map(str, loops)) or NONE
-            early, late = (text([loop for loop in active if (loop <= half) == first]) for first in (True, False))
-            yield {
-                **on_rows,
-                "metric": "pattern_loss_reduction",
-                "value": value,
-                "gates": gates,
-                "early": early,
-                "late": late,
-            }
-            for kind in each["kinds"].list():
-                metric = f"{kind.text()}_loss_reduction"
-                yield {**on_rows, "metric": metric, "value": value, "gates": gates, "loop": len(active)}
-    elif name == "dose":
-        doses = [dose.number() for dose in measured["doses"].list()]
-        for key, metric in (("losses", "dose_loss"), ("reductions_percent", "dose_loss_reduction")):
-            yield from listed_rows(measured[key], doses, "dose", **on_rows, metric=metric)
-    elif name == "readouts":
-        for key, metric in (("losses", "readout_loss"), ("accuracies_percent", "readout_token_accuracy")):
-            if measured.get(key):
-                for row in listed_rows(measured[key], range(1, num_loops + 1), "loop", **on_rows, metric=metric):
-                    yield {**row, "readout": row["loop"]}
-    elif name in ("depth", "depth_generation"):
-        depths = [depth.integer(1) for depth in measured["depths"].list()]
-        for key, metric in (("losses", "depth_loss"), ("accuracies_percent", "depth_token_accuracy"),
-                            ("relative_compute", "relative_compute")):  # fmt: skip
-            if measured.get(key):
-                yield from listed_rows(measured[key], depths, "depth", **on_rows, metric=metric)
-        for benchmark, each in measured.get("benchmarks").items() if measured.get("benchmarks") else []:
-            for depth, result in zip(depths, each["results"].list(), strict=True):
-                yield from counted_rows(benchmark, result, each["total"].integer(1), depth=depth)
-    elif name == "answers":
-        for benchmark, each in measured.items():
-            if each.get("score"):
-                yield from counted_rows(benchmark, each, each["total"].integer(1))
-            for column, groups in each.get("groups").items() if each.get("groups") else []:
-                for group, counts in groups.items():
-                    total = counts["total"].integer(1)
-                    value = 100 * counts["correct"].integer() / total
-                    how = {"benchmark": benchmark, "metric": f"by_{column}", "group": group}
-                    yield {**how, "value": value, "correct": counts["correct"].value, "total": total}
-    else:
-        for key, value in measured.items():
-            yield from _any_rows(value, on_rows | {"metric": f"{name}.{key}"}, ("loop", "other_loop"))
+        yield from pattern_rows(content, path, rows, num_loops)
+    elif name not in LAYOUTS:
+        for key in take(content, path, MAPPING):
+            how = {"benchmark": rows, "metric": f"{name}.{key}"}
+            yield from _any_rows(take_any(content, (*path, key)), how, ("loop", "other_loop"))
+    for pattern, metric in LAYOUTS.get(name, {}).items():
+        for place, row in _found(content, path, pattern.split("."), {"benchmark": rows}):
+            for column in {"loop", "readout"} & set(row):
+                row[column] += 1
+            for column in {"depth", "dose"} & set(row):  # which are named by a list of their own
+                row[column] = take(content, (*path, f"{column}s", row[column]), NUMBER)
+            row |= {"metric": metric.format_map(row), "value": take(content, place, NUMBER)}
+            row |= only_loop(row["loop"], num_loops) if "loop" in row else {}
+            row |= {"loop": row["readout"]} if "readout" in row else {}
+            if place[-1] == "missing":
+                row["value"] *= 100 / row["total"]
+            row.pop("column", None)
+            yield row
 
 
-def _any_rows(value: Field, how: Row, columns: Sequence[str]) -> Iterator[Row]:
-    if isinstance(value.value, list) and columns:
-        for place, each in enumerate(value.list(), 1):
+def _any_rows(value: Any, how: Row, columns: Sequence[str]) -> Iterator[Row]:
+    if isinstance(value, list) and columns:
+        for place, each in enumerate(value, 1):
             yield from _any_rows(each, {**how, columns[0]: place}, columns[1:])
-    elif isinstance(value.value, (int, float)) and not isinstance(value.value, bool):
-        yield {**how, "value": value.number()}
-
-
-def log_rows(state: Field) -> Iterator[Row]:
-    """Yield the learning curves of a trainer_state.json: every number that was logged, by step."""
-    for entry in state["log_history"].list():
-        step = entry["step"].integer()
-        for metric, value in entry.items():
-            if (
-                metric not in ("step", "total_flos")
-                and not metric.startswith("train_")
-                and isinstance(value.value, float)
-            ):
-                yield {"benchmark": TRAINING, "metric": metric, "value": value.number(), "step": step}
+    elif _KINDS[NUMBER](value):
+        yield {**how, "value": float(value)}
 
 
 # Files.
@@ -307,119 +273,110 @@ class _Reader:
         self.settings: dict[str, Row] = {}
         self.rows: list[tuple[str, Row]] = []
 
-    def read_training(self, content: Field) -> None:
-        folder = content.file.parent
-        run, settings = str(folder.resolve()), run_settings(content, folder)
+    def read_training(self, content: Any, path: Path) -> None:
+        run, settings = str(path.parent.resolve()), run_settings(content, path.parent)
         depth, rows = settings["num_loops"], []
-        protocol = {f"evaluation.{name}": settings.pop(name) for name in _OF_BENCHMARKS if name in settings}
-        how = {"depth": depth, **protocol}
-        for name, measured in _parts(content, "benchmarks"):
-            rows += benchmark_rows(name, measured, **how)
-        first = next((name for name, _ in _parts(content, "benchmarks")), "")
-        for loops, measured in _parts(content, "by_depth"):
+        how = {f"evaluation.{name}": settings.pop(name) for name in _OF_BENCHMARKS if name in settings} | {"depth": depth}
+        names = list(take(content, ("benchmarks",), MAPPING, {}))
+        for name in names:
+            rows += benchmark_rows(content, ("benchmarks", name), name, **how)
+        for loops in take(content, ("by_depth",), MAPPING, {}):
             if not loops.isdigit():
-                raise measured.refuse("named by a number of loops")
+                raise ReportError(f"`by_depth` must have numbers of loops; got {loops!r}.")
             if int(loops) != depth:  # which is among `benchmarks`
-                rows += benchmark_rows(first, measured, **{**how, "depth": int(loops)})
-        one_loop = content.get("single_loop_accuracy") or content.get(
-            "single_loop_benchmarks"
-        )  # the first one's, by loop
-        for loop, measured in enumerate(one_loop.list() if one_loop else [], 1):
-            rows += benchmark_rows(first, measured, **how, **only_loop(loop, depth))
+                rows += benchmark_rows(content, ("by_depth", loops), names[0], **how | {"depth": int(loops)})
+        for place in range(len(take(content, ("single_loop_benchmarks",), LIST, []))):
+            how_one = {**how, **only_loop(place + 1, depth)}
+            rows += benchmark_rows(content, ("single_loop_benchmarks", place), names[0], **how_one)
         if content.get("single_loop"):
-            rows += single_loop_rows(content["single_loop"], "held_out")
-        if content.get("readouts"):
-            losses = [each.number() for each in content["readouts"].list()]
-            shared = {"benchmark": "held_out", "metric": "readout_loss"}
-            rows += [{**shared, "value": loss, "loop": loop, "readout": loop} for loop, loss in enumerate(losses, 1)]
+            rows += single_loop_rows(content, ("single_loop",), "held_out")
+        for loop in range(1, 1 + len(take(content, ("readout_losses",), LIST, []))):
+            value = take(content, ("readout_losses", loop - 1), NUMBER)
+            row = {"benchmark": "held_out", "metric": "readout_loss", "value": value}
+            rows.append({**row, "loop": loop, "readout": loop})
         base = f"{run}#{BASE}"
-        for name, measured in _parts(content, "base_benchmarks"):
-            self.rows += [(base, row) for row in benchmark_rows(name, measured, gates=NONE, **how)]
+        for name in take(content, ("base_benchmarks",), MAPPING, {}):
+            found = benchmark_rows(content, ("base_benchmarks", name), name, gates=NONE, **how)
+            self.rows += [(base, row) for row in found]
         self.rows += [(run, row) for row in rows]
         self.settings[run] = settings
         self.settings[base] = {name: settings.get(name) for name in ("model", "num_loops", "sweep")} | {"method": BASE}
 
-    def read_log(self, content: Field) -> None:
-        run = str(content.file.parent.resolve())
-        if run in self.settings:
-            self.rows += [(run, row) for row in log_rows(content)]
+    def read_log(self, content: Any, path: Path) -> None:
+        """Read the learning curves of a trainer_state.json: every number that was logged, by step."""
+        run = str(path.parent.resolve())
+        if run not in self.settings:
+            return
+        for place, entry in enumerate(take(content, ("log_history",), LIST)):
+            step = take(content, ("log_history", place, "step"), COUNT)
+            for metric, value in entry.items():
+                is_curve = isinstance(value, float) and metric != "total_flos" and not metric.startswith("train_")
+                if is_curve:
+                    row = {"benchmark": TRAINING, "metric": metric, "value": value, "step": step}
+                    self.rows.append((run, row))
 
-    def read_evaluation(self, content: Field) -> None:
-        for name, entry in content["rows"].items():
-            meta, train = entry["meta_info"], entry.get("train_info")
-            adapter = meta.get("adapter_path")
-            run = self._run_of(adapter and Path(adapter.text()), content.file) or f"{content.file.resolve()}#{name}"
+    def read_evaluation(self, content: Any, path: Path) -> None:
+        for name, entry in take(content, ("rows",), MAPPING).items():
+            of = ("rows", name)
+            adapter = take(content, (*of, "meta_info", "adapter_path"), TEXT, None)
+            depth, model = take(content, (*of, "meta_info", "num_loops"), TOTAL), entry["meta_info"].get("model")
+            run = self._run_of(adapter, path) or f"{path.resolve()}#{name}"
             if run not in self.settings:
-                facts = _flat(train.value if train else {})
-                facts |= {
-                    "rank": facts.pop("r", None),
-                    "model": _model(meta["model"].value if meta.get("model") else None),
-                }
-                facts.setdefault("num_loops", meta["num_loops"].value)
+                facts = {"num_loops": depth, **_flat(take(content, (*of, "train_info"), MAPPING, {}))}
+                facts |= {"rank": facts.pop("r", None), "model": _model(model), "sweep": _sweep_of(path.parent)}
                 facts |= _method(facts) if adapter and facts.get("rule") else {"method": name}
-                self.settings[run] = {**facts, "sweep": _sweep_of(content.file.parent)}
-            how: Row = {"depth": meta["num_loops"].integer(1)}
-            gates = [gate.number() for gate in meta["gates"].list()] if meta.get("gates") else None
+                self.settings[run] = facts
+            gates = take(content, (*of, "meta_info", "gates"), LIST, None)
             active = [loop for loop, gate in enumerate(gates or (), 1) if gate]
-            how["gates"] = gates_text(gates) if adapter else NONE
+            how: Row = {"depth": depth, "gates": gates_text(gates) if adapter else NONE}
             if len(active) == 1 and gates[active[0] - 1] == 1:
                 how["loop"] = active[0]
-            if meta.get("readout"):
-                how["readout"] = meta["readout"].integer(1)
-            for benchmark, measured in _parts(entry, "benchmarks"):
-                self.rows += [(run, row) for row in benchmark_rows(benchmark, measured, **how)]
+            readout = take(content, (*of, "meta_info", "readout"), COUNT, None)
+            how |= {"readout": readout} if readout else {}
+            for benchmark in take(content, (*of, "benchmarks"), MAPPING, {}):
+                found = benchmark_rows(content, (*of, "benchmarks", benchmark), benchmark, **how)
+                self.rows += [(run, row) for row in found]
 
-    def _run_of(self, adapter: Path | None, file: Path) -> str | None:
+    def _run_of(self, adapter: str | None, file: Path) -> str | None:
         """Return the run whose adapter was evaluated; a folder that was moved with its evaluations in it is known, too."""
         if adapter is None:
             return None
-        places = [str(each.resolve()) for each in (adapter, file.parent, file.parent.parent)]
+        places = [str(each.resolve()) for each in (Path(adapter), file.parent, file.parent.parent)]
         return next((place for place in places if place in self.settings), places[0])
 
-    def read_diagnostic(self, content: Field) -> None:
-        name, settings = content["diagnostic"].text(), content["settings"]
-        num_loops = settings["num_loops"].integer(1)
-        on_rows, seen = settings.get("rows"), {}
-        how = {"depth": num_loops}
-        if on_rows:
-            how |= {f"evaluation.{key}": _plain(value.value) for key, value in on_rows.items()}
-        protocols = dict(_parts(settings, "benchmarks"))
-        for entry in content["runs"].list():
-            method = entry["method"].text()
+    def read_diagnostic(self, content: Any, path: Path) -> None:
+        name, num_loops = take(content, ("diagnostic",), TEXT), take(content, ("settings", "num_loops"), TOTAL)
+        on_rows = take(content, ("settings", "rows"), MAPPING, {})
+        how = {f"evaluation.{key}": _plain(value) for key, value in on_rows.items()}
+        protocols = take(content, ("settings", "benchmarks"), MAPPING, {})
+        seen: dict[str, int] = {}
+        for number, entry in enumerate(take(content, ("runs",), LIST)):
+            method = take(content, ("runs", number, "method"), TEXT)
             place = seen[method] = seen.get(method, -1) + 1
-            run = self._run_of(Path(entry["path"].text()) if entry.get("path") else None, content.file)
-            if (
-                run not in self.settings
-            ):  # of an adapter whose training is not here; without a path the name is all there is
-                run = f"{run or f'{content.file.parent.resolve()}#{place}'}#{method}"
-            facts = {key: _plain(entry.value.get(key)) for key in ("rule", "p", "seed")}
-            facts["seed"] = place if facts["seed"] is None else facts["seed"]
-            depth = entry.value.get("train_num_loops") or num_loops
-            model = _model(settings["model"].value if settings.get("model") else None)
-            self.settings.setdefault(run, {**facts, "method": method, "num_loops": depth, "model": model})
-            source = on_rows["source"].value if on_rows and on_rows.get("source") else "rows"
-            for row in diagnostic_rows(name, entry["measured"], str(source), num_loops):
+            run = self._run_of(take(content, ("runs", number, "path"), TEXT, None), path)
+            if run not in self.settings:  # of an adapter whose training is not here; without a path the name is all there is
+                run = f"{run or f'{path.parent.resolve()}#{place}'}#{method}"
+            facts = {key: _plain(entry.get(key)) for key in ("rule", "p", "seed")}
+            facts |= {"seed": place if facts["seed"] is None else facts["seed"], "method": method}
+            facts |= {"num_loops": entry.get("train_num_loops") or num_loops, "model": _model(content["settings"].get("model"))}
+            self.settings.setdefault(run, facts)
+            source = str(on_rows.get("source") or "rows")
+            for row in diagnostic_rows(name, content, ("runs", number, "measured"), source, num_loops):
                 of = protocols.get(row["benchmark"])
-                mine = how if of is None else {f"evaluation.{key}": _plain(each.value) for key, each in of.items()}
+                mine = how if of is None else {f"evaluation.{key}": _plain(value) for key, value in of.items()}
                 if run.endswith(f"#{BASE}"):
                     row.setdefault("gates", NONE)
                 self.rows.append((run, {"depth": num_loops, **mine, **row}))
 
 
-def run_settings(content: Field, folder: Path) -> Row:
+def run_settings(content: Any, folder: Path) -> Row:
     """Return every setting of a finished training as columns: those that were given, and what is known of its adapter."""
-    given, train, meta = content["run_info"]["settings"], content["train_info"], content.get("meta_info")
-    settings = {**_flat(dict(given.items())), **_flat(dict(train.items()))}
-    settings |= {
-        "num_loops": train["num_loops"].integer(1),
-        "rank": settings.pop("r", settings.get("lora_r", 16)),
-        "model": _model(meta["model"].value if meta and meta.get("model") else settings.get("model_name_or_path")),
-        "sweep": _sweep_of(folder),
-    }
-    facts = content.get("run") and content["run"].get(
-        "data"
-    )  # what the training rows are: their number and their hash
-    settings |= {f"data.{key}": _plain(value.value) for key, value in facts.items()} if facts else {}
+    given, depth = take(content, ("run_info", "settings"), MAPPING), take(content, ("train_info", "num_loops"), TOTAL)
+    model = take(content, ("meta_info", "model"), TEXT, given.get("model_name_or_path"))
+    settings = {**_flat(given), **_flat(content["train_info"]), "num_loops": depth, "model": _model(model)}
+    settings |= {"rank": settings.pop("r", settings.get("lora_r", 16)), "sweep": _sweep_of(folder)}
+    data = take(content, ("run", "data"), MAPPING, {})  # what the training rows are: their number and their hash
+    settings |= {f"data.{key}": _plain(value) for key, value in data.items()}
     settings |= _method(settings)
     return {key: value for key, value in settings.items() if key not in _WITHOUT_EFFECT.split()}
 
@@ -436,7 +393,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Row:
     """Return nested settings with dotted names, and lists as their JSON: what can be compared, and stand in a CSV."""
     found: Row = {}
     for key, value in settings.items():
-        value = value.value if isinstance(value, Field) else value
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": _plain(value)}
     return found
 
@@ -445,19 +401,14 @@ def _plain(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
-def _parts(content: Field, name: str) -> list[tuple[str, Field]]:
-    return content.get(name).items() if content.get(name) else []
-
-
 def _model(name: Any) -> str | None:
     return None if name is None else str(name).rstrip("/").split("/")[-1]
 
 
 def _sweep_of(folder: Path) -> str | None:
     """Return the name of the sweep that a run's folder is in: of the nearest parent with a file `sweep.*`."""
-    return next(
-        (each.name for each in (folder.resolve(), *folder.resolve().parents) if any(each.glob("sweep.*"))), None
-    )
+    places = (folder.resolve(), *folder.resolve().parents)
+    return next((each.name for each in places if any(each.glob("sweep.*"))), None)
 
 
 _READERS = (  # in this order: trainings first, since the others belong to them
@@ -466,6 +417,7 @@ _READERS = (  # in this order: trainings first, since the others belong to them
     (lambda path: path.name == "evaluation.json", _Reader.read_evaluation),
     (lambda path: path.parent.name == "diagnostics", _Reader.read_diagnostic),
 )
+_FIRST = "run method seed benchmark metric value total depth gates readout loop num_loops".split()
 
 
 def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
@@ -475,9 +427,8 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
         A row for each number (see the top of this file). `attrs["skipped"]`: a sentence about each unreadable file.
 
     Raises:
-        ReportError: if pandas is not installed, or a folder is missing.
+        ReportError: if a folder is missing.
     """
-    check_extra()
     import pandas as pd
 
     paths: dict[Path, Path] = {}
@@ -488,43 +439,28 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
             inside = path.relative_to(folder).parts[:-1]
             if not any(part.startswith(("checkpoint-", ".")) or part in ("answers", "parts") for part in inside):
                 paths.setdefault(path.resolve(), path)
-    reader, skipped, rows = _Reader(), [], []
+    reader, skipped = _Reader(), []
     for belongs, read in _READERS:
         for path in filter(belongs, paths.values()):
             known, before = len(reader.rows), dict(reader.settings)
             try:
-                read(reader, Field(json.loads(path.read_text(encoding="utf-8")), path))
-            except ReportError as error:
-                fault = str(error)
-            except (OSError, ValueError, RecursionError) as error:
-                fault = f"{path}: it cannot be read ({' '.join(str(error).split())})."
-            else:
+                read(reader, json.loads(path.read_text(encoding="utf-8")), path)
                 reader.rows[known:] = [(run, {**row, "source": str(path)}) for run, row in reader.rows[known:]]
                 continue
+            except ReportError as error:
+                fault = f"{path}: {error}"
+            except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                fault = f"{path}: it cannot be read ({' '.join(str(error).split())})."
             del reader.rows[known:]  # nothing of half a file
             reader.settings = before
             skipped.append(fault)
             logger.warning("Left out: %s", fault)
+    rows = []
     for run, row in reader.rows:
-        defaults = {"gates": ALL, "depth": reader.settings[run].get("num_loops")}
-        rows.append({**reader.settings[run], **defaults, **row, "run": run})
-    first = [
-        "run",
-        "method",
-        "seed",
-        "benchmark",
-        "metric",
-        "value",
-        "total",
-        "depth",
-        "gates",
-        "readout",
-        "loop",
-        "num_loops",
-    ]
-    table = pd.DataFrame(
-        rows, columns=list(dict.fromkeys([*first, *(key for row in rows for key in row)])), dtype=object
-    )
+        settings = reader.settings[run]
+        rows.append({**settings, "gates": ALL, "depth": settings.get("num_loops"), **row, "run": run})
+    columns = dict.fromkeys([*_FIRST, *(key for row in rows for key in row)])
+    table = pd.DataFrame(rows, columns=list(columns), dtype=object)
     table["value"] = table["value"].astype(float)
     table = _without_repeats(table)
     table.attrs["skipped"] = skipped
@@ -534,14 +470,13 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
 def _without_repeats(table: pd.DataFrame) -> pd.DataFrame:
     """Leave out what stands in two files: the base's result beside each adapter, one number in two diagnostics, and what an
     evaluation's file says of the accuracy on as many problems, too, with more about how it was found."""
-    key = ["run", "benchmark", "metric", "depth", "gates", "readout", "loop", "total", "group", "step"]
-    key = [name for name in key if name in table]
-    rank = table["source"].str.endswith("evaluation.json") if len(table) else []
-    is_training = table["source"].str.endswith("results.json") if len(table) else []
-    evaluated = set(table[rank][key].astype(str).apply(tuple, axis=1)) if any(rank) else set()
-    if evaluated:
-        again = table[key].astype(str).apply(tuple, axis=1).isin(evaluated)
-        table = table[~(again & is_training)]
+    if not len(table):
+        return table
+    names = ("run", "benchmark", "metric", "depth", "gates", "readout", "loop", "total", "group", "step")
+    text = lambda value: "" if value is None or value != value else str(value)
+    keys = table[[name for name in names if name in table]].map(text).apply(tuple, axis=1)
+    is_evaluation, is_training = (table["source"].str.endswith(f"{name}.json") for name in ("evaluation", "results"))
+    table = table[~(keys.isin(set(keys[is_evaluation])) & is_training)]
     columns = [name for name in table if name not in OUTCOMES]
     same = table[columns].assign(value=table["value"], run=table["run"].where(table["method"] != BASE, BASE))
-    return table[~same.astype(str).duplicated()].reset_index(drop=True)
+    return table[~same.map(text).duplicated()].reset_index(drop=True)

@@ -11,20 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.reports import specs
-from loopdropout_trainer.reports.averaging import groups, is_protocol, settings_of, shown, telling
-from loopdropout_trainer.reports.figures import automatic_figures, paper_figure
+from loopdropout_trainer.reports import averaging, reading, specs
+from loopdropout_trainer.reports.averaging import groups, is_protocol, known, settings_of, shown, telling
+from loopdropout_trainer.reports.figures import automatic_figures, labelled, paper_figure
 from loopdropout_trainer.reports.plots import save_figure
-from loopdropout_trainer.reports.reading import (
-    ALL,
-    BASE,
-    COSTS,
-    OUTCOMES,
-    TRAINING,
-    ReportError,
-    check_extra,
-    load_table,
-)
+from loopdropout_trainer.reports.reading import ALL, BASE, ReportError, check_extra, load_table
 from loopdropout_trainer.reports.specs import FinishedTable, Spec, build_table, load_spec
 
 
@@ -73,19 +64,18 @@ def write_report(
     except OSError as error:
         raise ReportError(f"`--output_dir` {output_dir} cannot be written to: {error.strerror}.") from None
     table.drop(columns=["predictions", "verdicts", "answered"], errors="ignore").to_csv(output_dir / LONG, index=False)
-    finished = (
-        [build_table(spec, table) for spec in described if not spec.figure] if described else summary_tables(table)
-    )
+    if described:
+        finished = [build_table(spec, table) for spec in described if not spec.figure]
+        figures = {spec.name: paper_figure(spec, table) for spec in described if spec.figure}
+    else:
+        finished, figures = summary_tables(table), automatic_figures(table)
     for each in finished:
         stem = output_dir / "tables" / each.spec.name
-        for ending, text in (("md", specs.markdown(each)), ("tex", specs.latex(each))):
-            stem.with_name(f"{stem.name}.{ending}").write_text(text, encoding="utf-8")
+        Path(f"{stem}.md").write_text(specs.markdown(each), encoding="utf-8")
+        Path(f"{stem}.tex").write_text(specs.latex(each), encoding="utf-8")
         specs.numbers(each).to_csv(f"{stem}.csv", index=False)
-    figures = {spec.name: paper_figure(spec, table) for spec in described if spec.figure}
     nothing = [name for name, plot in figures.items() if plot is None]
-    figures = (
-        {name: plot for name, plot in figures.items() if plot is not None} if described else automatic_figures(table)
-    )
+    figures = {name: plot for name, plot in figures.items() if plot is not None}
     pictures = {name: save_figure(plot, output_dir / "figures" / name)[2] for name, plot in figures.items()}
     write_page(output_dir / PAGE, title, finished, pictures, table, skipped)
     missing = sum(len(each.missing) for each in finished)
@@ -100,14 +90,30 @@ def write_report(
     return Written(finished, "\n".join(lines))
 
 
-def write_figures(folders: Sequence[str | Path], output_dir: str | Path) -> list[Path]:
-    """Save every figure that the results below the folders have numbers for, as PNG, PDF and SVG.
+def write_figures(table: pd.DataFrame, output_dir: str | Path) -> list[Path]:
+    """Save every figure that a long table has numbers for, as PNG, PDF and SVG.
 
     Raises:
         ReportError: if a package is missing, or runs would be averaged that must not be.
     """
-    figures = automatic_figures(load_table(folders))
+    check_extra()
+    figures = automatic_figures(table)
     return [path for name, plot in figures.items() for path in save_figure(plot, Path(output_dir) / name)]
+
+
+def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
+    import pandas as pd
+
+    places = [name for name in ("benchmark", "metric", "gates", "readout", *averaging.PLACES) if name in table]
+    rows, found = labelled(table, *places), {}
+    for key, part in groups(rows, [*averaging.varying(rows, places), "label"]):
+        label = key.pop("label")
+        words = [str(value) if name in ("benchmark", "metric") else f"{name} {shown(value)}" for name, value in key.items()
+                 if value is not None]  # fmt: skip
+        name = ", ".join(words)
+        found.setdefault(name, {})[label] = averaging.average(part, f"{label}, {name}").text(4)
+    return pd.DataFrame.from_dict(found, orient="index").fillna("")
 
 
 # Without files: tables of whatever there is.
@@ -116,85 +122,63 @@ def write_figures(folders: Sequence[str | Path], output_dir: str | Path) -> list
 def summary_tables(table: pd.DataFrame) -> list[FinishedTable]:
     """Return accuracy, differences to LoRA and costs; a row for each setting, a column for each metric, depth and protocol."""
     rows = table[table["total"].notna() & (table["metric"] != "missing") & ~table["metric"].str.startswith("by_")]
-    rows = rows[rows["gates"].isin([ALL]) & rows["readout"].isna() | (rows["method"] == BASE)]
-    tables = []
-    if len(rows):
-        settings = [name for name in settings_of(rows) if not is_protocol(name)]
-        settings = [
-            name
-            for name in settings
-            if name not in ("benchmark", "metric", "depth", "gates", "readout", "loop", "method")
-        ]
-        heads = ["method", *telling(rows, settings, ["method"])]
-        columns: dict[str, dict[str, Any]] = {}
-        protocols = [name for name in rows if is_protocol(name)]
-        for key, part in groups(rows, ["benchmark", "metric", "depth"]):
-            name = key["metric"] if key["metric"] == key["benchmark"] else f"{key['metric']} ({key['benchmark']})"
-            name = name if rows["depth"].nunique() == 1 else f"{name}, K = {shown(key['depth'])}"
-            differing = telling(part, protocols)
-            for how, _ in groups(part, differing):
-                words = [f"{each.removeprefix('evaluation.')} {shown(value)}" for each, value in how.items()]
-                columns[", ".join([name, *words])] = {**key, **how, "gates": None, "bold": ["column"]}
-        columns = {
-            name: {**{k: None if v != v else v for k, v in wanted.items()}, "gates": [ALL, "none"]}
-            for name, wanted in columns.items()
-        }
-        body = [list(key.values()) for key, _ in groups(rows, heads)]
-        body = [[None if value != value else value for value in row] for row in body]
-        head = {name: name for name in heads}
-        tables.append(
-            build_table(Spec("accuracy", "tab:accuracy", "Accuracy, %", heads=head, columns=columns, rows=body), rows)
-        )
-        tables += _differences(rows, head, columns, body)
-    return tables + _costs(table)
+    rows = rows[(rows["gates"] == ALL) & rows["readout"].isna() | (rows["method"] == BASE)]
+    if not len(rows):
+        return _costs(table)
+    of_columns = ("benchmark", "metric", "depth", "gates", "readout", "loop", "method")
+    settings = [name for name in settings_of(rows) if not is_protocol(name) and name not in of_columns]
+    head = {name: name for name in ["method", *telling(rows, settings, ["method"])]}
+    body = [list(key.values()) for key, _ in groups(rows, list(head))]
+    columns: dict[str, dict[str, Any]] = {}
+    for key, part in groups(rows, ["benchmark", "metric", "depth"]):
+        name = key["metric"] if key["metric"] == key["benchmark"] else f"{key['metric']} ({key['benchmark']})"
+        name = name if rows["depth"].nunique() == 1 else f"{name}, K = {shown(key['depth'])}"
+        for how, _ in groups(part, telling(part, filter(is_protocol, rows))):
+            words = [f"{each.removeprefix('evaluation.')} {shown(value)}" for each, value in how.items()]
+            columns[", ".join([name, *words])] = {**key, **how, "gates": [ALL, reading.NONE]}
+    bold = {name: {**wanted, "bold": ["column"]} for name, wanted in columns.items()}
+    found = [build_table(Spec("accuracy", "tab:accuracy", "Accuracy, %", heads=head, columns=bold, rows=body), rows)]
+    # Each method beside the LoRA that is equal in all that the table tells apart, where there is one.
+    changed = ("p", "rule", "rule_args.m")
+    rest = lambda row: [value for name, value in zip(head, row, strict=True) if name not in ("method", *changed)]
+    loras = [rest(row) for row in body if row[0] == "LoRA"]
+    others = [row for row in body if row[0] not in ("LoRA", BASE) and rest(row) in loras]
+    if others:
+        minus = {"minus": {"method": "LoRA", **{name: None for name in changed if name in head}}}
+        columns = {name: {**wanted, **minus} for name, wanted in columns.items()}
+        title = "Difference to LoRA, points"
+        spec = Spec("differences", "tab:differences", title, heads=head, columns=columns, rows=others)
+        found.append(build_table(spec, rows))
+    return found + _costs(table)
 
 
-def _differences(rows: pd.DataFrame, head: dict, columns: dict, body: list) -> list[FinishedTable]:
-    """Return each method's difference to the LoRA that is equal in all that the table tells apart, where there is one."""
-    others = [
-        row
-        for row in body
-        if row[0] not in ("LoRA", BASE) and ["LoRA", *_less(row, head)] in [[r[0], *_less(r, head)] for r in body]
-    ]
-    if not others:
-        return []
-    changed = {name: None for name in head if name in ("p", "rule", "rule_args.m")}
-    minus = {name: {**{k: v for k, v in wanted.items() if k != "bold"}, "minus": {"method": "LoRA", **changed}}
-             for name, wanted in columns.items()}  # fmt: skip
-    spec = Spec("differences", "tab:differences", "Difference to LoRA, points", heads=head, columns=minus, rows=others)
-    return [build_table(spec, rows)]
-
-
-def _less(row: list, head: dict) -> list:
-    return [value for value, name in list(zip(row, head, strict=True))[1:] if name not in ("p", "rule", "rule_args.m")]
+_COSTS = {  # column: title, scale, decimals
+    "trainable_parameters": ("Trainable", 1, 0),
+    "train_seconds": ("Train (min)", 1 / 60, 1),
+    "tokens_per_second": ("Tokens/s", 1, 0),
+    "peak_memory_gb": ("Memory (GB)", 1, 2),
+}
 
 
 def _costs(table: pd.DataFrame) -> list[FinishedTable]:
-    names = {"trainable_parameters": ("Trainable", 1, 0), "train_seconds": ("Train (min)", 1 / 60, 1),
-             "tokens_per_second": ("Tokens/s", 1, 0), "peak_memory_gb": ("Memory (GB)", 1, 2)}  # fmt: skip
-    names = {name: how for name, how in names.items() if name in table and table[name].notna().any()}
+    names = [name for name in _COSTS if name in table and table[name].notna().any()]
     runs = table[table["method"] != BASE].drop_duplicates("run")
-    runs = runs[runs[list(names)].notna().any(axis=1)] if names else runs.iloc[:0]
+    runs = runs[runs[names].notna().any(axis=1)] if names else runs.iloc[:0]
     if not len(runs):
         return []
-    of_run = [
-        name
-        for name in settings_of(table)
-        if not is_protocol(name) and table.groupby("run")[name].nunique(dropna=False).max() == 1
-    ]
-    runs = runs[[name for name in table if name in (*of_run, *OUTCOMES)]].assign(
-        depth=runs["num_loops"], gates=ALL, readout=None
+    numbers = table[settings_of(table)].groupby(table["run"]).nunique(dropna=False).max()  # of values in one run
+    of_run = [name for name in settings_of(table) if not is_protocol(name) and numbers.get(name) == 1]
+    runs = runs[[name for name in table if name in (*of_run, *reading.OUTCOMES)]].assign(
+        depth=runs["num_loops"], gates=ALL, readout=None, benchmark=reading.TRAINING, metric="cost", value=0.0
     )
-    runs = runs.assign(benchmark=TRAINING, metric="cost", value=0.0)
     heads = ["method", *telling(runs, [name for name in of_run if name != "method"], ["method"])]
-    body = [[None if value != value else value for value in key.values()] for key, _ in groups(runs, heads)]
-    columns = {
-        title: {"of": name, "scale": scale, "decimals": places} for name, (title, scale, places) in names.items()
-    }
-    spec = Spec(
-        "costs", "tab:costs", "Cost of training", heads={name: name for name in heads}, columns=columns, rows=body
-    )
-    return [build_table(spec, runs)]
+    body = [list(key.values()) for key, _ in groups(runs, heads)]
+    columns = {}
+    for name in names:
+        title, scale, decimals = _COSTS[name]
+        columns[title] = {"of": name, "scale": scale, "decimals": decimals}
+    head = {name: name for name in heads}
+    return [build_table(Spec("costs", "tab:costs", "Cost of training", heads=head, columns=columns, rows=body), runs)]
 
 
 # The page.
@@ -225,14 +209,11 @@ def write_page(
             f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}"></figure>'
         )
     for _, run in table.drop_duplicates("run").iterrows():
-        about = {
-            name: run[name] for name in (*settings_of(table), "seed", *COSTS) if name in run and run[name] == run[name]
-        }
-        about = {name: value for name, value in about.items() if value is not None and not is_protocol(name)}
+        names = [name for name in (*settings_of(table), "seed", *reading.COSTS) if name in run and not is_protocol(name)]
+        about = {name: run[name] for name in names if known(run[name]) is not None}
         name = html.escape(f"{run['method']}, seed {shown(run['seed'])}: {run['run']}")
-        parts["runs"].append(
-            f"<details><summary>{name}</summary><pre>{html.escape(json.dumps(about, indent=1, default=str))}</pre></details>"
-        )
+        text = html.escape(json.dumps(about, indent=1, default=str))
+        parts["runs"].append(f"<details><summary>{name}</summary><pre>{text}</pre></details>")
     parts["skipped"] = [f'<p class="note">Left out: {html.escape(fault)}</p>' for fault in skipped]
     parts["answers"] = json.dumps(_answers(table), ensure_ascii=False, default=str).replace(
         "<", "\\u003c"
@@ -250,31 +231,17 @@ def _answers(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Return for each benchmark the problems, and for each run its verdicts and completions."""
     found: dict[tuple, dict[str, Any]] = {}
     rows = table[table["predictions"].notna()] if "predictions" in table else table.iloc[:0]
-    for _, row in (
-        rows[rows["metric"] != "missing"]
-        .drop_duplicates(["run", "benchmark", "depth", "gates", "problems"])
-        .iterrows()
-    ):
+    rows = rows[rows["metric"] != "missing"].drop_duplicates(["run", "benchmark", "depth", "gates", "problems"])
+    for _, row in rows.iterrows():
         predictions = row["predictions"][:MOST_PROBLEMS]
-        name = f"{row['benchmark']}, K = {shown(row['depth'])}" + (
-            "" if row["gates"] == ALL else f", gates {row['gates']}"
-        )
-        name = f"{row['benchmark']}, K = {shown(row['depth'])}" if row["method"] == BASE else name
-        entry = found.setdefault(
-            (name, row["problems"]), {"benchmark": name, "total": len(row["predictions"]), "methods": {}}
-        )
-        entry.setdefault(
-            "problems", [[p.get("id", ""), p["prompt"][-MOST_LETTERS:], p.get("reference", "")] for p in predictions]
-        )
-        seed = "" if row["seed"] is None or row["seed"] != row["seed"] else f", seed {row['seed']}"
+        gates = "" if row["gates"] == ALL or row["method"] == BASE else f", gates {row['gates']}"
+        name = f"{row['benchmark']}, K = {shown(row['depth'])}{gates}"
+        problems = [[p.get("id", ""), p["prompt"][-MOST_LETTERS:], p.get("reference", "")] for p in predictions]
+        new = {"benchmark": name, "total": len(row["predictions"]), "methods": {}, "problems": problems}
+        methods = found.setdefault((name, row["problems"]), new)["methods"]
+        seed = "" if known(row["seed"]) is None else f", seed {row['seed']}"
         name = f"{row['method']}{seed}"
-        name = f"{name} ({Path(row['run']).name})" if name in entry["methods"] else name
-        entry["methods"][name] = [
-            [
-                "right" if p["correct"] else "missing" if p["extracted"] is None else "wrong",
-                p["extracted"],
-                str(p.get("completion", ""))[:MOST_LETTERS],
-            ]
-            for p in predictions
-        ]
+        name = f"{name} ({Path(row['run']).name})" if name in methods else name
+        verdict = lambda p: "right" if p["correct"] else "missing" if p["extracted"] is None else "wrong"
+        methods[name] = [[verdict(p), p["extracted"], str(p.get("completion", ""))[:MOST_LETTERS]] for p in predictions]
     return list(found.values())

@@ -26,17 +26,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.reports.averaging import (
-    Average,
-    Difference,
-    average,
-    check_alike,
-    difference,
-    groups,
-    is_protocol,
-    select,
-    shown,
-)
+from loopdropout_trainer.reports import averaging
+from loopdropout_trainer.reports.averaging import Average, Difference, average, groups, is_protocol, select, shown
 from loopdropout_trainer.reports.reading import ALL, ReportError
 from loopdropout_trainer.settings.recipe import load_recipe
 
@@ -83,38 +74,31 @@ def load_spec(path: str | Path) -> Spec:
         RecipeError: if it is not valid YAML.
     """
     content = load_recipe(path)
+    known = {each.name: {"s": str, "l": list, "d": dict}[str(each.type)[0]] for each in fields(Spec) if each.name != "name"}
     for key, value in content.items():
-        known = {each.name: str(each.type) for each in fields(Spec) if each.name != "name"}
         if key not in known:
             raise ReportError(f"{path} has an unknown field `{key}`; valid are {', '.join(known)}.")
-        wanted = {"s": str, "l": list, "d": dict}[known[key][0]]
-        if not isinstance(value, wanted) or (
-            key in ("columns", "panels") and not all(isinstance(v, dict) for v in value.values())
-        ):
-            raise ReportError(f"`{key}` in {path} must be a {known[key]}; got {value!r}.")
-    for key in ("label", "title"):
-        if not content.get(key):
-            raise ReportError(f"{path} must have a `{key}`.")
-    if not re.fullmatch(r"[\w:. -]+", content["label"]):
-        raise ReportError(f"`label` in {path} must be letters, digits, `:`, `.`, `-`, `_`; got {content['label']!r}.")
-    spec = Spec(Path(path).stem, **content)
-    if spec.figure not in ("", "line", "bar", "heat", "gates"):
-        raise ReportError(f"`figure` in {path} must be line, bar, heat or gates; got {spec.figure!r}.")
+        of_mappings = key not in ("columns", "panels") or all(isinstance(each, dict) for each in value.values())
+        if not isinstance(value, known[key]) or not of_mappings:
+            raise ReportError(f"`{key}` in {path} must be a {known[key].__name__}; got {value!r}.")
+    spec = Spec(Path(path).stem, **{"label": "", "title": "", **content})
+    heads, number = len(spec.heads), len(spec.columns)
+    is_list = lambda value: isinstance(value, list) and len(value) > 0
+    rules = [  # field, what was found, whether it is valid, what is
+        ("title", spec.title, bool(spec.title), "a text"),
+        ("label", spec.label, re.fullmatch(r"[\w:. -]+", spec.label), "letters, digits, `:`, `.`, `-`, `_`"),
+        ("figure", spec.figure, spec.figure in ("", "line", "bar", "heat", "gates"), "line, bar, heat or gates"),
+    ]
     for row in spec.rows:
-        if not isinstance(row, list) or len(row) not in (len(spec.heads), len(spec.heads) + len(spec.columns)):
-            raise ReportError(
-                f"A row of {path} must have {len(spec.heads)} heads and {len(spec.columns)} numbers of the paper, or none; "
-                f"got {row!r}."
-            )
-    for name, cell in spec.columns.items():
-        if cell.get("average_of", True) in ([], None) or not isinstance(cell.get("average_of", []), list):
-            raise ReportError(
-                f"`average_of` of the column {name!r} of {path} must name metrics; got {cell['average_of']!r}."
-            )
-        if cell.get("show", "mean") not in ("mean", "seeds", "one"):
-            raise ReportError(
-                f"`show` of the column {name!r} of {path} must be mean, seeds or one; got {cell['show']!r}."
-            )
+        fits = isinstance(row, list) and len(row) in (heads, heads + number)
+        rules.append(("rows", row, fits, f"{heads} heads and {number} numbers of the paper, or none"))
+    for cell in spec.columns.values():
+        average_of, show = cell.get("average_of", [""]), cell.get("show", "mean")
+        rules.append(("average_of", average_of, is_list(average_of), "a list of metrics"))
+        rules.append(("show", show, show in ("mean", "seeds", "one"), "mean, seeds or one"))
+    for key, found, fits, wanted in rules:
+        if not fits:
+            raise ReportError(f"`{key}` in {path} must be {wanted}; got {found!r}.")
     return spec
 
 
@@ -153,22 +137,17 @@ def build_table(spec: Spec, table: pd.DataFrame) -> FinishedTable:
         ReportError: if a cell would average different settings, or two cells of one metric were not evaluated alike.
     """
     number = len(spec.heads)
-    common = {
-        name: value
-        for name, value in spec.filter.items()
-        if not any(name in column for column in spec.columns.values())
-    }
-    rows = select(table, common)
+    in_columns = {name for column in spec.columns.values() for name in column}
+    rows = select(table, {name: value for name, value in spec.filter.items() if name not in in_columns})
     names, cells, paper = [], [], []
     for row in spec.rows:
         heads = [_head(value, name) for value, name in zip(row, spec.heads.values(), strict=False)]
         names.append([text for text, _ in heads])
-        printed = ["" if value is None else shown(value) for value in row[number:]]
-        paper.append(printed or [""] * len(spec.columns))
+        paper.append(["" if value is None else shown(value) for value in row[number:]] or [""] * len(spec.columns))
         mine = {key: value for _, selected in heads for key, value in selected.items()}
         cells.append([])
         for title, column in spec.columns.items():
-            wanted = {**{name: value for name, value in spec.filter.items() if name not in common}, **mine, **column}
+            wanted = {**{name: value for name, value in spec.filter.items() if name in in_columns}, **mine, **column}
             where = {**spec.filter, **wanted, "row": " / ".join(names[-1]), "column": title}
             cells[-1].append(_cell(wanted, where, rows, f"{spec.label}: {where['row']}, {title}"))
     filled = FinishedTable(spec, names, cells, paper)
@@ -201,7 +180,7 @@ def _cell(wanted: Mapping[str, Any], where: Mapping[str, Any], rows: pd.DataFram
         if not len(other):
             return Cell(missing=f"no run with {conditions} and {option['minus']} to compare with")
         try:
-            change = difference(found, other, what, option.get("part"))
+            change = averaging.difference(found, other, what, option.get("part"))
         except ReportError as error:
             if "compares the seeds" in str(error) or "every prediction" in str(error):
                 return Cell(missing=str(error).removeprefix(what).strip())
@@ -224,7 +203,7 @@ def _cell(wanted: Mapping[str, Any], where: Mapping[str, Any], rows: pd.DataFram
         return Cell(shown(round(scaled, decimals) if "scale" in option else scaled), rows=found)
     found = found.assign(value=[float(value) * option.get("scale", 1) for value in found["value"]])
     mean = average(found, what)
-    text = f"{mean.mean:.{decimals}f}" + ("" if math.isnan(mean.sd) else f" ± {mean.sd:.{decimals}f}")
+    text = mean.text(decimals)
     if option.get("show") == "seeds":
         text = " / ".join(f"{value:.{decimals}f}" for value in mean.values)
     return Cell(text, mean, bold, rows=found)
@@ -251,21 +230,12 @@ def as_trained(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 def _averaged(rows: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
     """Return one row for each seed with the mean of several metrics, for the seeds that have them all."""
-    found = []
-    for _, part in rows[(rows["depth"] == rows["num_loops"]) & rows["metric"].isin(metrics)].groupby(
-        "run", sort=False
-    ):
-        one = part.drop_duplicates("metric")
-        if len(one) == len(set(metrics)) == len(part):
-            dropped = [
-                name for name in one if name.startswith("evaluation.") or name in ("problems", "total", "verdicts")
-            ]
-            found.append(
-                one.iloc[:1].drop(columns=dropped).assign(value=one["value"].mean(), metric="average", benchmark="")
-            )
-    import pandas as pd
-
-    return pd.concat(found) if found else rows.iloc[:0]
+    rows = rows[(rows["depth"] == rows["num_loops"]) & rows["metric"].isin(metrics)]
+    by_run = rows.groupby("run", sort=False)["metric"]
+    rows = rows[(by_run.transform("nunique") == len(set(metrics))) & (by_run.transform("size") == len(set(metrics)))]
+    means = rows.groupby("run", sort=False)["value"].transform("mean")
+    kept = [name for name in rows if not is_protocol(name) and name != "verdicts"]
+    return rows[kept].assign(value=means, metric="average", benchmark="").drop_duplicates("run")
 
 
 def _recipe_cell(option: Mapping[str, Any]) -> Cell:
@@ -290,7 +260,7 @@ def _check_alike(table: FinishedTable) -> None:
         used = [cell.rows.dropna(axis=1, how="all") for cell in cells if cell.rows is not None]
         if used:
             for _, part in groups(pd.concat(used), ["depth"]):
-                check_alike(part, table.spec.label)
+                averaging.check_alike(part, table.spec.label)
 
 
 # Texts. Every format is the same grid of strings, with its own escapes and its own bold.
@@ -369,14 +339,8 @@ def latex(table: FinishedTable) -> str:
     texts = grid(table, escape, r"\textbf{{{}}}")
     columns = "l" * len(table.spec.heads) + "c" * (texts.shape[1] - len(table.spec.heads))
     caption = escape(" ".join([f"{table.spec.title}.", *notes(table)]))
-    return texts.style.hide(axis="index").to_latex(
-        hrules=True,
-        caption=caption,
-        label=table.spec.label,
-        column_format=columns,
-        position="t",
-        position_float="centering",
-    )
+    of_page = {"caption": caption, "label": table.spec.label, "position": "t", "position_float": "centering"}
+    return texts.style.hide(axis="index").to_latex(hrules=True, column_format=columns, **of_page)
 
 
 def page_table(table: FinishedTable) -> str:
@@ -391,17 +355,9 @@ def numbers(table: FinishedTable) -> pd.DataFrame:
     lines = []
     for names, cells, printed in zip(table.names, table.cells, table.paper, strict=True):
         for title, cell, paper in zip(table.spec.columns, cells, printed, strict=True):
-            found = cell.found
-            line = {
-                "row": " / ".join(names),
-                "column": title,
-                "text": cell.text,
-                "paper": paper,
-                "missing": cell.missing,
-            }
-            if found is not None:
-                low, high = getattr(found, "low", None), getattr(found, "high", None)
-                line |= {"mean": found.mean, "sd": found.sd, "seeds": shown(found.seeds), "low": low, "high": high}
-                line["by_seed"] = " ".join(map(repr, found.values))
+            line = {"row": " / ".join(names), "column": title, "text": cell.text, "paper": paper, "missing": cell.missing}
+            if (found := cell.found) is not None:
+                line |= {name: getattr(found, name, None) for name in ("mean", "sd", "low", "high")}
+                line |= {"seeds": shown(found.seeds), "by_seed": " ".join(map(repr, found.values))}
             lines.append(line)
     return pd.DataFrame(lines)

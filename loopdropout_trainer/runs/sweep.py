@@ -7,6 +7,7 @@ an Optuna study, so that no run is done by two processes at once, and a run whos
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,11 +19,14 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import optuna
+import psutil
 import yaml
 from filelock import FileLock
 from optuna.trial import FrozenTrial, TrialState
@@ -42,6 +46,7 @@ from loopdropout_trainer.settings.secrets import public_settings
 
 
 HEARTBEAT_SECONDS = 10
+SUMMARY_FILE = "summary.json"
 LOST_AFTER_SECONDS = 60  # without a heartbeat; what died on this machine is noticed at once
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)  # pruned: the training diverged
 
@@ -49,15 +54,7 @@ DONE = (TrialState.COMPLETE, TrialState.PRUNED)  # pruned: the training diverged
 _MEASURED = {f.name for f in fields(RunArguments)} - {"compare_with", "dry_run"}
 _ONLY_FINAL = _MEASURED - {f.name for f in fields(BenchmarkArguments)}
 # A sweep sets these itself; of a base recipe they are left out.
-_SET_BY_SWEEP = {
-    "output_dir",
-    "run_name",
-    "learning_rate",
-    "seed",
-    "resume_from_checkpoint",
-    "compare_with",
-    "dry_run",
-}
+_SET_BY_SWEEP = set("output_dir run_name learning_rate seed resume_from_checkpoint compare_with dry_run".split())
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -202,7 +199,7 @@ def load_runs(output_dir: str | Path) -> list[dict[str, Any]]:
     Raises:
         OSError, ValueError: if the folder holds no summary of a sweep, or a file is damaged.
     """
-    runs = json.loads((Path(output_dir) / "summary.json").read_text(encoding="utf-8"))["runs"]
+    runs = json.loads((Path(output_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))["runs"]
     for run in runs:
         path = Path(output_dir) / run["folder"] / RESULTS_FILE
         run["results"] = {} if run["diverged"] else json.loads(path.read_text(encoding="utf-8"))
@@ -259,9 +256,9 @@ class Sweep:
         """Return a part with its own fields, and the sweep's where it has none."""
         _check_name("parts", name)
         parser = RecipeParser([PartArguments])
-        given = parser.read_recipe(
-            _mapping(f"The part `{name}`", {} if given is None else given), f"the part `{name}`"
-        )
+        if not isinstance(given, (Mapping, NoneType)):
+            raise RecipeError(f"The part `{name}` must be a mapping; got {shown(given)}.")
+        given = parser.read_recipe(given or {}, f"the part `{name}`")
         shared = {key: getattr(self.arguments, key) for key in parser.hints}
         measure = {**(self.arguments.measure or {}), **(given.get("measure") or {})}
         try:
@@ -394,19 +391,17 @@ class Sweep:
         None if the job is not finished.
         """
         folder = self.output_dir / job.run
-        try:
+        damaged = (OSError, ValueError, KeyError, TypeError, AttributeError)  # or not there: done again
+        with suppress(*damaged):
             report = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
             if report["run_info"]["settings"]["run_name"] == job.settings["run_name"]:
                 counts = ("score", "correct", "total")
                 scores = {name: {key: each.get(key) for key in counts} for name, each in report["benchmarks"].items()}
                 cost = {name: report["train_info"].get(name) for name in ("train_seconds", "peak_memory_gb")}
                 return {"benchmarks": scores, **cost}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or damaged: done again
-            pass
-        try:
+        with suppress(*damaged):
             return {"error": json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))["error"]}
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return None
 
     # Doing it
 
@@ -551,7 +546,7 @@ class Sweep:
         optuna.storages.fail_stale_trials(self.study)
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             host, _, pid = trial.user_attrs.get("worker", "").rpartition(":")
-            if not pid or (host == socket.gethostname() and not _is_alive(int(pid))):
+            if not pid or (host == socket.gethostname() and not psutil.pid_exists(int(pid))):
                 self.study.tell(trial.number, state=TrialState.FAIL)
         self._refresh()
 
@@ -670,45 +665,64 @@ class Sweep:
         return self.study.trials_dataframe()
 
     def summary(self) -> list[dict[str, Any]]:
-        """Return the finished runs of each part, with their scores, as plain JSON; see `load_runs`."""
-        rows = []
-        for name, part in self.parts.items():
-            for method in part.methods:
-                chosen = self.chosen_rate(part, method)
-                jobs = {job.run: job for job in [*self.selection_jobs(part, method), *self.final_jobs(part, method)]}
-                for run, job in jobs.items():
-                    if (trial := self._last.get(run)) is None:
-                        continue
-                    selected = self._selected.get(run)
-                    row = {"part": name, "method": method, "learning_rate": job.learning_rate, "seed": job.seed}
-                    row["chosen"] = None if part.full_grid else job.learning_rate == chosen
-                    row["final"] = not job.selects and self.is_done(job)
-                    row["selection_score"] = selected and selected.value
-                    row["diverged"] = trial.state == TrialState.PRUNED
-                    row["folder"] = run
-                    for key in ("benchmarks", "train_seconds", "peak_memory_gb"):
-                        row[key] = trial.user_attrs.get(key)
-                    rows.append(row)
+        """Return the finished runs of each part, with their scores, as plain JSON; see `load_runs`.
+
+        Runs of other sweeps that share the folder follow: those of other parts and methods, and those that no rate is chosen
+        from.
+        """
+        rows = [
+            row
+            for name, part in self.parts.items()
+            for method in part.methods
+            for row in self._rows_of(name, part, method)
+        ]
+        places = {tuple(row[key] for key in ("part", "method", "folder")) for row in rows}
+        methods = {place[:2] for place in places}
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+            for row in json.loads((self.output_dir / SUMMARY_FILE).read_text(encoding="utf-8"))["runs"]:
+                place = (row["part"], row["method"], row["folder"])
+                file = self.output_dir / row["folder"] / (DIVERGED_FILE if row["diverged"] else RESULTS_FILE)
+                is_others = place[:2] not in methods or (row["chosen"] is None and place not in places)
+                rows += [row] if is_others and file.exists() else []
         return rows
+
+    def _rows_of(self, name: str, part: PartArguments, method: str) -> Iterator[dict[str, Any]]:
+        chosen = self.chosen_rate(part, method)
+        jobs = {job.run: job for job in [*self.selection_jobs(part, method), *self.final_jobs(part, method)]}
+        for run, job in jobs.items():
+            if (trial := self._last.get(run)) is not None:
+                selected = self._selected.get(run)
+                yield {
+                    "part": name,
+                    **{key: getattr(job, key) for key in ("method", "learning_rate", "seed")},
+                    "chosen": None if part.full_grid else job.learning_rate == chosen,
+                    "final": not job.selects and self.is_done(job),
+                    "selection_score": selected and selected.value,
+                    "diverged": trial.state == TrialState.PRUNED,
+                    "folder": run,
+                    **{key: trial.user_attrs.get(key) for key in ("benchmarks", "train_seconds", "peak_memory_gb")},
+                }
 
     def _save_summary(self) -> None:
         """Write `summary.json`, and the tables as `summary.txt`."""
-        write_atomically(self.output_dir / "summary.json", json.dumps({"runs": self.summary()}, indent=1) + "\n")
-        console = Console(width=200, file=open(os.devnull, "w", encoding="utf-8"), record=True)  # noqa: SIM115
+        write_atomically(self.output_dir / SUMMARY_FILE, json.dumps({"runs": self.summary()}, indent=1) + "\n")
+        console = Console(width=200, file=io.StringIO(), record=True)
         for table in self.tables():
             console.print(table)
         write_atomically(self.output_dir / "summary.txt", console.export_text())
 
     def tables(self) -> Iterator[Table]:
-        """Yield two tables for each part: the scores that rates are chosen by, a star at the chosen one, and the means."""
+        """Yield for each part the scores that rates are chosen by, a star at the chosen one, and the means over seeds."""
         rows = self.summary()
-        for name, part in self.parts.items():
+        for name in dict.fromkeys(row["part"] for row in rows):
             of_part = [row for row in rows if row["part"] == name]
-            if not part.full_grid:
+            choosing = [row for row in of_part if row["chosen"] is not None]
+            if choosing:
                 table = Table("method", "learning rate: score", title=f"{name}: {self.arguments.select_on}, %")
-                for method in part.methods:
-                    mine = [row for row in of_part if row["method"] == method]
-                    table.add_row(method, "  ".join(_choice(mine, rate) for rate in self.rates(part, method)))
+                for method in dict.fromkeys(row["method"] for row in choosing):
+                    mine = [row for row in choosing if row["method"] == method]
+                    rates = sorted({row["learning_rate"] for row in mine})
+                    table.add_row(method, "  ".join(_choice(mine, rate) for rate in rates))
                 yield table
             final = [row for row in of_part if row["final"]]
             benchmarks = list(dict.fromkeys(name for row in final for name in row["benchmarks"] or ()))
@@ -744,12 +758,6 @@ def _definitions(methods: dict[str, Any] | list[str]) -> dict[str, Any]:
     return dict(methods)
 
 
-def _mapping(what: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{what} must be a mapping; got {shown(value)}.")
-    return value
-
-
 def _is_recipe(method: str) -> bool:
     return method.endswith((".yaml", ".yml"))
 
@@ -774,16 +782,6 @@ def _read_sweep_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         reason = str(error)
     raise SweepError(f"{path} cannot be read ({reason}): move it away, and the sweep goes on with the runs beside it.")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
 
 
 def _choice(rows: Sequence[Mapping[str, Any]], rate: float) -> str:

@@ -1,0 +1,146 @@
+"""What happens to the states of the loops: how fast they settle, how alike they are, and what the update does to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
+from loopdropout_trainer.diagnostics.scores import Batch, split_batch
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.models.looped_modeling import LoopedBackbone
+
+
+MOST_TOKENS = 500
+"""Most target tokens whose states are compared by CKA, spread over all batches of rows."""
+
+
+def carries_states(model: nn.Module) -> bool:
+    """Return whether the model tells the states that it carries; of a described model only the readouts are known."""
+    return isinstance(find_looped_model(model).base_model, LoopedBackbone)
+
+
+def target_states(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states and the readouts after each loop where a target token is predicted, [K, targets, H] each.
+
+    The readouts take the place of states that a model does not tell.
+    """
+    looped, inputs, labels = split_batch(model, batch)
+    if carries_states(model):
+        output = looped.base_model(**inputs, use_cache=False, output_readouts=True)
+        states, readouts = output.loop_states, output.readouts
+    else:
+        states = readouts = looped.loop_readouts(**inputs)
+    is_target = labels != -100
+    return tuple(torch.stack([each[:, :-1][is_target] for each in group]) for group in (states, readouts))
+
+
+class _OfStates(Diagnostic):
+    """A function of the states at all target tokens: `of_batch` gives arrays [n, ...], `summary` their JSON."""
+
+    def measure(self, context: Context) -> dict[str, Any]:
+        parts = context.over_batches(lambda batch: self.of_batch(context, batch))
+        found = self.summary(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        return {"states": "carried" if carries_states(context.model) else "readout", **found}
+
+
+class Settling(_OfStates):
+    """How far each loop's state and readout are from the last one's: one pass with every loop adapted."""
+
+    name = "settling"
+    title = "Distance of each loop to the last one"
+
+    def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, ...]:
+        """Return distances, divergences and agreements, [n, K] each."""
+        states, readouts = target_states(context.model, batch)  # [K, n, H] each
+        states = states.float()
+        distances = (states - states[-1]).norm(dim=-1) / states[-1].norm(dim=-1)
+        head = find_looped_model(context.model).get_output_embeddings()
+        last = F.log_softmax(head(readouts[-1]).float(), dim=-1)  # [n, V]
+        divergences, agreements = [], []
+        for readout in readouts:  # one loop's logits at a time
+            own = F.log_softmax(head(readout).float(), dim=-1)
+            divergences.append((last.exp() * (last - own)).sum(dim=-1))
+            agreements.append(own.argmax(dim=-1) == last.argmax(dim=-1))
+        found = (distances, torch.stack(divergences), torch.stack(agreements))
+        return tuple(each.T.double().cpu().numpy() for each in found)
+
+    def summary(self, distances: np.ndarray, divergences: np.ndarray, agreements: np.ndarray) -> dict[str, Any]:
+        return {
+            "state_distances": distances.mean(axis=0).tolist(),
+            "readout_divergences": divergences.mean(axis=0).tolist(),
+            "agreements_percent": (100 * agreements.mean(axis=0)).tolist(),
+        }
+
+
+def linear_cka(states: np.ndarray) -> np.ndarray:
+    """Return the linear CKA [K, K] of K sets of states of the same n tokens, [K, n, H]; n must be at least 4.
+
+        CKA(X, Y) = HSIC(X X', Y Y') / sqrt(HSIC(X X', X X') HSIC(Y Y', Y Y'))
+
+    with the unbiased estimator of HSIC (Song et al. 2012, eq. 5): the biased one tends to 1 for states that are wider than
+    there are tokens.
+    """
+    kernels = states.astype(np.float64) @ states.astype(np.float64).transpose(0, 2, 1)  # [K, n, n]
+    n = kernels.shape[1]
+    kernels[:, np.arange(n), np.arange(n)] = 0
+    products = np.einsum("sij,tij->st", kernels, kernels)
+    sums, columns = kernels.sum(axis=(1, 2)), kernels.sum(axis=2)  # [K], [K, n]
+    hsic = products + np.outer(sums, sums) / ((n - 1) * (n - 2)) - 2 / (n - 2) * columns @ columns.T
+    sizes = np.sqrt(np.diag(hsic))
+    return hsic / np.outer(sizes, sizes)
+
+
+class Similarity(_OfStates):
+    """How alike the states of the loops are: linear CKA of every pair of loops, every loop adapted."""
+
+    name = "similarity"
+    title = "Linear CKA of the loops' states"
+
+    def settings(self, context: Context) -> dict[str, Any]:
+        return {"most_tokens": MOST_TOKENS}
+
+    def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray]:
+        """Return the states [n, K, H] of at most a batch's share of target tokens, evenly spaced."""
+        states, _ = target_states(context.model, batch)
+        n, most = states.shape[1], max(1, MOST_TOKENS // len(context.rows.batches))
+        chosen = torch.linspace(0, n - 1, min(most, n)).round().long()
+        return (states[:, chosen].transpose(0, 1).float().cpu().numpy(),)
+
+    def summary(self, states: np.ndarray) -> dict[str, Any]:
+        states = states[:MOST_TOKENS].transpose(1, 0, 2)
+        return {"num_tokens": states.shape[1], "cka": linear_cka(states).tolist()}
+
+
+class Updates(_OfStates):
+    """What the update does to the state in each loop: how much, and whether the loops pull the same way.
+
+    With h_{t-1} from the adapted run, let F be loop t without its update and F' loop t with it. Its effect is
+    u_t = F'(h_{t-1}) - F(h_{t-1}). It takes K + 1 passes: all loops adapted, and all but one; both runs share the state
+    before the loop that is left out.
+    """
+
+    name = "updates"
+    title = "Effect of the update in each loop, relative to the state"
+    needs_adapter = True
+
+    def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Return relative sizes [n, K] and cosines [n, K, K] for the batch's n target tokens."""
+        with_update, _ = target_states(context.model, batch)  # [K, n, H]
+        without = []
+        for loop, one_hot in enumerate(torch.eye(context.num_loops)):
+            with context.gated(1 - one_hot):
+                without.append(target_states(context.model, batch)[0][loop])
+        without = torch.stack(without).float()
+        effects = with_update.float() - without
+        sizes = effects.norm(dim=-1) / without.norm(dim=-1)  # [K, n]
+        directions = F.normalize(effects, dim=-1)
+        cosines = torch.einsum("snh,tnh->nst", directions, directions)
+        return sizes.T.double().cpu().numpy(), cosines.double().cpu().numpy()
+
+    def summary(self, sizes: np.ndarray, cosines: np.ndarray) -> dict[str, Any]:
+        return {"relative_sizes": sizes.mean(axis=0).tolist(), "cosines": cosines.mean(axis=0).tolist()}
