@@ -497,7 +497,7 @@ def test_plain_arguments_get_the_papers_rule_and_wrong_ones_are_refused(grpo_con
     )
     for fields, message in (
         ({"gates_per": "token"}, "`gates_per` must be prompt or completion; got 'token'"),
-        ({"completion_slots": 0}, "`completion_slots` must be a whole number of at least 1; got 0"),
+        ({"completion_slots": 0}, "`completion_slots` must be an integer of at least 1; got 0"),
         ({"loop_loss": "random"}, "`loop_loss: random` runs fewer loops"),
         ({"loop_loss": "weighted", "loop_loss_args": {"loop_weights": [1, 2]}}, "`loop_weights` has 2 values"),
         ({"rule": "adaptive", "num_iterations": 2}, "'adaptive' changes a completion's gates .* `old_gates: unit`"),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)
 from loopdropout_trainer.evaluation import evaluate_benchmark, load_benchmark
-from loopdropout_trainer.runs.printing import right_by_last_number
+from loopdropout_trainer.runs.printing import correct_by_last_number
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
 
@@ -155,7 +155,7 @@ def test_the_tiny_model_is_what_its_card_says():
     for model.config.num_loops in (1, 2, 4, 6):
         result = evaluate_benchmark(model, tokenizer, problems, batch_size=100, progress=False)
         assert result.correct <= 2
-        right[model.config.num_loops] = right_by_last_number(result)
+        right[model.config.num_loops] = correct_by_last_number(result)
     assert 10 <= right[4] <= 50
     assert right[1] < right[2] <= right[4] - 5
     assert right[6] >= right[4] - 5

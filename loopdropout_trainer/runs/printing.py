@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loopdropout_trainer.evaluation import BenchmarkResult
-from loopdropout_trainer.evaluation.scorers import last_number
+from loopdropout_trainer.evaluation.scorers import last_integer
 from loopdropout_trainer.evaluation.statistics import sign_test
 from loopdropout_trainer.reports import load_table, save_figure
 from loopdropout_trainer.reports.figures import overview_figure
@@ -25,7 +25,7 @@ def print_results(outcomes: Sequence[RunResult], console: Console | None = None)
     console = console or Console()
     parts: list[tuple[Table, str]] = [(training_table(outcomes), "")]
     if outcomes[0].benchmarks:
-        parts.append((answers_table(outcomes), about_answers(outcomes)))
+        parts.append((accuracy_table(outcomes), about_accuracy(outcomes)))
     if all(outcome.single_loop is not None for outcome in outcomes):
         parts.append((single_loop_table(outcomes), about_single_loops(outcomes)))
     if all(outcome.by_depth for outcome in outcomes):
@@ -73,13 +73,13 @@ def training_table(outcomes: Sequence[RunResult]) -> Table:
     return table
 
 
-def answers_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return the right answers at the training depth; of `#### N` answers also those by the last number that stands there."""
+def accuracy_table(outcomes: Sequence[RunResult]) -> Table:
+    """Return the accuracies at the training depth; for answers that end in `#### N` also by the last number in them."""
     benchmarks = outcomes[0].benchmarks
     columns = []
     for result in benchmarks:
         columns += [result.name, "last number"] if _has_marks(result) else [result.name]
-    table = _table(f"Right answers, greedy, at the training depth K = {outcomes[0].num_loops}", columns)
+    table = _table(f"Accuracy, greedy decoding, at the training depth K = {outcomes[0].num_loops}", columns)
     for name, results in [
         ("before training", outcomes[0].base_benchmarks),
         *((o.title, o.benchmarks) for o in outcomes),
@@ -89,7 +89,7 @@ def answers_table(outcomes: Sequence[RunResult]) -> Table:
             count = "" if result.correct is None else f"{result.correct}/{result.total} "  # None: parts of points
             cells.append(f"{count}{result.score:.1f}%")
             if _has_marks(result):
-                cells.append(f"{100 * right_by_last_number(result) / result.total:.1f}%")
+                cells.append(f"{100 * correct_by_last_number(result) / result.total:.1f}%")
         if cells:
             table.add_row(name, *cells)
     return table
@@ -109,10 +109,10 @@ def single_loop_table(outcomes: Sequence[RunResult]) -> Table:
 
 
 def depth_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return the right answers by the number of loops at inference, in percent."""
+    """Return the accuracies by the number of loops at inference, in percent."""
     depths = list(outcomes[0].by_depth)
     name = outcomes[0].by_depth[depths[0]].name
-    table = _table(f"Right answers on {name} by the loops K at inference, in %", [f"K={depth}" for depth in depths])
+    table = _table(f"Accuracy on {name} by the loops K at inference, in %", [f"K={depth}" for depth in depths])
     for outcome in outcomes:
         table.add_row(outcome.title, *(f"{result.score:.1f}" for result in outcome.by_depth.values()))
     return table
@@ -121,8 +121,8 @@ def depth_table(outcomes: Sequence[RunResult]) -> Table:
 # Sentences, each of them true of the table above it by the way it is made.
 
 
-def about_answers(outcomes: Sequence[RunResult]) -> str:
-    """Say which of two methods answers more, and whether chance alone could make such a difference."""
+def about_accuracy(outcomes: Sequence[RunResult]) -> str:
+    """Say which of two methods has the higher accuracy, and whether chance alone could make such a difference."""
     sentences = []
     for results in zip(*(outcome.benchmarks for outcome in outcomes), strict=True):
         if len(results) != 2 or any(result.correct is None for result in results):
@@ -132,36 +132,36 @@ def about_answers(outcomes: Sequence[RunResult]) -> str:
             first, one, second, other = second, other, first, one
         difference, p_value = one.correct - other.correct, paired_sign_test(one, other)
         if difference == 0:
-            sentences.append(f"On {one.name}, {first} and {second} answer equally many of {one.total} problems.")
+            sentences.append(f"On {one.name}, {first} and {second} solve equally many of {one.total} problems.")
             continue
         verdict = "more than chance would explain" if p_value < MATTERS else "which chance alone could explain"
         sentences.append(
-            f"On {one.name}, {first} answers {difference} more of {one.total} problems than {second}, {verdict} "
+            f"On {one.name}, {first} solves {difference} more of {one.total} problems than {second}, {verdict} "
             f"(paired sign test, p = {p_value:.2g}, one seed)."
         )
     return "\n".join(sentences)
 
 
 def about_single_loops(outcomes: Sequence[RunResult]) -> str:
-    """Say in which loop each method's update does least and most alone."""
+    """Say in which single loop each method's update reduces the loss least and most."""
     parts = []
     for outcome in outcomes:
         rho = outcome.single_loop.reductions
         low, high = (rho.index(pick(rho)) for pick in (min, max))
         parts.append(f"{outcome.title} {rho[low]:.1f}% (loop {low + 1}) to {rho[high]:.1f}% (loop {high + 1})")
-    return f"Of the frozen model's loss, the update takes away in one loop alone: {'; '.join(parts)}."
+    return f"Active in one loop only, the update reduces the frozen model's loss by: {'; '.join(parts)}."
 
 
 def about_depths(outcomes: Sequence[RunResult]) -> str:
-    """Say at which depths which method answers more."""
+    """Say at which depths which method has the higher accuracy."""
     scores = {outcome.title: {k: r.score for k, r in outcome.by_depth.items()} for outcome in outcomes}
     first = next(iter(scores))
     if len(scores) != 2:
-        return " ".join(f"{name} answers most at K = {_best(row)}." for name, row in scores.items())
+        return " ".join(f"{name} is most accurate at K = {_best(row)}." for name, row in scores.items())
     second = next(name for name in scores if name != first)
     tests: dict[str, Callable[[float], bool]] = {
-        f"{first} answers more at": lambda gap: gap > 0,
-        f"{second} answers more at": lambda gap: gap < 0,
+        f"{first} is more accurate at": lambda gap: gap > 0,
+        f"{second} is more accurate at": lambda gap: gap < 0,
         "they are level at": lambda gap: gap == 0,
     }
     parts = []
@@ -178,15 +178,15 @@ def _best(row: dict[int, float]) -> int:
 
 
 def paired_sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
-    """Return the p-value of the sign test over the problems that only one of two methods answers."""
+    """Return the p-value of the sign test over the problems that only one of two methods solves."""
     pairs = list(zip(one.predictions, other.predictions, strict=True))
     wins, losses = (sum(a.correct > b.correct for a, b in way) for way in (pairs, [pair[::-1] for pair in pairs]))
     return sign_test(wins, losses)
 
 
-def right_by_last_number(result: BenchmarkResult) -> int:
-    """Count the answers whose last number is the reference's last, whatever stands before it."""
-    return sum(last_number(p.completion) == last_number(p.reference) is not None for p in result.predictions)
+def correct_by_last_number(result: BenchmarkResult) -> int:
+    """Count the completions whose last number is the reference's last, whatever stands before it."""
+    return sum(last_integer(p.completion) == last_integer(p.reference) is not None for p in result.predictions)
 
 
 def _has_marks(result: BenchmarkResult) -> bool:

@@ -36,7 +36,7 @@ from loopdropout_trainer.adapters import add_gates, physical_layers
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, TrainingPolicy, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments
-from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, divides_weights
+from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, shards_weights
 from loopdropout_trainer.training.resources import device_name
 
 
@@ -275,7 +275,7 @@ def leaves_checkpointing_open(args: TrainingArguments) -> bool:
     That is where weights or steps are sharded (DeepSpeed, FSDP), and where a compiler decides what is computed again.
     """
     said = [value for value in (getattr(args, name) for name in CHECKPOINTING_FIELDS) if value is not None]
-    if not said and (args.deepspeed or divides_weights(args) or args.torch_compile):
+    if not said and (args.deepspeed or shards_weights(args) or args.torch_compile):
         said = [True]
     _set_checkpointing(args, any(said) if said else None)
     return not said
@@ -384,7 +384,7 @@ def memory_advice(
             lines[-1] += ", so that `gradient_checkpointing` stays off"
         return "\n".join(lines)
     lines.append(f"too much for {device}; in this order:")
-    for change, settings in _levers(now, shapes.looped.can_pack):
+    for change, settings in _savings(now, shapes.looped.can_pack):
         total = shapes.step(settings).total
         lines.append(f"  {change}: {_gb(total)}{', which fits' if total <= usable else ''}")
         if total <= usable:
@@ -392,7 +392,7 @@ def memory_advice(
     return "\n".join(lines)
 
 
-def _levers(now: StepSettings, can_pack: bool) -> Iterator[tuple[str, StepSettings]]:
+def _savings(now: StepSettings, can_pack: bool) -> Iterator[tuple[str, StepSettings]]:
     """Yield what lowers the memory of a step, what costs least time first."""
     if can_pack and not now.remove_padding:
         now = replace(now, remove_padding=True)
