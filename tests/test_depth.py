@@ -18,7 +18,7 @@ from transformers import HrmTextConfig, HrmTextForCausalLM
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.rule import RULES
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.training.depth import LogNormalPoisson, Uniform, Weighted, step_uniforms
+from loopdropout_trainer.training.depth import LogNormalPoisson, UniformDepth, WeightedDepth, step_uniforms
 
 
 spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parents[1] / "benchmarks" / "layouts.py")
@@ -92,9 +92,9 @@ def reference_lognormal_poisson(rate, sigma, most, count=400_000):
 @pytest.mark.parametrize(
     ("sampler", "probabilities"),
     [
-        (Uniform(), dict.fromkeys((1, 2, 3, 4), 1 / 4)),
-        (Uniform(low=3, high=7), dict.fromkeys(range(3, 8), 1 / 5)),
-        (Weighted(depths=[2, 8, 4, 5], weights=[1, 4, 3, 0]), {2: 1 / 8, 4: 3 / 8, 8: 4 / 8}),
+        (UniformDepth(), dict.fromkeys((1, 2, 3, 4), 1 / 4)),
+        (UniformDepth(low=3, high=7), dict.fromkeys(range(3, 8), 1 / 5)),
+        (WeightedDepth(depths=[2, 8, 4, 5], weights=[1, 4, 3, 0]), {2: 1 / 8, 4: 3 / 8, 8: 4 / 8}),
         (LogNormalPoisson(), reference_lognormal_poisson(4, 0.5, 1024)),
         (LogNormalPoisson(rate=16, sigma=0.8, most=40), reference_lognormal_poisson(16, 0.8, 40)),
     ],

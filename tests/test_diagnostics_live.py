@@ -70,7 +70,9 @@ def test_what_is_logged_is_what_the_saved_adapter_shows(train, caplog):
         trainer = train(tiny_ouro(), max_steps=3, every_steps=3, num_rows=6, learning_rate=0.05)
     (log,) = live_logs(trainer)  # the end falls on a step that was measured
     (line,) = [record.getMessage() for record in caplog.records if "Live diagnostics took" in record.getMessage()]
-    assert float(line.split()[3]) == pytest.approx(log["live/seconds"], abs=0.06) and "% of the training's time" in line
+    assert (
+        float(line.split()[3]) == pytest.approx(log["live/seconds"], abs=0.06) and "% of the training's time" in line
+    )
     rows = [trainer.eval_dataset[index] for index in range(6)]
     batch = trainer.data_collator(rows)
     activation = single_loop_activation(trainer.model, [batch])

@@ -205,7 +205,7 @@ def test_a_checkpoint_without_optimizer_state_is_not_resumed_from(make_trainer):
     assert trainer.first_step == 0
 
 
-def test_without_a_whole_checkpoint_a_run_starts_at_the_beginning(make_trainer, tmp_path):
+def test_without_a_complete_checkpoint_a_run_starts_at_the_beginning(make_trainer, tmp_path):
     assert newest_complete_checkpoint(tmp_path / "nowhere") is None
     trainer = make_trainer(max_steps=1, save_strategy="no")
     trainer.train(resume_from_checkpoint=True)

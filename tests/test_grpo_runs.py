@@ -128,7 +128,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH"
 
 @pytest.mark.slow
 def test_killed_at_any_step_a_run_ends_with_the_same_bits(tmp_path, model):
-    """SIGKILL when a checkpoint is whole, also in the middle of the completions' uses; the same command goes on."""
+    """SIGKILL when a checkpoint is complete, also in the middle of the completions' uses; the same command goes on."""
     fields = {**GRPO, "max_steps": 5, "benchmarks": None, "save_total_limit": 1}
     (tmp_path / "straight").mkdir()
     (tmp_path / "killed").mkdir()

@@ -20,7 +20,7 @@ from loopdropout_trainer.diagnostics.single_loop import final_loop_loss
 from loopdropout_trainer.evaluation.processes import random_states_kept
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.ranges import check_integer
-from loopdropout_trainer.training.distributed import divides_weights
+from loopdropout_trainer.training.distributed import shards_weights
 
 
 logger = logging.get_logger(__name__)
@@ -43,7 +43,7 @@ class LiveDiagnosticsCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, every_steps: int = 250, num_rows: int = 16) -> None:
         check_integer("every_steps", every_steps)
         check_integer("num_rows", num_rows)
-        if divides_weights(trainer.args):
+        if shards_weights(trainer.args):
             raise ValueError(
                 "Live diagnostics need unsharded weights in every process, and ZeRO-3 and FSDP shard them: leave them out, "
                 "and run recipes/diagnose.py on the saved adapter."

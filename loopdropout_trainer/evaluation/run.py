@@ -237,7 +237,7 @@ def load_benchmarks(arguments: BenchmarkArguments) -> list[Benchmark]:
 
 
 class ResultsFile:
-    """The results file of a folder, which several evaluations may add to; see docs/results.md.
+    """The results file of a folder, which several evaluations may add to; see docs/evaluation.md.
 
     Args:
         folder: of the file.

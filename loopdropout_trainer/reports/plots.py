@@ -220,7 +220,9 @@ def heat_plot(
     data["text"] = data["mean"].map("{:.3g}".format if minus is None else "{:+.1f}".format)
     across, down = _in_order(data["x"]), _in_order(data["y"])
     data["x"], data["y"] = data["x"].map(shown), data["y"].map(shown)
-    plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + p9.labs(x=x_label or x, y=y_label or y, fill=label, title=title)
+    plot = (
+        p9.ggplot(data, p9.aes("x", "y")) + theme() + p9.labs(x=x_label or x, y=y_label or y, fill=label, title=title)
+    )
     plot += p9.geom_tile(p9.aes(fill="mean"))
     plot += p9.geom_text(p9.aes(label="text", color="ink"), size=9)
     plot += p9.scale_color_identity()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loopdropout_trainer.evaluation import BenchmarkResult
-from loopdropout_trainer.evaluation.scorers import last_number
+from loopdropout_trainer.evaluation.scorers import last_integer
 from loopdropout_trainer.evaluation.statistics import sign_test
 from loopdropout_trainer.reports import load_table, save_figure
 from loopdropout_trainer.reports.figures import overview_figure
@@ -179,7 +179,7 @@ def paired_sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
 
 def correct_by_last_number(result: BenchmarkResult) -> int:
     """Count the completions whose last number is the reference's, whatever stands before it."""
-    return sum(last_number(p.completion) == last_number(p.reference) is not None for p in result.predictions)
+    return sum(last_integer(p.completion) == last_integer(p.reference) is not None for p in result.predictions)
 
 
 def _has_marks(result: BenchmarkResult) -> bool:

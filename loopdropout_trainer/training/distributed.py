@@ -47,7 +47,7 @@ def check_arguments(args: TrainingArguments) -> None:
             "`gradient_checkpointing`, which recomputes whole layers": args.gradient_checkpointing,
             "`torch_compile`, which chooses by itself what to recompute": args.torch_compile,
             "`compile_layers`, which chooses by itself what to recompute": args.compile_layers,
-            "ZeRO-3 and FSDP, which take weights away that are needed again": divides_weights(args),
+            "ZeRO-3 and FSDP, which take weights away that are needed again": shards_weights(args),
         }
         for other in (name for name, found in excluded.items() if found):
             raise ValueError(f"`recompute_pointwise` cannot be combined with {other}: leave one of them out.")
@@ -96,7 +96,7 @@ def check_processes(accelerator: Accelerator) -> None:
         )
 
 
-def divides_weights(args: TrainingArguments) -> bool:
+def shards_weights(args: TrainingArguments) -> bool:
     """Return whether each process holds a part of the frozen weights only: under ZeRO-3 and FSDP."""
     plugin = args.deepspeed_plugin
     fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

@@ -37,7 +37,7 @@ from loopdropout_trainer.adapters import add_gates, physical_layers
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, TrainingPolicy, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments
-from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, divides_weights
+from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, shards_weights
 from loopdropout_trainer.training.resources import device_name
 
 
@@ -253,7 +253,7 @@ def leaves_checkpointing_open(args: TrainingArguments) -> bool:
     That is where weights or steps are sharded (DeepSpeed, FSDP), and where a compiler decides what is computed again.
     """
     said = [value for value in (getattr(args, name) for name in CHECKPOINTING_FIELDS) if value is not None]
-    if not said and (args.deepspeed or divides_weights(args) or args.torch_compile):
+    if not said and (args.deepspeed or shards_weights(args) or args.torch_compile):
         said = [True]
     _set_checkpointing(args, any(said) if said else None)
     return not said

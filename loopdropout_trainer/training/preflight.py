@@ -28,7 +28,7 @@ from loopdropout_trainer.models.strict_loading import checkpoint_names
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_number, shown
 from loopdropout_trainer.training.config import LoopDropoutArguments
-from loopdropout_trainer.training.depth import check_depths
+from loopdropout_trainer.training.depth import check_rule_at_depths
 from loopdropout_trainer.training.distributed import IGNORED, check_arguments
 
 
@@ -104,7 +104,7 @@ def check_run(
     _check_loader_and_compiler(args)
     config = _looped_config(model, args)
     check_attention((args.model_init_kwargs or {}).get("attn_implementation"), args.use_cpu)
-    check_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)
+    check_rule_at_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)
     check_arguments(args)
     if peft_config is not None:
         check_peft_config(peft_config)

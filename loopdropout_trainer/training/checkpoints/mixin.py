@@ -29,7 +29,7 @@ from loopdropout_trainer.training.checkpoints import sealing
 from loopdropout_trainer.training.checkpoints.identity import continues, differences, run_identity
 from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, run_of
 from loopdropout_trainer.training.checkpoints.signals import SIGNALS, StopSignals, TrainingInterrupted
-from loopdropout_trainer.training.distributed import divides_weights, float32_state_dict, has_unsharded_weights
+from loopdropout_trainer.training.distributed import float32_state_dict, has_unsharded_weights, shards_weights
 from loopdropout_trainer.training.resources import forget_peak_memory, peak_memory_gb
 
 
@@ -78,7 +78,7 @@ class CheckpointsMixin:
     @cached_property
     def run_identity(self) -> dict[str, Any]:
         """What makes this run the run that it is; its checkpoints carry it."""
-        return run_identity(self.args, self.model, self.train_dataset, unsharded=not divides_weights(self.args))
+        return run_identity(self.args, self.model, self.train_dataset, unsharded=not shards_weights(self.args))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train, from the beginning or from a checkpoint.
