@@ -165,11 +165,12 @@ class Claim:
     unit: str = "points"
     study: str = "small"
 
-    def row(self, studies: dict[str, Study]) -> str:
+    def row(self, studies: dict[str, Study]) -> str | None:
+        """Return the row of the table; None if nothing was measured for it."""
         study = studies.get(self.study)
         gains = self.gains(study) if study is not None else np.empty((0, 1))
         if not len(gains):
-            return f"| {self.words} | {self.paper} | not measured | - | - |"
+            return None
         digits = 1 if self.unit == "points" else 3
         mean = f"{gains.mean():+.{digits}f}"
         if len(gains) < 2:
@@ -270,8 +271,11 @@ def paired(ours: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def claims_table(studies: dict[str, Study]) -> str:
+    """Return the claims with what they come to here, and those for which nothing was measured yet."""
+    rows = {claim.words: claim.row(studies) for claim in CLAIMS}
     head = "| claim | paper | here, 95% interval | seeds | verdict |\n|---|---|---|---|---|\n"
-    return head + "\n".join(claim.row(studies) for claim in CLAIMS)
+    missing = "; ".join(words for words, row in rows.items() if row is None)
+    return head + "\n".join(filter(None, rows.values())) + (f"\n\nNot measured yet: {missing}." if missing else "")
 
 
 def methods_table(study: Study) -> str:
