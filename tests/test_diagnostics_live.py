@@ -70,7 +70,9 @@ def test_what_is_logged_is_what_the_saved_adapter_shows(train, caplog):
         trainer = train(tiny_ouro(), max_steps=3, every_steps=3, num_rows=6, learning_rate=0.05)
     (log,) = live_logs(trainer)  # the end falls on a step that was measured
     (line,) = [record.getMessage() for record in caplog.records if "Live diagnostics took" in record.getMessage()]
-    assert float(line.split()[3]) == pytest.approx(log["live/seconds"], abs=0.06) and "% of the training's time" in line
+    assert (
+        float(line.split()[3]) == pytest.approx(log["live/seconds"], abs=0.06) and "% of the training's time" in line
+    )
     rows = [trainer.eval_dataset[index] for index in range(6)]
     batch = trainer.data_collator(rows)
     activation = single_loop_activation(trainer.model, [batch])
@@ -102,9 +104,9 @@ def test_a_recipe_asks_for_it(tmp_path, monkeypatch):
     spec.loader.exec_module(sft)
     recipe = {
         "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_train_examples": 8, "num_eval_examples": 4,
-        "max_steps": 2, "per_device_train_batch_size": 2, "max_length": 256, "dtype": "float32", "bf16": False, "use_cpu": True,
-        "live_diagnostics_steps": 1, "live_diagnostics_rows": 4, "report_to": "none", "single_loop_batches": 1,
-        "save_strategy": "steps", "save_steps": 2, "output_dir": "out", "disable_tqdm": True,
+        "max_steps": 2, "per_device_train_batch_size": 2, "max_length": 256, "dtype": "float32", "bf16": False,
+        "use_cpu": True, "live_diagnostics_steps": 1, "live_diagnostics_rows": 4, "report_to": "none",
+        "single_loop_batches": 1, "save_strategy": "steps", "save_steps": 2, "output_dir": "out", "disable_tqdm": True,
     }  # fmt: skip
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     sft.main(["recipe.yaml"])

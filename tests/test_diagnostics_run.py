@@ -116,7 +116,11 @@ def test_every_diagnostic_leaves_what_is_documented(everything):
         assert facts == [2, "loop_dropout", 0.5, 4]
         for field in MEASURED[name] | {name}:
             assert f"`{field}`" in documented
-    assert {path.stem for path in (folder / "figures").glob("*.png")} >= {*MEASURED} - {"similarity", "readouts", "depth"}
+    assert {path.stem for path in (folder / "figures").glob("*.png")} >= {*MEASURED} - {
+        "similarity",
+        "readouts",
+        "depth",
+    }
 
 
 def test_the_numbers_are_those_of_the_functions(everything, saved, tokenizer):
@@ -314,7 +318,10 @@ def run_of(seed, *problems):
 
 def test_differences_split_and_flips_are_listed():
     a = [run_of(2, (1, True), (None, False), (2, False), (3, False)), run_of(1, *((i, True) for i in (1, 2, 3, 4)))]
-    b = [run_of(1, (1, True), (2, True), (None, False), (9, False)), run_of(2, (5, False), *((i, True) for i in (4, 2, 3)))]
+    b = [
+        run_of(1, (1, True), (2, True), (None, False), (9, False)),
+        run_of(2, (5, False), *((i, True) for i in (4, 2, 3))),
+    ]
     first, second = compare_seeds(a, b, "math")
     assert first["seeds"] == [1, 1] and second["seeds"] == [2, 2]
     assert (first["fixed"], first["broken"], first["difference"]) == ([], [2, 3], -50)

@@ -63,7 +63,13 @@ def measured(*results):
 
 def write_evaluation(folder, adapter, results, depth=4, **settings):
     folder.mkdir(parents=True, exist_ok=True)
-    meta = {"model": "x/m", "adapter_path": adapter and str(adapter), "num_loops": depth, "gates": None, "readout": None}
+    meta = {
+        "model": "x/m",
+        "adapter_path": adapter and str(adapter),
+        "num_loops": depth,
+        "gates": None,
+        "readout": None,
+    }
     of = {"settings": {"max_new_tokens": 10, "adapter": str(adapter), **settings}}
     row = {"meta_info": meta, "train_info": {}, "benchmarks": {k: v | of for k, v in measured(*results).items()}}
     rows = {adapter.name if adapter else "base": row}

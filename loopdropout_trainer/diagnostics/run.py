@@ -43,9 +43,7 @@ FOLDER = "diagnostics"
 SCHEMA = 1
 
 
-def run_diagnostics(
-    model: ModelArguments, rows: RowArguments, arguments: DiagnosticArguments
-) -> list[dict[str, Any]]:
+def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: DiagnosticArguments) -> list[dict[str, Any]]:
     """Run the diagnostics over all processes, write their files, and return the content of these.
 
     What an earlier run in the same folder measured of the same models on the same rows or benchmarks is not measured again.

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.reports.averaging import PLACES, groups, is_protocol, known, select, settings_of, shown, telling
+from loopdropout_trainer.reports.averaging import (
+    PLACES,
+    groups,
+    is_protocol,
+    known,
+    select,
+    settings_of,
+    shown,
+    telling,
+)
 from loopdropout_trainer.reports.plots import bar_plot, heat_plot, line_plot
 from loopdropout_trainer.reports.reading import BASE, NONE, TRAINING, ReportError
 from loopdropout_trainer.reports.specs import Spec, as_trained

@@ -54,7 +54,10 @@ _ELSEWHERE = ("benchmark", "adapter", "num_loops", "gates", "readout")
 
 LAYOUTS = {
     "single_loop_generation": {
-        **{f"*benchmark.only.*loop.{key}": metric for key, metric in (("score", "{benchmark}"), ("missing", "missing"))},
+        **{
+            f"*benchmark.only.*loop.{key}": metric
+            for key, metric in (("score", "{benchmark}"), ("missing", "missing"))
+        },
         **{f"*benchmark.all_on.{key}": metric for key, metric in (("score", "{benchmark}"), ("missing", "missing"))},
     },
     "depth_generation": {
@@ -276,7 +279,9 @@ class _Reader:
     def read_training(self, content: Any, path: Path) -> None:
         run, settings = str(path.parent.resolve()), run_settings(content, path.parent)
         depth, rows = settings["num_loops"], []
-        how = {f"evaluation.{name}": settings.pop(name) for name in _OF_BENCHMARKS if name in settings} | {"depth": depth}
+        how = {f"evaluation.{name}": settings.pop(name) for name in _OF_BENCHMARKS if name in settings} | {
+            "depth": depth
+        }
         names = list(take(content, ("benchmarks",), MAPPING, {}))
         for name in names:
             rows += benchmark_rows(content, ("benchmarks", name), name, **how)
@@ -354,11 +359,16 @@ class _Reader:
             method = take(content, ("runs", number, "method"), TEXT)
             place = seen[method] = seen.get(method, -1) + 1
             run = self._run_of(take(content, ("runs", number, "path"), TEXT, None), path)
-            if run not in self.settings:  # of an adapter whose training is not here; without a path the name is all there is
+            if (
+                run not in self.settings
+            ):  # of an adapter whose training is not here; without a path the name is all there is
                 run = f"{run or f'{path.parent.resolve()}#{place}'}#{method}"
             facts = {key: _plain(entry.get(key)) for key in ("rule", "p", "seed")}
             facts |= {"seed": place if facts["seed"] is None else facts["seed"], "method": method}
-            facts |= {"num_loops": entry.get("train_num_loops") or num_loops, "model": _model(content["settings"].get("model"))}
+            facts |= {
+                "num_loops": entry.get("train_num_loops") or num_loops,
+                "model": _model(content["settings"].get("model")),
+            }
             self.settings.setdefault(run, facts)
             source = str(on_rows.get("source") or "rows")
             for row in diagnostic_rows(name, content, ("runs", number, "measured"), source, num_loops):
@@ -417,7 +427,20 @@ _READERS = (  # in this order: trainings first, since the others belong to them
     (lambda path: path.name == "evaluation.json", _Reader.read_evaluation),
     (lambda path: path.parent.name == "diagnostics", _Reader.read_diagnostic),
 )
-_FIRST = "run method seed benchmark metric value total depth gates readout loop num_loops".split()
+_FIRST = [
+    "run",
+    "method",
+    "seed",
+    "benchmark",
+    "metric",
+    "value",
+    "total",
+    "depth",
+    "gates",
+    "readout",
+    "loop",
+    "num_loops",
+]
 
 
 def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:

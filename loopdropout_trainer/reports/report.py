@@ -209,7 +209,9 @@ def write_page(
             f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}"></figure>'
         )
     for _, run in table.drop_duplicates("run").iterrows():
-        names = [name for name in (*settings_of(table), "seed", *reading.COSTS) if name in run and not is_protocol(name)]
+        names = [
+            name for name in (*settings_of(table), "seed", *reading.COSTS) if name in run and not is_protocol(name)
+        ]
         about = {name: run[name] for name in names if known(run[name]) is not None}
         name = html.escape(f"{run['method']}, seed {shown(run['seed'])}: {run['run']}")
         text = html.escape(json.dumps(about, indent=1, default=str))
@@ -243,5 +245,7 @@ def _answers(table: pd.DataFrame) -> list[dict[str, Any]]:
         name = f"{row['method']}{seed}"
         name = f"{name} ({Path(row['run']).name})" if name in methods else name
         verdict = lambda p: "right" if p["correct"] else "missing" if p["extracted"] is None else "wrong"
-        methods[name] = [[verdict(p), p["extracted"], str(p.get("completion", ""))[:MOST_LETTERS]] for p in predictions]
+        methods[name] = [
+            [verdict(p), p["extracted"], str(p.get("completion", ""))[:MOST_LETTERS]] for p in predictions
+        ]
     return list(found.values())

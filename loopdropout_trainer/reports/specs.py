@@ -74,7 +74,9 @@ def load_spec(path: str | Path) -> Spec:
         RecipeError: if it is not valid YAML.
     """
     content = load_recipe(path)
-    known = {each.name: {"s": str, "l": list, "d": dict}[str(each.type)[0]] for each in fields(Spec) if each.name != "name"}
+    known = {
+        each.name: {"s": str, "l": list, "d": dict}[str(each.type)[0]] for each in fields(Spec) if each.name != "name"
+    }
     for key, value in content.items():
         if key not in known:
             raise ReportError(f"{path} has an unknown field `{key}`; valid are {', '.join(known)}.")
@@ -355,7 +357,13 @@ def numbers(table: FinishedTable) -> pd.DataFrame:
     lines = []
     for names, cells, printed in zip(table.names, table.cells, table.paper, strict=True):
         for title, cell, paper in zip(table.spec.columns, cells, printed, strict=True):
-            line = {"row": " / ".join(names), "column": title, "text": cell.text, "paper": paper, "missing": cell.missing}
+            line = {
+                "row": " / ".join(names),
+                "column": title,
+                "text": cell.text,
+                "paper": paper,
+                "missing": cell.missing,
+            }
             if (found := cell.found) is not None:
                 line |= {name: getattr(found, name, None) for name in ("mean", "sd", "low", "high")}
                 line |= {"seeds": shown(found.seeds), "by_seed": " ".join(map(repr, found.values))}
