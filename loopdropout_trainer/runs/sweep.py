@@ -54,7 +54,15 @@ DONE = (TrialState.COMPLETE, TrialState.PRUNED)  # pruned: the training diverged
 _MEASURED = {f.name for f in fields(RunArguments)} - {"compare_with", "dry_run"}
 _ONLY_FINAL = _MEASURED - {f.name for f in fields(BenchmarkArguments)}
 # A sweep sets these itself; of a base recipe they are left out.
-_SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
+_SET_BY_SWEEP = {
+    "output_dir",
+    "run_name",
+    "learning_rate",
+    "seed",
+    "resume_from_checkpoint",
+    "compare_with",
+    "dry_run",
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
