@@ -12,7 +12,7 @@ from __future__ import annotations
 from datasets import Dataset
 
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer
-from loopdropout_trainer.runs.run import Run, carry_out
+from loopdropout_trainer.runs.run import Run, run_all
 from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import RecipeError
 
@@ -45,7 +45,7 @@ RUN = DPORun  # what recipes/sweep.py checks recipes with
 
 
 def main(argv: list[str] | None = None) -> None:
-    carry_out(DPORun(argv, __doc__))
+    run_all(DPORun(argv, __doc__))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --gates 1-1-1-1 single_loop
 
 A recipe of sft.py will do, too: what concerns only the training is not read. `output_dir`/evaluation.json gets settings,
-versions, scores and every prediction (docs/results.md). The same command continues an evaluation that was killed.
+versions, scores and every prediction (docs/evaluation.md). The same command continues an evaluation that was killed.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from datasets import Dataset
 
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer
 from loopdropout_trainer.experimental.rewards import REWARDS
-from loopdropout_trainer.runs.run import Run, carry_out
+from loopdropout_trainer.runs.run import Run, run_all
 from loopdropout_trainer.settings.arguments import RewardArguments
 from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
 class GRPORun(Run):
-    """A run of GRPO: of the prepared rows, the prompts are answered anew, and the completions are the references."""
+    """A run of GRPO: the model completes the prompts of the prepared rows, whose completions are the references."""
 
     config_class = LoopDropoutGRPOConfig
     trainer_class = LoopDropoutGRPOTrainer
@@ -62,7 +62,7 @@ RUN = GRPORun  # what recipes/sweep.py checks recipes with
 
 
 def main(argv: list[str] | None = None) -> None:
-    carry_out(GRPORun(argv, __doc__))
+    run_all(GRPORun(argv, __doc__))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from make_tiny_texts import pretraining_texts
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -26,7 +27,6 @@ from tokenizers.trainers import BpeTrainer
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from loopdropout_trainer.data.arithmetic import pretraining_texts
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM, OuroConfig, OuroForCausalLM
 from loopdropout_trainer.saving.files import sha256

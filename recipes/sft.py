@@ -9,7 +9,7 @@ the run are printed at the end and saved in `output_dir`.
 
 from __future__ import annotations
 
-from loopdropout_trainer.runs.run import Run, carry_out
+from loopdropout_trainer.runs.run import Run, run_all
 from loopdropout_trainer.settings.command import run_command
 
 
@@ -17,7 +17,7 @@ RUN = Run  # what recipes/sweep.py checks recipes with
 
 
 def main(argv: list[str] | None = None) -> None:
-    carry_out(Run(argv, __doc__))
+    run_all(Run(argv, __doc__))
 
 
 if __name__ == "__main__":

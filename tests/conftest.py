@@ -1,6 +1,7 @@
 """Shared fixtures: golden tensors of the reference implementations, and models and data small enough for seconds."""
 
 import json
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from loopdropout_trainer import LoopDropoutConfig, default_peft_config
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.models import (
     HuginnConfig,
     HuginnForCausalLM,
@@ -261,6 +262,56 @@ def config(tmp_path):
         return cls(**{**defaults, **fields})
 
     return make
+
+
+STEPS = 6
+
+
+class Trainer(LoopDropoutSFTTrainer):
+    """Counts its steps, remembers the first one, and can be told to die before one of them."""
+
+    steps_taken, first_step, dies_before = 0, None, None
+
+    def training_step(self, *args, **kwargs):
+        step = self.state.global_step
+        self.first_step = step if self.first_step is None else self.first_step
+        if step == self.dies_before:
+            raise SystemError("killed")
+        loss = super().training_step(*args, **kwargs)
+        self.steps_taken += 1
+        return loss
+
+
+@pytest.fixture
+def make_trainer(config, dataset, tokenizer):
+    """`make_trainer(model, cls, rows, **fields)`: a trainer of six steps with a checkpoint after every other one."""
+
+    def make(model=None, cls=Trainer, rows=dataset, peft_config=None, callbacks=None, **fields):
+        return cls(
+            tiny_ouro() if model is None else model,
+            config(**{"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS, **fields}),
+            train_dataset=rows,
+            eval_dataset=dataset.select(range(4)),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
+
+    return make
+
+
+def flat_weights(trainer):
+    """All trained weights of a trainer, one after the other."""
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+@pytest.fixture
+def log(caplog):
+    """What the package logs."""
+    own_logger = logging.getLogger("loopdropout_trainer")
+    own_logger.addHandler(caplog.handler)
+    yield caplog
+    own_logger.removeHandler(caplog.handler)
 
 
 def with_adapter(model=None, seed=1, scale=0.05):

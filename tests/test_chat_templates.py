@@ -49,6 +49,7 @@ CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_en
         ("ouro_thinking", REASONED, CHATML, "<think>\nAdd.\n</think>\n\n2<|im_end|>"),
         ("nanbeige", REASONED, CHATML + "<think>\n", "Add.\n</think>\n\n2<|im_end|>"),
         ("nanbeige", ANSWER, CHATML + "<think>\n\n</think>\n\n", "2<|im_end|>"),
+        ("tulu2", ANSWER, "<|system|>\nBe brief.\n<|user|>\n1+1?\n<|assistant|>\n", "2<|endoftext|>"),
         (
             "huginn",
             ANSWER,

@@ -50,16 +50,6 @@ def test_an_unknown_command_is_one_sentence(capsys):
     assert error.count("\n") == 1
 
 
-def test_a_path_without_a_file_is_no_shipped_recipe(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["loopdropout"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit) as exit:
-        main(["sft", "./quickstart.yaml"])
-    assert exit.value.code == 2
-    assert capsys.readouterr().err.startswith("loopdropout sft: The recipe quickstart.yaml cannot be read")
-
-
 def test_the_families_are_registered_and_a_reader_may_stop_early():
     code = "from importlib.util import find_spec; find_spec('transformers'); import loopdropout_trainer\n"
     code += "from transformers import AutoConfig; print([AutoConfig.for_model(n).model_type for n in ('ouro', 'lds')])"

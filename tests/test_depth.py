@@ -18,7 +18,7 @@ from transformers import HrmTextConfig, HrmTextForCausalLM
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.rule import RULES
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.training.depth import LogNormalPoisson, Uniform, Weighted, step_uniforms
+from loopdropout_trainer.training.depth import LogNormalPoisson, UniformDepth, WeightedDepth, step_uniforms
 
 
 spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parents[1] / "benchmarks" / "layouts.py")
@@ -92,9 +92,9 @@ def reference_lognormal_poisson(rate, sigma, most, count=400_000):
 @pytest.mark.parametrize(
     ("sampler", "probabilities"),
     [
-        (Uniform(), dict.fromkeys((1, 2, 3, 4), 1 / 4)),
-        (Uniform(low=3, high=7), dict.fromkeys(range(3, 8), 1 / 5)),
-        (Weighted(depths=[2, 8, 4, 5], weights=[1, 4, 3, 0]), {2: 1 / 8, 4: 3 / 8, 8: 4 / 8}),
+        (UniformDepth(), dict.fromkeys((1, 2, 3, 4), 1 / 4)),
+        (UniformDepth(low=3, high=7), dict.fromkeys(range(3, 8), 1 / 5)),
+        (WeightedDepth(depths=[2, 8, 4, 5], weights=[1, 4, 3, 0]), {2: 1 / 8, 4: 3 / 8, 8: 4 / 8}),
         (LogNormalPoisson(), reference_lognormal_poisson(4, 0.5, 1024)),
         (LogNormalPoisson(rate=16, sigma=0.8, most=40), reference_lognormal_poisson(16, 0.8, 40)),
     ],
@@ -330,67 +330,6 @@ def test_no_loops_logits_are_ever_in_memory_as_a_whole(train, monkeypatch):
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"depth_sampling": "poisson"},
-            "`depth_sampling` must be one of fixed, lognormal_poisson, uniform, weighted; got 'poi",
-        ),
-        ({"depth_sampling": "uniform", "depth_sampling_args": {"hi": 3}}, "has no field 'hi' .* it takes low, high"),
-        ({"depth_sampling": "uniform", "depth_sampling_args": {"low": 0}}, "`low` must be an integer from 1"),
-        ({"depth_sampling_args": {"low": 1}}, "`depth_sampling: fixed` has no field 'low' .* takes no fields"),
-        ({"depth_sampling": "weighted"}, "`depths` must be a list of different numbers of loops; got None"),
-        (
-            {"depth_sampling": "weighted", "depth_sampling_args": {"depths": [2, 4], "weights": [1]}},
-            "`weights` has 1 values for 2 `depths`",
-        ),
-        (
-            {"depth_sampling": "weighted", "depth_sampling_args": {"depths": [2, 4], "weights": [0, 0]}},
-            "`weights` must be a list of numbers of at least 0, one of them above 0",
-        ),
-        (
-            {"loop_loss": "last"},
-            "`loop_loss` must be one of exit, final, progressive, random, uniform, weighted; got 'last'",
-        ),
-        ({"loop_loss": "weighted"}, r"`loop_weights` must be a list of numbers .* got \(\)"),
-        ({"loop_loss": "progressive", "loop_loss_args": {"power": -1}}, "`power` must be a number from 0"),
-        ({"loop_loss": "uniform", "loss_type": "dft"}, "`loss_type` 'dft' is defined for one loop's loss"),
-        ({"loop_loss": "exit", "label_smoothing_factor": 0.1}, "`label_smoothing_factor` 0.1 is defined for one loop"),
-    ],
-)
-def test_mistakes_in_the_fields_are_refused_by_the_config(config, fields, message):
-    with pytest.raises(ValueError, match=message):
-        config(**fields)
-
-
-UNIFORM = {"depth_sampling": "uniform"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({**UNIFORM, "rule": "independent"}, "'independent' has a pair of factors for each loop, .* 4 loops"),
-        ({**UNIFORM, "rule": "learned"}, "'learned' has learned gates, which belongs? to"),
-        ({**UNIFORM, "rule": "adaptive"}, "'adaptive' has an estimate for each loop"),
-        ({**UNIFORM, "p": [0.1, 0.2, 0.3, 0.4]}, "`p` has 4 values, but the model runs 1 loops"),
-        ({**UNIFORM, "depth_sampling_args": {"low": 6}}, "`low` .* is 6, above the greatest depth 4"),
-        (
-            {"loop_loss": "weighted", "loop_loss_args": {"loop_weights": [1, 2]}},
-            "`loop_weights` has 2 values, but .* 4 loops",
-        ),
-        (
-            {**UNIFORM, "loop_loss": "weighted", "loop_loss_args": {"loop_weights": [1, 2, 3, 4]}},
-            "`loop_weights` has 4 values, but a step runs 1 to 4 loops",
-        ),
-        ({**UNIFORM, "ddp_static_graph": True}, "`ddp_static_graph` needs the same graph"),
-    ],
-)
-def test_what_belongs_to_one_depth_is_refused_with_another(train, fields, message):
-    with pytest.raises(ValueError, match=message):
-        train(**fields)
-
-
 def test_a_loss_by_exit_probabilities_needs_an_exit_gate(train):
     with pytest.raises(
         ValueError, match="`loop_loss: exit` needs a model with an exit gate, and HuginnForCausalLM has none"
@@ -398,7 +337,7 @@ def test_a_loss_by_exit_probabilities_needs_an_exit_gate(train):
         train(tiny_huginn(), loop_loss="exit")
 
 
-@pytest.mark.parametrize("fields", [UNIFORM, {"loop_loss": "uniform"}])
+@pytest.mark.parametrize("fields", [{"depth_sampling": "uniform"}, {"loop_loss": "uniform"}])
 def test_a_model_that_is_built_for_its_depth_trains_at_it(train, fields):
     torch.manual_seed(0)
     model = HrmTextForCausalLM(

@@ -117,5 +117,5 @@ def test_a_recipe_asks_for_it(tmp_path, monkeypatch):
     assert [logs[-1][f"live/rho_loop_{t}"] for t in (1, 2, 3, 4)] == pytest.approx(
         table["reductions_percent"], abs=1e-4
     )
-    with pytest.raises(RecipeError, match="`live_diagnostics_steps` needs evaluation rows"):
+    with pytest.raises(RecipeError, match="needs rows to evaluate on: give `num_eval_examples` or `eval_files`"):
         sft.main(["recipe.yaml", "--num_eval_examples", "0", "--output_dir", "other"])

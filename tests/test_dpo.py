@@ -127,21 +127,6 @@ def test_accumulation_draws_the_gates_of_one_large_batch_and_gives_its_weights(d
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"beta": 0}, "`beta` must be a number above 0; got 0"),
-        ({"beta": -0.1}, "`beta`"),
-        ({"beta": float("nan")}, "`beta`"),
-        ({"loss_type": "sigmoidal"}, "`loss_type` must be among sigmoid, .*sigmoidal"),
-        ({"loss_type": ["sft", "other"], "loss_weights": [1, 1]}, "`loss_type`.*'other'"),
-    ],
-)
-def test_numbers_and_losses_that_mean_nothing_are_refused(dpo_config, fields, message):
-    with pytest.raises(ValueError, match=message):
-        dpo_config(**fields)
-
-
 def test_plain_dpo_arguments_get_the_papers_rule_and_other_arguments_are_refused(dpo_config, pairs, tokenizer, config):
     args = dpo_config(DPOConfig)
     trainer = LoopDropoutDPOTrainer(tiny_ouro(), None, args, train_dataset=pairs, processing_class=tokenizer)

@@ -47,6 +47,7 @@ TRAINING = {
 RECIPES = {
     "sft": TRAINING,
     "dpo": {**TRAINING, "preparation": "arithmetic_pairs"},
+    "grpo": {**TRAINING, "num_generations": 2},
     "data": TRAINING,
     "evaluate": {
         "model_name_or_path": "tiny-ouro",
@@ -76,7 +77,7 @@ def script(name):
     return module.main
 
 
-MAINS = {name: script(name) for name in ("sft", "dpo", "evaluate", "merge", "sweep")}
+MAINS = {name: script(name) for name in ("sft", "dpo", "grpo", "evaluate", "merge", "sweep")}
 MAINS |= {"data": data_main, "gates": gates_main}
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_ouro
+from conftest import STEPS, flat_weights, tiny_ouro
 from datasets import Dataset, load_dataset
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
@@ -25,18 +25,15 @@ from safetensors.torch import load_file, save_file
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.saving.adapter_files import adapter_metadata, load_adapter
 from loopdropout_trainer.saving.hub import PushError
-from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, settings_yaml
 from loopdropout_trainer.training.checkpoints import CheckpointError, NonFiniteLossError
 from loopdropout_trainer.training.checkpoints.sealing import (
     fault_of_checkpoint,
     newest_complete_checkpoint,
-    rotate,
     run_of,
     seal,
 )
 
 
-STEPS = 6
 os.environ["OMP_NUM_THREADS"] = "1"
 here = Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
@@ -44,34 +41,9 @@ processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["test_faults"])  # imports once, so that a real process starts in milliseconds
 
 
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
-
-
 def saved_weights(folder):
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
-
-
-class Trainer(LoopDropoutSFTTrainer):
-    """Remembers the step that it began with."""
-
-    first_step = None
-
-    def training_step(self, *args, **kwargs):
-        if self.first_step is None:
-            self.first_step = self.state.global_step
-        return super().training_step(*args, **kwargs)
-
-
-@pytest.fixture
-def make_trainer(config, dataset, tokenizer):
-    def make(model=None, cls=Trainer, peft_config=None, train_dataset=dataset, **fields):
-        args = config(**{"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, **fields})
-        model = tiny_ouro() if model is None else model
-        return cls(model, args, train_dataset=train_dataset, processing_class=tokenizer, peft_config=peft_config)
-
-    return make
 
 
 @pytest.fixture
@@ -79,7 +51,7 @@ def finished(make_trainer):
     """A finished run: its output folder, with checkpoints 2, 4 and 6, and its weights."""
     trainer = make_trainer()
     trainer.train()
-    return Path(trainer.args.output_dir), weights(trainer)
+    return Path(trainer.args.output_dir), flat_weights(trainer)
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------
@@ -202,18 +174,15 @@ def flip_a_bit(file):
         ("manifest.json", cut, "manifest.json cannot be read"),
     ],
 )
-def test_a_broken_checkpoint_is_passed_over_with_the_reason(finished, make_trainer, caplog, name, damage, reason):
+def test_a_broken_checkpoint_is_passed_over_with_the_reason(finished, make_trainer, log, name, damage, reason):
     folder, straight = finished
     damage(folder / "checkpoint-6" / name)
     assert reason in fault_of_checkpoint(folder / "checkpoint-6")
-    own_logger = logging.getLogger("loopdropout_trainer")
-    own_logger.addHandler(caplog.handler)
     trainer = make_trainer()
     trainer.train(resume_from_checkpoint=True)
-    own_logger.removeHandler(caplog.handler)
-    assert f"Passing over {folder / 'checkpoint-6'}" in caplog.text and reason in caplog.text
+    assert f"Passing over {folder / 'checkpoint-6'}" in log.text and reason in log.text
     assert trainer.first_step == 4
-    assert torch.equal(weights(trainer), straight)
+    assert torch.equal(flat_weights(trainer), straight)
 
 
 def test_a_broken_checkpoint_given_by_name_is_refused_also_without_a_manifest(finished, make_trainer):
@@ -236,20 +205,11 @@ def test_a_checkpoint_without_optimizer_state_is_not_resumed_from(make_trainer):
     assert trainer.first_step == 0
 
 
-def test_without_a_whole_checkpoint_a_run_starts_at_the_beginning(make_trainer, tmp_path):
+def test_without_a_complete_checkpoint_a_run_starts_at_the_beginning(make_trainer, tmp_path):
     assert newest_complete_checkpoint(tmp_path / "nowhere") is None
     trainer = make_trainer(max_steps=1, save_strategy="no")
     trainer.train(resume_from_checkpoint=True)
     assert trainer.first_step == 0
-
-
-def test_rotation_deletes_unfinished_checkpoints_first_and_never_the_one_just_written(tmp_path):
-    for step in (2, 4, 6, 8):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        if step != 8:
-            seal(tmp_path / f"checkpoint-{step}")
-    rotate(tmp_path, 2, keep=[tmp_path / "checkpoint-2"])
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
 
 
 # --- disk, data, NaN --------------------------------------------------------------------------------------------------
@@ -276,7 +236,7 @@ def test_a_full_disk_is_one_error_and_leaves_the_newest_complete_checkpoint(make
     resumed, straight = make_trainer(), make_trainer(save_strategy="no")
     resumed.train(resume_from_checkpoint=True)
     straight.train()
-    assert torch.equal(weights(resumed), weights(straight))
+    assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 def test_a_nan_loss_stops_the_run_before_it_reaches_the_weights(make_trainer):
@@ -286,14 +246,14 @@ def test_a_nan_loss_stops_the_run_before_it_reaches_the_weights(make_trainer):
         def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
             if self.state.global_step == 3:
-                self.before = weights(self).clone()
+                self.before = flat_weights(self).clone()
                 loss = loss * math.nan
             return loss
 
     trainer = make_trainer(cls=Breaks)
     with pytest.raises(NonFiniteLossError, match="loss of step 4 is not finite .*checkpoint-2"):
         trainer.train()
-    assert torch.equal(weights(trainer), trainer.before)
+    assert torch.equal(flat_weights(trainer), trainer.before)
     assert trainer.loop_state.gates is None
     make_trainer(cls=Breaks, stop_on_nan=False, save_strategy="no").train()
 
@@ -307,7 +267,7 @@ def test_a_nan_loss_stops_the_run_before_it_reaches_the_weights(make_trainer):
 )
 def test_a_dataset_that_cannot_be_trained_on_is_one_error(make_trainer, rows, message):
     with pytest.raises(ValueError, match=message):
-        make_trainer(train_dataset=Dataset.from_list(rows))
+        make_trainer(rows=Dataset.from_list(rows))
 
 
 def test_a_dataset_file_that_is_cut_off_is_one_error(make_trainer, dataset, tmp_path):
@@ -316,7 +276,7 @@ def test_a_dataset_file_that_is_cut_off_is_one_error(make_trainer, dataset, tmp_
     rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
     cut(file)
     with pytest.raises(ValueError, match="`train_dataset` cannot be read"):
-        make_trainer(train_dataset=rows)
+        make_trainer(rows=rows)
 
 
 # --- the wrong adapter ------------------------------------------------------------------------------------------------
@@ -338,15 +298,12 @@ def test_resuming_with_another_adapter_base_or_depth_is_refused(finished, make_t
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_an_adapter_loads_at_another_depth_with_a_word_and_not_on_another_base(finished, tmp_path, caplog):
+def test_an_adapter_loads_at_another_depth_with_a_word_and_not_on_another_base(finished, tmp_path, log):
     folder, straight = finished
     checkpoint = folder / "checkpoint-6"
     assert adapter_metadata(checkpoint)["num_loops"] == 4
-    own_logger = logging.getLogger("loopdropout_trainer")
-    own_logger.addHandler(caplog.handler)
     model = load_adapter(tiny_ouro(total_ut_steps=6), checkpoint, is_trainable=True)
-    own_logger.removeHandler(caplog.handler)
-    assert "trained at depth 4; the model runs 6 loops" in caplog.text
+    assert "trained at depth 4; the model runs 6 loops" in log.text
     assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]), straight)
 
     with pytest.raises(ValueError, match="another base model"):
@@ -434,20 +391,6 @@ def test_a_crafted_file_of_a_checkpoint_is_one_sentence_and_runs_nothing(finishe
 # --- strangers' files -------------------------------------------------------------------------------------------------
 
 
-def test_a_models_own_code_runs_only_if_asked_for(tmp_path, config, dataset, tokenizer):
-    folder, proof = tmp_path / "stranger", tmp_path / "ran"
-    tiny_ouro().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    facts = json.loads((folder / "config.json").read_text())
-    facts["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    facts["model_type"] = "stranger"
-    (folder / "config.json").write_text(json.dumps(facts))
-    (folder / "evil.py").write_text(f"open({str(proof)!r}, 'w')\n")
-    with pytest.raises(ValueError, match="trust_remote_code|stranger"):
-        LoopDropoutSFTTrainer(str(folder), config(), train_dataset=dataset)
-    assert not proof.exists()
-
-
 def test_an_adapter_over_a_trained_one_keeps_every_bit(make_trainer, tmp_path):
     model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()))
     model.save_pretrained(tmp_path / "adapter")
@@ -458,15 +401,5 @@ def test_an_adapter_over_a_trained_one_keeps_every_bit(make_trainer, tmp_path):
     model = load_adapter(tiny_ouro().bfloat16(), tmp_path / "adapter", is_trainable=True)
     before = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
     trainer = make_trainer(model)
-    assert weights(trainer).dtype == torch.float32
-    assert torch.equal(weights(trainer), before)
-
-
-def test_a_recipe_from_a_stranger_runs_nothing(tmp_path):
-    proof = tmp_path / "ran"
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"output_dir: !!python/object/apply:os.mkdir [{proof}]\n")
-    with pytest.raises(RecipeError, match="recipe.yaml is not valid YAML"):
-        load_recipe(recipe)
-    assert not proof.exists()
-    assert TOKEN not in settings_yaml({"learning_rate": 1e-4, "hub_token": TOKEN})
+    assert flat_weights(trainer).dtype == torch.float32
+    assert torch.equal(flat_weights(trainer), before)

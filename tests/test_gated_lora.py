@@ -195,6 +195,20 @@ def test_two_adapters_are_compared_loop_by_loop_after_a_training(config, dataset
     assert not torch.equal(want, logits(model, torch.zeros(4)))
 
 
+def test_learned_gates_that_pefts_own_loading_would_drop_are_refused(tmp_path):
+    learned = adapted()
+    add_gates(learned, rule=make_rule("learned"))
+    learned.save_pretrained(tmp_path)
+    learned.load_adapter(str(tmp_path), "default")  # which has a place for them
+    model = adapted()
+    add_gates(model)
+    with pytest.raises(
+        ValueError,
+        match="has learned gates .* PEFT's `load_adapter` does not read",
+    ):
+        model.load_adapter(str(tmp_path), "other")
+
+
 def test_each_row_of_a_batch_may_have_an_adapter_of_its_own():
     model = two_adapters()
     names = ["default", "second", "__base__", "second"]

@@ -89,12 +89,6 @@ def test_generation_is_under_the_gates_that_the_caller_applies(make_tiny, tokeni
     assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) == unit
 
 
-def test_gates_that_differ_between_examples_are_refused(tokenizer):
-    model = adapted(varied(tiny_ouro()))
-    with use_gates(model, torch.ones(4, 2) / 2), pytest.raises(ValueError, match="gates for 2 examples are in force"):
-        generate_greedy(model, tokenizer, PROMPTS[:2], 4, progress=False)
-
-
 def test_generation_leaves_model_and_tokenizer_as_they_were(tokenizer):
     model, tokenizer = adapted(varied(tiny_ouro())), copy.deepcopy(tokenizer)
     want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
@@ -130,11 +124,6 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion(tokenizer):
     tokenizer.add_special_tokens({"additional_special_tokens": [special]})  # from now on left out of decoded text
     found = generate_greedy(model, tokenizer, PROMPTS[:1], 24, stop_strings=[special], progress=False)
     assert found == [tokenizer.decode(ids[:end])]
-
-
-def test_a_prompt_without_tokens_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="Prompt 1 has no tokens"):
-        generate_greedy(varied(tiny_ouro()), tokenizer, ["a", ""], 4, progress=False)
 
 
 # Continuous batching
@@ -332,6 +321,15 @@ def test_other_models_are_left_to_transformers_generate(tokenizer, monkeypatch, 
     assert decoding.why_unsupported(model) == "some layers do not attend to all tokens"
 
 
-def test_a_form_of_decoding_that_does_not_exist_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="`decoding` must be one of eager, compiled, generate; got 'fast'"):
-        generate_greedy(tiny_ouro(), tokenizer, PROMPTS, 4, progress=False, decoding="fast")
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (["a", ""], {}, "Prompt 1 has no tokens"),
+        (PROMPTS, {"decoding": "fast"}, "`decoding` must be one of eager, compiled, generate; got 'fast'"),
+        (PROMPTS[:2], {"gates": torch.ones(4, 2) / 2}, "gates for 2 examples are in force"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(tokenizer, prompts, options, message):
+    model, gates = adapted(varied(tiny_ouro())), options.get("gates", torch.ones(4))
+    with use_gates(model, gates), pytest.raises(ValueError, match=message):
+        generate_greedy(model, tokenizer, prompts, 4, progress=False, decoding=options.get("decoding", "eager"))

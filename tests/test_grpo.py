@@ -471,13 +471,14 @@ NAN = float("nan")
         ("scale_rewards", ["groups", 3]),
         ("loss_type", ["gspo", None]),
         ("importance_sampling_level", ["word"]),
+        ("multi_objective_aggregation", ["mean", None]),
         ("top_k", [-5, 1.5]),
         ("min_p", [3, -0.1, NAN]),
-        ("top_p", [1.5, 0, NAN]),
+        ("top_p", [1.5, 0, -1, NAN]),
         ("beta", [-0.1, NAN]),
         ("epsilon", [-0.1, NAN]),
         ("epsilon_high", [-0.1]),
-        ("repetition_penalty", [0]),
+        ("repetition_penalty", [0, -1.0]),
         ("reward_weights", [[1.0, NAN], [float("inf")]]),
     ],
 )
@@ -497,8 +498,10 @@ def test_plain_arguments_get_the_papers_rule_and_wrong_ones_are_refused(grpo_con
     )
     for fields, message in (
         ({"gates_per": "token"}, "`gates_per` must be prompt or completion; got 'token'"),
-        ({"completion_slots": 0}, "`completion_slots` must be a whole number of at least 1; got 0"),
+        ({"completion_slots": 0}, "`completion_slots` must be an integer of at least 1; got 0"),
         ({"loop_loss": "random"}, "`loop_loss: random` runs fewer loops"),
+        ({"use_transformers_paged": True}, "`use_transformers_paged` has no cache for a model"),
+        ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching` has no cache"),
         ({"loop_loss": "weighted", "loop_loss_args": {"loop_weights": [1, 2]}}, "`loop_weights` has 2 values"),
         ({"rule": "adaptive", "num_iterations": 2}, "'adaptive' changes a completion's gates .* `old_gates: unit`"),
         (

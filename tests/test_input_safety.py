@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter
-from loopdropout_trainer.data import DataArguments, chat_template, load_data
+from loopdropout_trainer.data import DataArguments, load_data
 from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.data.lengths import token_lengths
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict.gsm8k_strict import normalize, score
@@ -101,16 +101,6 @@ def test_a_cell_may_be_a_long_document(tmp_path, tokenizer):
     path.write_text(f"prompt,completion\na,{'b' * 200_000}\n")
     data = load_data(DataArguments(train_files=[str(path)]), tokenizer)
     assert len(data.train["completion"][0]) == 200_000
-
-
-@pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_sharegpt_rows_are_tulu_rows_too(tmp_path, tokenizer, monkeypatch, column):
-    monkeypatch.setattr(tokenizer, "chat_template", chat_template("tulu2"))
-    path = tmp_path / "a.jsonl"
-    turns = [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]
-    path.write_text(json.dumps({column: turns}) + "\n")
-    data = load(tokenizer, path, "tulu2", num_train_examples=1)
-    assert data.train["messages"][0] == [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ def test_advice_names_the_first_change_that_fits(config, monkeypatch):
     assert "8 rows of 256 tokens" in advice(plain)
     assert "so that `gradient_checkpointing` stays off" in advice(plain)
     assert advice(pointwise).endswith(f"`recompute_pointwise: true`: {pointwise / 1e6:.3g} MB, which fits")
-    assert advice(layers).endswith(f"`gradient_checkpointing: true` instead: {layers / 1e6:.3g} MB, which fits")
+    assert advice(layers).endswith(
+        f"`gradient_checkpointing: true`, without `recompute_pointwise`: {layers / 1e6:.3g} MB, which fits"
+    )
     assert "`per_device_train_batch_size: 4`" in advice(0.9 * layers)
     assert "does without `gradient_checkpointing`" in advice(plain, gradient_checkpointing=True)

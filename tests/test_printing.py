@@ -9,11 +9,11 @@ from rich.console import Console
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult, Prediction
 from loopdropout_trainer.runs.printing import (
-    about_answers,
+    about_accuracy,
     about_depths,
+    correct_by_last_number,
     paired_sign_test,
     print_results,
-    right_by_last_number,
 )
 from loopdropout_trainer.runs.progress import log_line
 from loopdropout_trainer.runs.result import RunResult
@@ -44,6 +44,7 @@ def outcome(rule, right, only, by_depth):
         base_benchmarks=[answers(0)],
         benchmarks=[answers(right)],
         single_loop=SingleLoopActivation(frozen=2.0, only=only, all_on=0.2),
+        single_loop_benchmarks=[answers(number) for number in (1, 2, 3, right)],
         by_depth={depth: answers(number) for depth, number in by_depth.items()},
     )
 
@@ -64,21 +65,20 @@ def test_everything_fits_80_columns():
 
 def test_sentences_are_true_of_the_numbers():
     ours, lora = two()
-    assert "LoRA answers 18 more of 40 problems than Loop Dropout, more than chance" in about_answers([ours, lora])
+    assert "LoRA is 45.0 points more accurate than Loop Dropout" in about_accuracy([ours, lora])
     assert about_depths([ours, lora]) == (
-        "Loop Dropout answers more at K = 1, 2, 6; LoRA answers more at K = 3, 4; they are level at K = 5, 7, 8 "
+        "Loop Dropout is more accurate at K = 1, 2, 6; LoRA is more accurate at K = 3, 4; they are level at K = 5, 7, 8 "
         "(trained at K = 4; one seed)."
     )
     lora.benchmarks = [answers(13)]
-    assert "LoRA answers 1 more of 40 problems than Loop Dropout, which chance alone" in about_answers([ours, lora])
+    assert "LoRA is 2.5 points more accurate than Loop Dropout" in about_accuracy([ours, lora])
     lora.benchmarks = [answers(12, start=20)]
-    assert "equally many of 40" in about_answers([ours, lora])
+    assert "the same accuracy" in about_accuracy([ours, lora])
     console = Console(file=io.StringIO(), width=200)
     print_results([ours, lora], console)
-    assert (
-        "Loop Dropout 50.0% (loop 4) to 65.0% (loop 3); LoRA 10.0% (loop 3) to 75.0% (loop 4)."
-        in console.file.getvalue()
-    )
+    printed = console.file.getvalue()
+    assert "Loop Dropout -5.0, LoRA +25.0." in printed  # rho_4 - rho_1: 50 - 55, 75 - 50
+    assert "with the adapter in one loop only, in %" in printed
 
 
 @pytest.mark.parametrize(("right", "other", "start"), [(30, 12, 0), (12, 13, 20), (12, 12, 5), (5, 5, 0)])
@@ -96,7 +96,7 @@ def test_the_last_number_of_any_answer_counts():
     completions = ["The answer is 1,234.", "12 + 3 = 15\n#### 15", "no number", "1234 in all, said 2"]
     references = ["#### 1234", "#### 15", "#### 3", "#### 1234"]
     predictions = [Prediction("?", c, r, None, False) for c, r in zip(completions, references, strict=True)]
-    assert right_by_last_number(BenchmarkResult("x", predictions)) == 2
+    assert correct_by_last_number(BenchmarkResult("x", predictions)) == 2
 
 
 def test_one_line_for_a_logging_interval():

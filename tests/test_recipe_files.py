@@ -42,10 +42,16 @@ def test_the_command_line_overrides_the_recipe(recipe):
     assert settings["learning_rate"] == 2e-4
 
 
-def test_one_number_and_a_list_are_drop_probabilities_on_the_command_line(recipe):
-    path = recipe(BASE)
-    assert parse_recipe(TYPES, [path, "--p", "0.3"])[0][3].p == 0.3
-    assert parse_recipe(TYPES, [path, "--p", "0.3", "0.4"])[0][3].p == [0.3, 0.4]
+@pytest.mark.parametrize(
+    ("text", "argv", "name", "value"),
+    [
+        ("", ["--p", "0.3"], "p", 0.3),
+        ("", ["--p", "0.3", "0.4"], "p", [0.3, 0.4]),
+        ("resume_from_checkpoint: true\n", [], "resume_from_checkpoint", "true"),
+    ],
+)
+def test_a_field_of_several_types_takes_each(recipe, text, argv, name, value):
+    assert getattr(parse_recipe(TYPES, [recipe(BASE + text), *argv])[0][3], name) == value
 
 
 def test_a_recipe_builds_on_another_and_states_what_differs(recipe):
@@ -53,11 +59,6 @@ def test_a_recipe_builds_on_another_and_states_what_differs(recipe):
     recipe("extends: ../base.yaml\nseed: 2\n", "variants/second.yaml")
     path = recipe("extends: second.yaml\nlora_r: 8\n", "variants/third.yaml")
     assert load_recipe(path) == {**yaml.safe_load(BASE), "seed": 2, "lora_r": 8}
-
-
-def test_resume_from_checkpoint_may_be_a_boolean(recipe):
-    config = parse_recipe(TYPES, [recipe(BASE + "resume_from_checkpoint: true\n")])[0][3]
-    assert config.resume_from_checkpoint == "true"
 
 
 def test_fields_of_other_scripts_may_be_passed_over_but_mistakes_not(recipe):

@@ -1,65 +1,27 @@
 """A resumed run is the run: it ends where it ends, reports all of itself, takes no other's checkpoint, and stops in order."""
 
 import json
-import logging
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_ouro
+from conftest import STEPS, Trainer, flat_weights, tiny_ouro
 from datasets import Dataset
 from peft import get_peft_model
 from transformers import EarlyStoppingCallback
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer import default_peft_config
 from loopdropout_trainer.saving.lock import LOCK_FILE, LockedError, folder_lock
 from loopdropout_trainer.training.checkpoints import CheckpointError, NonFiniteLossError, TrainingInterrupted
 from loopdropout_trainer.training.checkpoints.sealing import MANIFEST, rotate, seal
-
-
-STEPS = 6
-LAST = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
-
-
-class Trainer(LoopDropoutSFTTrainer):
-    """Counts its steps, and can be told to die before one of them."""
-
-    steps_taken = 0
-    dies_before = None
-
-    def training_step(self, *args, **kwargs):
-        if self.state.global_step == self.dies_before:
-            raise SystemError("killed")
-        loss = super().training_step(*args, **kwargs)
-        self.steps_taken += 1
-        return loss
-
-
-@pytest.fixture
-def make_trainer(config, dataset, tokenizer):
-    def make(model=None, cls=Trainer, rows=dataset, peft_config=None, callbacks=None, **fields):
-        model = tiny_ouro() if model is None else model
-        args = config(**{**LAST, **fields})
-        return cls(
-            model,
-            args,
-            train_dataset=rows,
-            eval_dataset=rows.select(range(4)),
-            processing_class=tokenizer,
-            peft_config=peft_config,
-            callbacks=callbacks,
-        )
-
-    return make
 
 
 def killed_before(step, make_trainer, **fields):
@@ -67,14 +29,6 @@ def killed_before(step, make_trainer, **fields):
     trainer.dies_before = step
     with pytest.raises(SystemError):
         trainer.train(resume_from_checkpoint=fields.get("resume"))
-
-
-@pytest.fixture
-def log(caplog):
-    own_logger = logging.getLogger("loopdropout_trainer")
-    own_logger.addHandler(caplog.handler)
-    yield caplog
-    own_logger.removeHandler(caplog.handler)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -94,7 +48,7 @@ def test_a_finished_run_that_is_resumed_trains_nothing_more(make_trainer, end):
         again.train(resume_from_checkpoint=True)
         assert again.steps_taken == 0
         assert again.state.global_step == trainer.state.global_step
-        assert torch.equal(weights(again), weights(trainer))
+        assert torch.equal(flat_weights(again), flat_weights(trainer))
 
 
 def test_a_checkpoint_beyond_the_end_is_refused(make_trainer):
@@ -161,7 +115,7 @@ def test_a_run_is_kept_out_of_another_runs_folder_before_it_trains(make_trainer,
     assert "checkpoint-6: it belongs to another run" in log.text
     straight = make_trainer(**other, output_dir=resumed.args.output_dir + "-straight")
     straight.train()
-    assert torch.equal(weights(resumed), weights(straight))
+    assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 @pytest.mark.parametrize("saves", ["steps", "no"])
@@ -171,7 +125,7 @@ def test_a_complete_training_is_loaded_and_not_trained_again(make_trainer, log, 
     first.save_model()
     again = make_trainer(save_strategy=saves, eval_strategy="steps", eval_steps=1)
     output = again.train(resume_from_checkpoint=True)
-    assert again.steps_taken == 0 and torch.equal(weights(again), weights(first))
+    assert again.steps_taken == 0 and torch.equal(flat_weights(again), flat_weights(first))
     assert (output.training_loss, output.global_step) == (report.training_loss, STEPS)
     assert output.metrics["train_runtime"] == report.metrics["train_runtime"]
     assert again.progress() == first.progress()
@@ -217,7 +171,7 @@ def test_a_run_goes_on_for_longer(make_trainer, log, end):
     assert longer.steps_taken == longer.state.max_steps - 6 > 0
     straight = make_trainer(**end, **constant, output_dir=first.args.output_dir + "-straight")
     straight.train()
-    assert torch.equal(weights(longer), weights(straight))
+    assert torch.equal(flat_weights(longer), flat_weights(straight))
     assert len(list(Path(first.args.output_dir).glob("checkpoint-*"))) == 1
     longer.save_model()
     with pytest.raises(CheckpointError, match=f"`{name}` was"):  # and not back
@@ -316,13 +270,26 @@ def test_a_checkpoint_that_does_not_say_whose_it_is_is_resumed_with_a_word(make_
     assert trainer.state.global_step == STEPS
 
 
-def test_rotation_leaves_another_runs_checkpoints_alone(tmp_path):
-    mine, theirs = {"settings": {"seed": 1}}, {"settings": {"seed": 2}}
-    for step, run in ((1, mine), (2, mine), (3, mine), (8, theirs), (9, theirs)):
+@pytest.mark.parametrize(
+    ("steps", "limit", "keep", "left"),
+    [
+        (
+            {2: None, 4: None, 6: None, 8: "unfinished"},
+            2,
+            2,
+            [2, 6],
+        ),  # unfinished ones first, never the one just written
+        ({1: 1, 2: 1, 3: 1, 8: 2, 9: 2}, 1, 3, [3, 8, 9]),  # by the seed of their run: another run's are left alone
+    ],
+)
+def test_rotation_deletes_what_a_run_needs_least(tmp_path, steps, limit, keep, left):
+    runs = {seed: {"settings": {"seed": seed}} for seed in (1, 2)}
+    for step, seed in steps.items():
         (tmp_path / f"checkpoint-{step}").mkdir()
-        seal(tmp_path / f"checkpoint-{step}", run)
-    rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-3"], run=mine)
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-8", "checkpoint-9"]
+        if seed != "unfinished":
+            seal(tmp_path / f"checkpoint-{step}", runs.get(seed))
+    rotate(tmp_path, limit, keep=[tmp_path / f"checkpoint-{keep}"], run=runs.get(min(steps)))
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
 
 
 def test_an_adapter_of_another_name_is_resumed(make_trainer):
@@ -337,7 +304,7 @@ def test_an_adapter_of_another_name_is_resumed(make_trainer):
     resumed = make_trainer(named(), **fields)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.steps_taken == 2
-    assert torch.equal(weights(resumed), weights(straight))
+    assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 # --- early stopping ---------------------------------------------------------------------------------------------------
@@ -375,7 +342,7 @@ def test_early_stopping_keeps_its_patience(make_trainer):
         resumed = make_trainer(**fields, callbacks=[EarlyStoppingCallback(4)])
         resumed.train(resume_from_checkpoint=True)
         assert resumed.state.global_step == 5
-        assert torch.equal(weights(resumed), weights(straight))
+        assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -390,7 +357,7 @@ class Spoiled(Trainer):
         loss = super().training_step(*args, **kwargs)
         if self.state.global_step == 4:
             parameter = next(p for p in self.model.parameters() if p.requires_grad)
-            self.before = weights(self).clone()
+            self.before = flat_weights(self).clone()
             if self.spoils == "gradient":
                 parameter.grad.fill_(float("inf"))
             else:
@@ -404,7 +371,7 @@ def test_an_infinite_gradient_under_a_finite_loss_is_not_stepped_nor_sealed(make
     trainer = make_trainer(cls=Spoiled, **fields)
     with pytest.raises(NonFiniteLossError, match="gradient of step 5 is not finite .*not taken. .*checkpoint-4"):
         trainer.train()
-    assert torch.equal(weights(trainer), trainer.before)
+    assert torch.equal(flat_weights(trainer), trainer.before)
     assert [folder.name for folder in Path(trainer.args.output_dir).glob("checkpoint-*")] == ["checkpoint-4"]
 
 
@@ -442,13 +409,13 @@ def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(make_trainer
     before = signal.getsignal(stop)
     with pytest.raises(
         TrainingInterrupted, match="Stopped after step 3 of 6. .*checkpoint-3. `resume_from_checkpoint"
-    ):
+    ) as error:
         make_trainer(cls=Interrupted).train()
-    assert signal.getsignal(stop) is before
+    assert error.value.signal == stop.name and signal.getsignal(stop) is before
     resumed = make_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.steps_taken == 3
-    assert torch.equal(weights(resumed), weights(straight))
+    assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
@@ -459,11 +426,12 @@ def test_asked_to_stop_after_the_last_step_a_script_ends_and_keeps_its_training(
             return super().evaluation_loop(*args, **kwargs)
 
     trainer = make_trainer(cls=Interrupted, eval_strategy="steps", eval_steps=STEPS, save_strategy="no")
-    with pytest.raises(TrainingInterrupted, match="Stopped after step 6 of 6. .*checkpoint-6"):
+    with pytest.raises(TrainingInterrupted, match="Stopped after step 6 of 6. .*checkpoint-6") as error:
         trainer.train()
+    assert error.value.signal == stop.name
     resumed = make_trainer()
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.steps_taken == 0 and torch.equal(weights(resumed), weights(trainer))
+    assert resumed.steps_taken == 0 and torch.equal(flat_weights(resumed), flat_weights(trainer))
 
 
 SEVERAL = """
@@ -472,30 +440,60 @@ from conftest import tiny_ouro, tokenizer
 from datasets import Dataset
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 rows = Dataset.from_list([{"text": "abc"}] * 64)
-for index in range(3):
-    args = LoopDropoutConfig(f"{sys.argv[1]}/{index}", max_steps=10_000, use_cpu=True, bf16=False, report_to="none")
-    args.logging_steps, args.save_strategy = 1, "no"
-    make = getattr(tokenizer, "__wrapped__", None) or tokenizer._get_wrapped_function()
-    LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=rows, processing_class=make()).train()
+from loopdropout_trainer.settings.command import run_command
+
+def train():
+    for index in range(3):
+        args = LoopDropoutConfig(f"{sys.argv[1]}/{index}", max_steps=10_000, use_cpu=True, bf16=False, report_to="none")
+        args.logging_steps, args.save_strategy, args.save_steps, args.disable_tqdm = 1, sys.argv[2], 1, True
+        make = getattr(tokenizer, "__wrapped__", None) or tokenizer._get_wrapped_function()
+        LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=rows, processing_class=make()).train()
+
+run_command(train, "script")
 """
 
 
-def test_a_plain_kill_ends_a_script_that_trains_several_times(tmp_path):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[1]))),
-    }
-    script = [sys.executable, "-u", "-c", SEVERAL, str(tmp_path)]
-    process = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = []
+def start_script(folder, saves, **environment):
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(here.parent))), **environment}
+    script = [sys.executable, "-u", "-c", SEVERAL, str(folder), saves]
+    return subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def read_to_the_first_loss(process):
     for line in process.stdout:
-        said.append(line)
         if "'loss'" in line:
-            process.terminate()
-            break
-    said += process.stdout.readlines()
-    assert process.wait(120) != 0 and "TrainingInterrupted: Stopped after step" in said[-1]
+            return
+    pytest.fail("the script has ended")
+
+
+def test_a_plain_kill_ends_a_script_that_trains_several_times(tmp_path):
+    process = start_script(tmp_path, "no")
+    read_to_the_first_loss(process)
+    process.terminate()
+    said = process.stdout.readlines()
+    assert process.wait(120) == 143 and said[-1].startswith("script: Stopped after step")
     assert len(list(tmp_path.glob("0/checkpoint-*/manifest.json"))) == 1 and not (tmp_path / "1").exists()
+
+
+@pytest.mark.slow
+def test_a_process_whose_peer_dies_says_so_in_one_sentence_and_names_the_newest_checkpoint(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    first, second = (start_script(tmp_path, "steps", **world, **rank) for rank in ranks)
+    read_to_the_first_loss(first)
+    while not (tmp_path / "0" / "checkpoint-2" / MANIFEST).exists():
+        time.sleep(0.05)
+    second.kill()
+    said = first.communicate(timeout=120)[0]
+    assert first.returncode == 2 and "Traceback" not in said
+    (last,) = (line for line in said.splitlines() if line.startswith("script: "))
+    assert last.startswith("script: Another process of this run ended or cannot be reached")
+    assert re.search(r"The newest complete checkpoint is .*checkpoint-\d+\. `resume_from_checkpoint: true`", last)
+    second.communicate()
 
 
 # --- one process in a folder ------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def test_a_full_disk_leaves_the_last_adapter_and_the_last_merged_model(disk, con
     assert before.items() - content(args.output_dir).items() and before.keys() <= content(args.output_dir).keys()
 
 
-def test_results_are_whole_or_as_they_were(disk, tmp_path):
+def test_results_are_complete_or_as_they_were(disk, tmp_path):
     (tmp_path / "results.json").write_text("old")
     disk(1000)
     with (

@@ -216,7 +216,7 @@ def adapter(make_tiny, tmp_path):
     return tmp_path / "adapter", make_tiny
 
 
-def test_a_whole_adapter_loads(adapter):
+def test_an_undamaged_adapter_loads(adapter):
     folder, make = adapter
     assert load_adapter(make(), folder)(IDS).logits.shape == (2, 5, 258)
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, use_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.looped import NotLoopedError, find_looped_model
 
 
@@ -23,18 +23,8 @@ class Watch(LoopDropoutSFTTrainer):
         rows = inputs["input_ids"].tolist()
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.model.training:
-            self.seen += [
-                (self.state.global_step, tuple(row), gates) for row, gates in zip(rows, self.gates(), strict=True)
-            ]
+            self.seen += zip(rows, self.loop_state.gates.T.tolist(), strict=True)
         return loss
-
-    def gates(self):
-        return self.loop_state.gates.T.tolist()
-
-    @property
-    def gates_of_texts(self):
-        """(step, text without padding) -> gates."""
-        return {(step, tuple(t for t in row if t != 1)): gates for step, row, gates in self.seen}
 
 
 @pytest.fixture
@@ -92,28 +82,6 @@ def test_unit_gates_train_exactly_as_trl_and_peft_do(train):
         assert mine.get("loss") == other.get("loss")
 
 
-@pytest.mark.parametrize("rule", ["loop_dropout", "lora"])
-def test_initial_adapter_and_data_order_are_those_of_every_rule(config, dataset, tokenizer, rule):
-    def begin(rule):
-        args = config(rule=rule)
-        trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
-        return weights(trainer), [batch["input_ids"].tolist() for batch in trainer.get_train_dataloader()]
-
-    (adapter, order), (reference, reference_order) = begin(rule), begin("unscaled")
-    assert_same(adapter, reference, **EXACT)
-    assert order == reference_order
-
-
-@pytest.mark.parametrize(("rows", "accumulation"), [(4, 2), (2, 4)])
-def test_a_split_into_micro_batches_changes_neither_gates_nor_weights(train, rows, accumulation):
-    exact = {"adam_epsilon": 1e-3}  # Adam at its default divides rounding errors by almost nothing
-    whole = train(cls=Watch, per_device_train_batch_size=8, **exact)
-    split = train(cls=Watch, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, **exact)
-    assert whole.gates_of_texts == split.gates_of_texts
-    assert len(whole.gates_of_texts) == 4 * 8
-    assert_same(weights(whole), weights(split), atol=2e-5, rtol=2e-4)
-
-
 def test_evaluating_in_the_middle_leaves_training_as_it_was(train):
     plain = train(cls=Watch)
     evaluated = train(cls=Watch, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=3)
@@ -164,56 +132,6 @@ def test_micro_batches_without_any_active_loop_train_on(train, fields):
     assert trainer.state.global_step == 4
     assert all(not tensor.any() for name, tensor in weights(trainer).items() if "lora_B" in name)
     assert all(log["gate_mean"] == 0 for log in trainer.state.log_history if "loss" in log)
-
-
-@pytest.mark.parametrize("layout", [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 64}])
-def test_examples_that_share_a_row_have_gates_of_their_own(train, layout):
-    trainer = train(cls=SegmentWatch, **layout)
-    for segments, positions, gates in trainer.seen:
-        assert gates.shape[1] == segments.max() + 1 > 1
-        starts = (positions == 0).nonzero()[:, 1]
-        assert torch.equal(segments[0, starts], torch.arange(gates.shape[1]))
-
-
-class SegmentWatch(Watch):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        loss = LoopDropoutSFTTrainer.compute_loss(self, model, inputs, *args, **kwargs)
-        self.seen.append((self.loop_state.plan.segments, inputs["position_ids"], self.loop_state.gates))
-        return loss
-
-
-def test_padding_free_training_equals_padded_training(train):
-    # An example alone in its row has the gates of the row; the sum over one row's tokens is TRL's token mean.
-    padded = train(per_device_train_batch_size=1)
-    free = train(per_device_train_batch_size=1, padding_free=True, max_length=None)
-    assert_same(weights(padded), weights(free), atol=1e-5, rtol=1e-4)
-
-
-def test_checkpointing_changes_nothing(train):
-    plain, checkpointed = train(gradient_checkpointing=False), train(gradient_checkpointing=True)
-    assert_same(weights(plain), weights(checkpointed), atol=1e-6, rtol=1e-5)
-
-
-def test_the_loss_is_the_final_loops_on_target_tokens(train, dataset, tokenizer):
-    class Capture(LoopDropoutSFTTrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-            self.first = getattr(self, "first", (inputs, self.loop_state.gates, loss.detach()))
-            return loss
-
-    trainer = train(cls=Capture, max_steps=1, learning_rate=0.0)
-    inputs, gates, loss = trainer.first
-    labels = inputs["labels"]
-    model = trainer.model.train()
-    with use_gates(model, gates):
-        hidden = find_looped_model(model).model(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_readouts=True
-        )
-    logits = find_looped_model(model).lm_head(hidden.readouts[-1])[:, :-1]
-    kept = labels[:, 1:] != -100
-    assert 0 < kept.sum() < inputs["attention_mask"].sum()  # targets only, not prompts
-    expected = torch.nn.functional.cross_entropy(logits[kept], labels[:, 1:][kept])
-    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_gate_statistics_and_speed_are_logged_with_the_loss(train):
@@ -294,20 +212,3 @@ def test_mistakes_are_found_before_any_weight_is_loaded(
     with pytest.raises(error, match=message) as caught:
         LoopDropoutSFTTrainer(name, config(**fields), train_dataset=dataset, peft_config=peft_config)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"p": 1.0}, r"must lie in \[0, 1\); got 1.0"),
-        ({"p": -0.1}, r"got -0.1"),
-        ({"p": []}, "empty list"),
-        ({"rule": "loop_dropuot"}, "Did you mean `loop_dropout`"),
-        ({"rule": "lora", "p": 0.5}, "takes no fields"),
-        ({"rule_args": {"q": 1}}, "no field 'q'; it takes p"),
-        ({"rule_args": {"p": 0.5}}, "field of its own"),
-    ],
-)
-def test_bad_rules_are_refused_by_the_config(tmp_path, fields, message):
-    with pytest.raises(ValueError, match=message):
-        LoopDropoutConfig(str(tmp_path), bf16=False, **fields)

@@ -40,7 +40,11 @@ DRAWS = 10_000
 
 def rows_of(run: Path, study: str) -> Iterator[dict]:
     """Yield the rows of one run's folder, STUDY/METHOD/lr_RATE/seed_SEED."""
-    method, rate, seed = run.parts[-3], float(run.parts[-2].removeprefix("lr_")), int(run.parts[-1].removeprefix("seed_"))
+    method, rate, seed = (
+        run.parts[-3],
+        float(run.parts[-2].removeprefix("lr_")),
+        int(run.parts[-1].removeprefix("seed_")),
+    )
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     trained = results["train_info"]
     settings = results["run_info"]["settings"]
@@ -103,7 +107,9 @@ class Study:
         best = first.loc[first.groupby("method", sort=False)["value"].idxmax()]
         self.rates = dict(zip(best["method"], best["learning_rate"], strict=True))
 
-    def of(self, method: str, metric: str, depth: int | None = None, loop: int | None = None, rate: float | None = None):
+    def of(
+        self, method: str, metric: str, depth: int | None = None, loop: int | None = None, rate: float | None = None
+    ):
         """Return the rows of one method and metric, by seed; `depth` None: the method's own."""
         rate = self.rates.get(method) if rate is None else rate
         rows = self.rows[(self.rows["method"] == method) & (self.rows["metric"] == metric)]
@@ -151,7 +157,7 @@ def mean_sd(rows: pd.DataFrame, digits: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of the paper, its number there, and what it comes to here: gains [seeds, problems], above zero if it holds."""
+    """One sentence of the paper, its number there, and its gains [seeds, problems] here, above zero if it holds."""
 
     words: str
     paper: str
@@ -241,9 +247,10 @@ CLAIMS = [
     Claim("More accurate at rank 64", "+0.43", against("rank_64_lora", "rank_64")),
     *(Claim(f"More accurate when both train at the rate {rate:g}", "+0.56 to +2.62", against("lora", rate=rate))
       for rate in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
-    *(Claim(f"More accurate when trained and evaluated at K = {depth}", paper, against(f"depth_{depth}_lora", f"depth_{depth}"))
-      for depth, paper in ((2, "+2.17"), (6, "+1.59"), (8, "+0.51"))),
-    Claim("LoRA at random depth is more accurate at twice the depth than LoRA", "-", against("lora", "random_depth_lora", depth=8)),
+    *(Claim(f"More accurate when trained and evaluated at K = {depth}", paper,
+            against(f"depth_{depth}_lora", f"depth_{depth}")) for depth, paper in ((2, "+2.17"), (6, "+1.59"), (8, "+0.51"))),
+    Claim("LoRA at random depth is more accurate at twice the depth than LoRA", "-",
+          against("lora", "random_depth_lora", depth=8)),
     Claim("At random depth, Loop Dropout is more accurate than LoRA", "-", against("random_depth_lora", "random_depth")),
     Claim("At random depth, evaluated at twice the depth", "-", against("random_depth_lora", "random_depth", depth=8)),
     *(Claim(f"{words} (base of two layers)", paper, gains, study="two_layers") for words, paper, gains in (
@@ -290,16 +297,113 @@ def choices_table(study: Study) -> str:
     for method, chosen in study.rates.items():
         mine = development[development["method"] == method]
         mine = mine[mine["seed"] == mine["seed"].min()].sort_values("learning_rate").drop_duplicates("learning_rate")
-        cells = [f"{row.learning_rate:g}: {'**' * (row.learning_rate == chosen)}{row.value:.1f}{'**' * (row.learning_rate == chosen)}"
-                 for row in mine.itertuples()]  # fmt: skip
+        scores = {rate: f"{value:.1f}" for rate, value in zip(mine["learning_rate"], mine["value"], strict=True)}
+        cells = [f"{rate:g}: {f'**{score}**' if rate == chosen else score}" for rate, score in scores.items()]
         lines.append(f"| {method} | {', '.join(cells)} |")
     return "\n".join(lines)
+
+
+# The figures.
+
+
+METHODS = {"lora": "LoRA", "loop_dropout": "Loop Dropout"}
+
+
+def effect_figure(study: Study) -> None:
+    """Draw what the main comparison measured, mean ± SD over seeds: by depth, and with the adapter in one loop only."""
+    from plotnine import (
+        aes,
+        facet_wrap,
+        geom_line,
+        geom_point,
+        geom_ribbon,
+        geom_vline,
+        ggplot,
+        labs,
+        scale_color_manual,
+        scale_fill_manual,
+        scale_x_continuous,
+    )
+
+    from loopdropout_trainer.reports import save_figure
+    from loopdropout_trainer.reports.plots import LOOKS, theme
+
+    panels = {
+        "accuracy (%), K loops": ("accuracy", "depth", (1, 2, 3, 4, 6, 8, 10, 12)),
+        "accuracy (%), only loop t": ("accuracy", "loop", (1, 2, 3, 4)),
+        "loss reduction (%), only loop t": ("loss_reduction", "loop", (1, 2, 3, 4)),
+    }
+    points = []
+    for panel, (metric, column, positions) in panels.items():
+        for method, title in METHODS.items():
+            for x in positions:
+                values = study.of(method, metric, **{column: x})["value"]
+                mean, sd = values.mean(), values.std(ddof=1)
+                points.append(
+                    {"panel": panel, "method": title, "x": x, "mean": mean, "low": mean - sd, "high": mean + sd}
+                )
+    data = pd.DataFrame(points)
+    data["panel"] = pd.Categorical(data["panel"], list(panels))
+    colours = {title: LOOKS[title][0] for title in METHODS.values()}
+    trained = pd.DataFrame({"panel": pd.Categorical([next(iter(panels))], list(panels)), "x": [4]})
+    plot = (
+        ggplot(data, aes("x", "mean", color="method", fill="method"))
+        + geom_vline(trained, aes(xintercept="x"), linetype="dotted", color="#777777")
+        + geom_ribbon(aes(ymin="low", ymax="high"), alpha=0.25, color="none")
+        + geom_line(size=1.1)
+        + geom_point(size=2)
+        + facet_wrap("panel", scales="free", ncol=3)
+        + scale_color_manual(values=colours)
+        + scale_fill_manual(values=colours)
+        + scale_x_continuous(breaks=list(range(13)))
+        + labs(x="", y="")
+        + theme()
+    )
+    save_figure(plot, HERE / "effect", width=11, height=3.6)
+
+
+def map_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return accuracies and Loop Dropout's gain of each cell of the map, means over its seeds."""
+    cells = rows[rows["metric"] == "accuracy"].copy()
+    cells["rule"] = np.where(cells["method"].str.startswith("lora"), "lora", "loop_dropout")
+    cells["epochs"] = (cells["steps"] * 16 / cells["examples"]).round().astype(int)
+    table = cells.pivot_table(
+        index=["difficulty", "examples", "epochs", "depth"], columns="rule", values="value", aggfunc="mean"
+    ).dropna()
+    return table.assign(gain=table["loop_dropout"] - table["lora"]).reset_index()
+
+
+def map_figure(rows: pd.DataFrame) -> None:
+    """Draw by how many points Loop Dropout is more accurate than LoRA, by examples, epochs, difficulty and depth."""
+    from plotnine import aes, facet_grid, geom_text, geom_tile, ggplot, labs, scale_fill_gradient2
+
+    from loopdropout_trainer.reports import save_figure
+    from loopdropout_trainer.reports.plots import BLUE, ORANGE, theme
+
+    table = map_table(rows)
+    for name in ("examples", "epochs"):
+        table[name] = pd.Categorical(table[name].astype(str), [str(each) for each in sorted(table[name].unique())])
+    table["shown"] = [f"{gain:+.1f}\n({lora:.0f})" for gain, lora in zip(table["gain"], table["lora"], strict=True)]
+    table["difficulty"] = "problems of " + table["difficulty"] + " steps"
+    table["depth"] = "K = " + table["depth"].astype(int).astype(str)
+    plot = (
+        ggplot(table, aes("examples", "epochs", fill="gain.clip(-20, 20)"))
+        + geom_tile(color="white", size=1)
+        + geom_text(aes(label="shown"), size=8)
+        + facet_grid("depth", "difficulty")
+        + scale_fill_gradient2(low=ORANGE, mid="#f4f4f4", high=BLUE, limits=(-20, 20), guide=None)
+        + labs(x="examples", y="epochs", fill="points")
+        + theme()
+    )
+    save_figure(plot, HERE / "map", width=11, height=6)
 
 
 def write(rows: pd.DataFrame) -> None:
     """Replace what stands between each pair of marks in the document."""
     studies = {name: Study(part) for name, part in rows.groupby("study") if name != "map"}
     small = studies["small"]
+    effect_figure(small)
+    map_figure(rows[rows["study"] == "map"])
     tables = {"claims": claims_table(studies), "methods": methods_table(small), "rates": choices_table(small)}
     text = DOCUMENT.read_text(encoding="utf-8")
     for name, table in tables.items():

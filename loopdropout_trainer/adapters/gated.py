@@ -287,7 +287,22 @@ def add_gates(
             variant.replaced = layer.lora_variant[adapter].replaced
             layer.lora_variant[adapter] = variant
         layer.project_together = together
+    hooks = model.base_model._load_state_dict_pre_hooks.values()
+    if not any(getattr(hook, "hook", None) is _refuse_unread for hook in hooks):
+        model.base_model.register_load_state_dict_pre_hook(_refuse_unread)
     return state
+
+
+def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    """Raise ValueError for a kind's own parameters that PEFT's `load_adapter` would drop, as it does with unknown names."""
+    known = {prefix + name for name, _ in tuner.named_parameters()}
+    for name in state_dict:
+        kind = next((kind for kind in ADAPTER_KINDS.values() if kind.is_own(name)), None)
+        if kind is not None and name not in known:
+            raise ValueError(
+                f"The adapter has {kind.description} (`{name}`), which PEFT's `load_adapter` does not read: load it on "
+                "a model of its own with `loopdropout_trainer.load_adapter`."
+            )
 
 
 def _kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:

@@ -6,13 +6,14 @@ The example goes through the trainer's own preparation, so that what is marked i
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 from datasets import Dataset
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
@@ -26,18 +27,18 @@ from loopdropout_trainer.settings.recipe import parse_recipe
 class ShowArguments:
     """Which example to show."""
 
-    index: int = field(default=0, metadata={"help": "Number of the example, from 0."})
-    held_out: bool = field(default=False, metadata={"help": "Show a held-out example instead."})
+    index: int = HfArg(default=0, help="Number of the example, from 0.")
+    held_out: bool = HfArg(default=False, help="Show a held-out example instead.")
 
 
 @dataclass
 class LossArguments:
     """The trainer's settings that decide what is trained on."""
 
-    max_length: int | None = field(default=1024, metadata={"help": "Longer examples are dropped."})
-    completion_only_loss: bool | None = field(default=None, metadata={"help": "As in `SFTConfig`."})
-    assistant_only_loss: bool = field(default=False, metadata={"help": "As in `SFTConfig`."})
-    chat_template_path: str | None = field(default=None, metadata={"help": "As in `SFTConfig`."})
+    max_length: int | None = HfArg(default=1024, help="Longer examples are dropped.")
+    completion_only_loss: bool | None = HfArg(default=None, help="As in `SFTConfig`.")
+    assistant_only_loss: bool = HfArg(default=False, help="As in `SFTConfig`.")
+    chat_template_path: str | None = HfArg(default=None, help="As in `SFTConfig`.")
 
 
 def trained_tokens(example: Dataset, tokenizer: PreTrainedTokenizerBase, **fields) -> tuple[list[int], list[int]]:

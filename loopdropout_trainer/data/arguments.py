@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
-from loopdropout_trainer.settings.ranges import check_integer, check_list, shown
+from loopdropout_trainer.settings.ranges import check_choice, check_integer, check_list, shown
 
 
 PREPARATIONS = {
@@ -19,6 +21,10 @@ PREPARATIONS = {
 """Each preparation's file in this folder, and its class there: the one place that lists them."""
 
 
+MOST_GENERATED = 10_000_000
+"""Arithmetic problems that a run may ask for; a process generates some 20,000 in a second, and keeps them in memory."""
+
+
 @dataclass
 class DataArguments:
     """Which rows to train on, and how they become examples.
@@ -27,73 +33,54 @@ class DataArguments:
         ValueError: if no source of rows is named, or two settings exclude each other.
     """
 
-    preparation: str | None = field(
+    preparation: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Named preparation of the rows. Default: rows in one of TRL's formats (`prompt` and `completion`, "
-            "`messages`, or `text`), or a `prompt_template` over their columns.",
-            "choices": list(PREPARATIONS),
-        },
+        help="Named preparation of the rows. Default: rows in one of TRL's formats (`prompt` and `completion`, `messages`, or "
+        "`text`), or a `prompt_template` over their columns.",
+        metadata={"choices": list(PREPARATIONS)},
     )
-    dataset_name: str | None = field(default=None, metadata={"help": "Name of a dataset on the Hub, or its folder."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the Hub dataset."})
-    dataset_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the Hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of the Hub dataset."})
-    train_files: list[str] | None = field(
+    dataset_name: str | None = HfArg(default=None, help="Name of a dataset on the Hub, or its folder.")
+    dataset_config: str | None = HfArg(default=None, help="Configuration of the Hub dataset.")
+    dataset_revision: str | None = HfArg(default=None, help="Branch, tag or commit of the Hub dataset.")
+    dataset_split: str = HfArg(default="train", help="Split of the Hub dataset.")
+    train_files: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": "Local JSONL, JSON, CSV or Parquet files (the text formats also as .gz); read instead of "
-            "`dataset_name`.",
-            "nargs": "+",
-        },
+        help="Local JSONL, JSON, CSV or Parquet files (the text formats also as .gz); read instead of `dataset_name`.",
     )
-    eval_files: list[str] | None = field(
+    eval_files: list[str] | None = HfArg(
+        default=None, help="Local files to evaluate on, instead of held-out training rows."
+    )
+    column_mapping: dict[str, str] | None = HfArg(
         default=None,
-        metadata={"help": "Local files to evaluate on, instead of held-out training rows.", "nargs": "+"},
+        help="Where the expected columns are found in the rows, as {expected name: name in the rows}, e.g. "
+        "{completion: answer} (JSON on the command line).",
     )
-    column_mapping: dict[str, str] | None = field(
+    num_train_examples: int | None = HfArg(
+        default=None, help="Number of rows to train on. Default: all that are not held out."
+    )
+    num_eval_examples: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Where the expected columns are found in the rows, as {expected name: name in the rows}, "
-            "e.g. {completion: answer} (JSON on the command line)."
-        },
+        help="Number of rows to hold out, the same ones in every run. Default: the preparation's own, else 0.",
     )
-    num_train_examples: int | None = field(
-        default=None, metadata={"help": "Number of rows to train on. Default: all that are not held out."}
+    split_seed: int = HfArg(
+        default=0, help="Seed of the choice of rows (held out, drawn). It is not the seed of training."
     )
-    num_eval_examples: int | None = field(
+    prompt_template: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Number of rows to hold out, the same ones in every run. Default: the preparation's own, else 0."
-        },
+        help="`alpaca`, `question`, or a text with {column} fields: how the prompt is made from a row. Default: the "
+        "preparation's own, else the row's `prompt`.",
     )
-    split_seed: int = field(
-        default=0, metadata={"help": "Seed of the choice of rows (held out, drawn). It is not the seed of training."}
-    )
-    prompt_template: str | None = field(
+    prompt_end: str = HfArg(default="", help="Text between the prompt template and the target; part of the prompt.")
+    arithmetic_steps: list[int] | None = HfArg(
         default=None,
-        metadata={
-            "help": "`alpaca`, `question`, or a text with {column} fields: how the prompt is made from a row. "
-            "Default: the preparation's own, else the row's `prompt`."
-        },
+        help="Fewest and most steps of a problem of `preparation: arithmetic` (or `arithmetic_pairs`), such as 1 3 for the "
+        "problems of `arithmetic_easy_test`. Default: 3 5.",
+        metadata={"nargs": 2},
     )
-    prompt_end: str = field(
-        default="", metadata={"help": "Text between the prompt template and the target; part of the prompt."}
-    )
-    arithmetic_steps: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Fewest and most steps of a problem of `preparation: arithmetic` (or `arithmetic_pairs`), such as "
-            "1 3 for the problems of `arithmetic_easy_test`. Default: 3 5.",
-            "nargs": 2,
-        },
-    )
-    bad_rows: str = field(
+    bad_rows: str = HfArg(
         default="error",
-        metadata={
-            "help": "What to do with a row that cannot be used: stop, or count it.",
-            "choices": ["error", "skip"],
-        },
+        help="What to do with a row that cannot be used: stop, or count it.",
+        metadata={"choices": ["error", "skip"]},
     )
 
     def __post_init__(self):
@@ -104,14 +91,22 @@ class DataArguments:
             )
         check_list("train_files", self.train_files)
         check_list("eval_files", self.eval_files)
-        if self.preparation is not None and self.preparation not in PREPARATIONS:
-            raise ValueError(
-                f"`preparation` must be one of {', '.join(PREPARATIONS)}, or be left out; got {self.preparation!r}."
-            )
-        if self.bad_rows not in ("error", "skip"):
-            raise ValueError(f"`bad_rows` must be error or skip; got {self.bad_rows!r}.")
+        check_choice("preparation", self.preparation, (None, *PREPARATIONS))
+        check_choice("bad_rows", self.bad_rows, ("error", "skip"))
         if not self.train_files and self.dataset_name is None and not str(self.preparation).startswith("arithmetic"):
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
+        if str(self.preparation).startswith("arithmetic"):
+            for name in ("dataset_name", "train_files", "eval_files"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"`{name}` and `preparation: {self.preparation}`, which generates its rows, exclude each other: give "
+                        "one of them."
+                    )
+            if isinstance(self.num_train_examples, int) and self.num_train_examples > MOST_GENERATED:
+                raise ValueError(
+                    f"`num_train_examples` must be at most {MOST_GENERATED:,} with `preparation: {self.preparation}`, which "
+                    f"generates its rows; got {self.num_train_examples:,}."
+                )
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
         self._check_arithmetic_steps()

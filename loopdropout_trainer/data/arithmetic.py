@@ -1,9 +1,6 @@
 """Arithmetic word problems made on the spot: a task with several reasoning steps that needs no network.
 
 The answers have GSM8K's form: one line of working for each step, then `#### N`. All numbers lie between 0 and 60.
-
-The tiny Ouro's pretraining texts are made here too: the same language in shorter problems and other forms, so that
-fine-tuning has a skill left to teach, longer chains of steps, beside the form of the answers.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ class Split:
         steps: fewest and most.
         start: smallest and largest number that a problem starts from.
         words: of the sentences; None: those of all kinds of problems that are trained on.
-        is_test: whether its questions are those kept for testing, see `_is_test`; None: they need not be.
+        is_test: whether its questions are those kept for testing, see `is_test_question`; None: they need not be.
     """
 
     steps: tuple[int, int] = (3, 5)
@@ -86,7 +83,7 @@ SPLITS = {
 as `medium_test` in part and `test` hardly; `hard`: more steps than any problem that is trained on; `larger`: larger numbers;
 `wording`: other sentences."""
 
-MOST_TRAINED_STEPS = 5  # beyond them lies `hard`, whose questions are not told apart by `_is_test`
+MOST_TRAINED_STEPS = 5  # beyond them lies `hard`, whose questions are not told apart by `is_test_question`
 
 
 @dataclass(frozen=True)
@@ -124,19 +121,19 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0, steps: tup
     rng = Random(f"arithmetic/{split}/{seed}" + ("" if steps == kind.steps else f"/{steps[0]} to {steps[1]} steps"))
     problems: dict[str, dict] = {}
     while len(problems) < num_examples:
-        question, worked = _problem(rng, rng.randint(*steps), kind)
-        if kind.is_test is None or _is_test(question) == kind.is_test:
+        question, worked = make_problem(rng, rng.randint(*steps), kind)
+        if kind.is_test is None or is_test_question(question) == kind.is_test:
             answer = "\n".join(map(str, worked)) + f"\n#### {worked[-1].result}"
             problems[question] = {"question": question, "answer": answer, "num_steps": len(worked)}
     return Dataset.from_list(list(problems.values()))
 
 
-def _is_test(question: str) -> bool:
+def is_test_question(question: str) -> bool:
     """Say on which side a question belongs: for every seed, whichever split happens to draw it."""
     return zlib.crc32(question.encode()) % 8 == 0
 
 
-def _problem(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
+def make_problem(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
     """Return the text of a problem of the given number of steps, and the steps."""
     if split.words is not None:
         return _changes(rng, num_steps, split)
@@ -150,14 +147,14 @@ def _changes(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]
     start = rng.randint(*split.start)
     words = split.words or WORDING
     sentences = [words.start.format(name=name, number=start, what=what)]
-    steps = _walk(rng, start, num_steps, "+-*")
+    steps = random_steps(rng, start, num_steps, "+-*")
     for step in steps:
-        sentences.append(_change(rng, name, friend, what, step, words))
+        sentences.append(change_sentence(rng, name, friend, what, step, words))
     sentences.append(f"How many {what} does {name} have now?")
     return " ".join(sentences), steps
 
 
-def _change(rng: Random, name: str, friend: str, what: str, step: Step, words: Wording = WORDING) -> str:
+def change_sentence(rng: Random, name: str, friend: str, what: str, step: Step, words: Wording = WORDING) -> str:
     sentence = rng.choice(words.changes[step.operator])
     return sentence.format(name=name, friend=friend, what=what, number=step.right)
 
@@ -167,7 +164,7 @@ def _comparisons(rng: Random, num_steps: int, split: Split) -> tuple[str, list[S
     what = rng.choice(OBJECTS)
     start = rng.randint(*split.start)
     sentences = [WORDING.start.format(name=people[0], number=start, what=what)]
-    steps = _walk(rng, start, num_steps, "+-*")
+    steps = random_steps(rng, start, num_steps, "+-*")
     words = {"+": "{n} more {what} than", "-": "{n} fewer {what} than", "*": "{n} times as many {what} as"}
     for before, after, step in zip(people, people[1:], steps, strict=False):
         sentences.append(f"{after} has {words[step.operator].format(n=step.right, what=what)} {before}.")
@@ -183,14 +180,14 @@ def _containers(rng: Random, num_steps: int, split: Split) -> tuple[str, list[St
     count, each = rng.choice(pairs)
     steps = [Step(count, "*", each, count * each)]
     sentences = [f"{name} has {count} {container} with {each} {what} each."]
-    for step in _walk(rng, each * count, num_steps - 1, "+-"):
-        sentences.append(_change(rng, name, friend, what, step))
+    for step in random_steps(rng, each * count, num_steps - 1, "+-"):
+        sentences.append(change_sentence(rng, name, friend, what, step))
         steps.append(step)
     sentences.append(f"How many {what} does {name} have now?")
     return " ".join(sentences), steps
 
 
-def _walk(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]:
+def random_steps(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]:
     """Return random steps from `start` that stay between 0 and LARGEST."""
     steps: list[Step] = []
     value = start
@@ -224,71 +221,3 @@ def _largest(value: int, operator: str) -> int:
     if operator == "-":
         return value
     return min(3, LARGEST // value) if value else 0
-
-
-def pretraining_texts(num_texts: int, seed: int = 0) -> list[str]:
-    """Generate texts of a neighbouring distribution: the same language in shorter problems, answered in other styles.
-
-    Questions of 1 to 3 steps with worked answers in 36 styles, none of them the task's own, or with the answer at once;
-    stories, also in the shifted wording, that state the new number after each sentence; bare sums under a heading, and
-    chains of bare sums that end with `#### N`. No question has an answer that ends so, and none is a test problem.
-    """
-    rng = Random(f"arithmetic/pretrain/{seed}")
-    kinds = (_worked_answer, _short_answer, _story, _sums, _chain)
-    return [rng.choices(kinds, weights=(55, 20, 10, 8, 7))[0](rng) for _ in range(num_texts)]
-
-
-_STEP_STYLES = (
-    "{0.left} {0.operator} {0.right} = {0.result}",
-    "{0.left} {0.operator} {0.right} is {0.result}",
-    "{0.left} {word} {0.right} is {0.result}",
-)
-_WORDS = {"+": "plus", "-": "minus", "*": "times"}
-_SEPARATORS = ("\n", ". ", ", then ")
-_ENDINGS = ("The answer is {}.", "So the answer is {}.", "Answer: {}", "{} in all.")
-
-
-def _worked_answer(rng: Random) -> str:
-    question, steps = _pretraining_problem(rng, 3)
-    style, separator, ending = rng.choice(_STEP_STYLES), rng.choice(_SEPARATORS), rng.choice(_ENDINGS)
-    working = separator.join(style.format(step, word=_WORDS[step.operator]) for step in steps)
-    before_ending = "\n" if separator == "\n" else ". "
-    return f"Question: {question}\nAnswer: {working}{before_ending}{ending.format(steps[-1].result)}"
-
-
-def _short_answer(rng: Random) -> str:
-    question, steps = _pretraining_problem(rng, 2)
-    return f"Question: {question}\nAnswer: The answer is {steps[-1].result}."
-
-
-def _pretraining_problem(rng: Random, most_steps: int) -> tuple[str, list[Step]]:
-    """Return a short problem that is no test problem."""
-    while True:
-        question, steps = _problem(rng, rng.randint(1, most_steps), Split())
-        if not _is_test(question):
-            return question, steps
-
-
-def _story(rng: Random) -> str:
-    name, friend = rng.sample(NAMES, 2)
-    what = rng.choice(OBJECTS)
-    start = rng.randint(2, 40)
-    words = rng.choice((WORDING, OTHER_WORDING))
-    sentences = [words.start.format(name=name, number=start, what=what)]
-    for step in _walk(rng, start, rng.randint(2, 4), "+-*"):
-        sentences += [_change(rng, name, friend, what, step, words), f"Now {name} has {step.result} {what}."]
-    return " ".join(sentences)
-
-
-def _sums(rng: Random) -> str:
-    sums = [_walk(rng, rng.randint(0, LARGEST), 1, "+-*")[0] for _ in range(rng.randint(3, 6))]
-    for _ in range(2):
-        left, right = rng.randint(2, 6), rng.randint(2, 9)
-        sums.append(Step(left, "*", right, left * right))
-    rng.shuffle(sums)
-    return "\n".join(["#### Sums", *map(str, sums)])
-
-
-def _chain(rng: Random) -> str:
-    steps = _walk(rng, rng.randint(0, LARGEST), rng.randint(1, 4), "+-*")
-    return "\n".join(map(str, steps)) + f"\n#### {steps[-1].result}"

@@ -38,7 +38,7 @@ def prompt_completion_ids(
             if _text(tokenizer, apart) == _text(tokenizer, text_ids):
                 text_ids = apart
         ids.append(text_ids)
-        lengths.append(_common_prefix(prompt_ids, text_ids))
+        lengths.append(common_prefix(prompt_ids, text_ids))
     return ids, lengths
 
 
@@ -46,7 +46,8 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
-def _common_prefix(first: list[int], second: list[int]) -> int:
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens two texts begin with alike."""
     return next(
         (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
         min(len(first), len(second)),

@@ -86,7 +86,7 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
 def _load_from(folder: Path, preparation: Preparation) -> LoadedData | None:
     """Return the examples in a folder that `_prepare_into` wrote; None, and the folder is removed, if it is damaged."""
     try:
-        report = DataReport.from_dict(json.loads((folder / "report.json").read_text(encoding="utf-8")))
+        report = DataReport(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
         train = Dataset.load_from_disk(folder / "train")
         held_out = Dataset.load_from_disk(folder / "eval") if report.held_out else None
         if len(train) != report.train or len(held_out or ()) != report.held_out:
@@ -131,7 +131,7 @@ def _prepare_into(
         train.save_to_disk(work / "ready" / "train")
         if len(held_out):
             held_out.save_to_disk(work / "ready" / "eval")
-        (work / "ready" / "report.json").write_text(json.dumps(report.as_dict()), encoding="utf-8")
+        (work / "ready" / "report.json").write_text(json.dumps(vars(report)), encoding="utf-8")
         (work / "ready").rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
@@ -31,14 +30,8 @@ class DataReport:
     dropped: Counter[str] = field(default_factory=Counter)
     bad_rows: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the counts as plain values, for a results file."""
-        return {**vars(self), "dropped": dict(self.dropped)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DataReport:
-        """Build the report that `as_dict` described."""
-        return cls(**{**values, "dropped": Counter(values["dropped"])})
+    def __post_init__(self) -> None:
+        self.dropped = Counter(self.dropped)  # a plain mapping, where it was read from JSON
 
     def __str__(self) -> str:
         counts = [("read", self.read), ("  to train on", self.train), ("  held out", self.held_out)]

@@ -7,12 +7,8 @@ live/loss_dose_c      cross entropy with the gate c in every loop, c = 0, 0.5, 1
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import numpy as np
 import torch
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
@@ -21,9 +17,10 @@ from loopdropout_trainer.diagnostics.readouts import readout_losses
 from loopdropout_trainer.diagnostics.rows import evaluation_batches
 from loopdropout_trainer.diagnostics.scores import Batch
 from loopdropout_trainer.diagnostics.single_loop import final_loop_loss
+from loopdropout_trainer.evaluation.processes import random_states_kept
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.ranges import check_integer
-from loopdropout_trainer.training.distributed import divides_weights
+from loopdropout_trainer.training.distributed import shards_weights
 
 
 logger = logging.get_logger(__name__)
@@ -46,13 +43,13 @@ class LiveDiagnosticsCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, every_steps: int = 250, num_rows: int = 16) -> None:
         check_integer("every_steps", every_steps)
         check_integer("num_rows", num_rows)
-        if divides_weights(trainer.args):
+        if shards_weights(trainer.args):
             raise ValueError(
                 "Live diagnostics need unsharded weights in every process, and ZeRO-3 and FSDP shard them: leave them out, "
                 "and run recipes/diagnose.py on the saved adapter."
             )
         self.trainer, self.every_steps, self.num_rows = trainer, every_steps, num_rows
-        with _random_states_kept():
+        with random_states_kept():
             self.batches: list[Batch] = evaluation_batches(trainer, num_rows)  # this process's share
         self.seconds = self._began = 0.0
         self._last_step = -1
@@ -73,7 +70,7 @@ class LiveDiagnosticsCallback(TrainerCallback):
     def _measure(self, step: int) -> None:
         began = time.perf_counter()
         self._last_step = step
-        with _random_states_kept(), self.trainer.accelerator.autocast():
+        with random_states_kept(), self.trainer.accelerator.autocast():
             logs = self._losses()
         seconds = time.perf_counter() - began
         self.seconds += seconds
@@ -100,15 +97,3 @@ class LiveDiagnosticsCallback(TrainerCallback):
         }
         logs |= {f"live/readout_loop_{t}": each for t, each in enumerate(readouts, start=1)}
         return logs | {f"live/loss_dose_{dose}": each for dose, each in doses.items()}
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Put Python's, NumPy's and torch's random states back after the block."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

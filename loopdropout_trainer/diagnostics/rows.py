@@ -13,9 +13,10 @@ from trl import get_training_chat_template
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import DataArguments, DataError, load_data
-from loopdropout_trainer.data.boundary import prompt_completion_ids
+from loopdropout_trainer.data.boundary import common_prefix, prompt_completion_ids
 from loopdropout_trainer.data.gsm8k import without_calculator
 from loopdropout_trainer.data.rows import read_files
+from loopdropout_trainer.data.templates import apply_chat_template
 from loopdropout_trainer.diagnostics.arguments import HELD_OUT, RowArguments
 from loopdropout_trainer.diagnostics.scores import Batch
 from loopdropout_trainer.evaluation.benchmarks import find_task, load_benchmark
@@ -154,14 +155,12 @@ def _conversation(
     template = get_training_chat_template(tokenizer) if assistant_only_loss and not marks else None
     prompt = row.get("prompt") or []
     turns = prompt + row["completion"] if "completion" in row else row["messages"]
-    found = tokenizer.apply_chat_template(
-        turns, chat_template=template, return_dict=True, return_assistant_tokens_mask=assistant_only_loss
-    )
+    marked = {"return_dict": True, "return_assistant_tokens_mask": assistant_only_loss}
+    found = apply_chat_template(tokenizer, turns, chat_template=template, **marked)
     start, ids = 0, found["input_ids"]
     if prompt:
-        alone = tokenizer.apply_chat_template(prompt, chat_template=template, add_generation_prompt=True)["input_ids"]
-        pairs = enumerate(zip(alone, ids, strict=False))
-        start = next((place for place, (one, other) in pairs if one != other), min(len(alone), len(ids)))
+        alone = apply_chat_template(tokenizer, prompt, chat_template=template, add_generation_prompt=True)
+        start = common_prefix(alone["input_ids"], ids)
     return ids, start, found["assistant_masks"] if assistant_only_loss else None
 
 

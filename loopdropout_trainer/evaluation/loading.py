@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import (
     adapter_folder,
     adapter_metadata,
+    base_sha256,
     load_adapter,
     read_adapter_config,
 )
@@ -58,26 +57,14 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
 
 
 def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | None = None) -> dict[str, Any]:
-    """Return what tells one model from another: names, dtype, and the hash of local weights or the Hub's commit."""
-    folder = Path(arguments.model_name_or_path)
-    commit = None if folder.is_dir() else getattr(find_looped_model(model).config, "_commit_hash", None)
+    """Return what tells one model from another: names, dtype, and the hash of the weights' files (see `base_sha256`)."""
     return {
         "model": arguments.base_name,
-        "weights": _hash_of_weights(folder) if folder.is_dir() else commit,
+        "weights": base_sha256(find_looped_model(model)),
         "adapter": None if adapter is None else sha256(adapter_folder(adapter).glob("adapter_*")),
         "dtype": arguments.dtype,
         "attn_implementation": arguments.attn_implementation,
     }
-
-
-def _hash_of_weights(folder: Path) -> str:
-    files = tuple(sorted(folder.glob("*.safetensors")))
-    return _hash_of_files(files, tuple(file.stat().st_mtime_ns for file in files))
-
-
-@cache  # of gigabytes, once for all rows of an evaluation
-def _hash_of_files(files: tuple[Path, ...], changed: tuple[int, ...]) -> str:
-    return sha256(files)
 
 
 def train_info(adapter: str | None) -> dict[str, Any]:

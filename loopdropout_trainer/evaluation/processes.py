@@ -1,10 +1,16 @@
-"""This process among all that evaluate together: each holds the complete model and takes a share of the problems."""
+"""This process among all that evaluate together: each holds the complete model and takes a share of the problems.
+
+What a process computes beside a training changes nothing of it: its random states are put back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -33,6 +39,18 @@ def from_main_process(compute: Callable[[], Value]) -> Value:
     if isinstance(value, ValueError):
         raise value
     return value
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Put Python's, NumPy's and torch's random states back after the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def check_unsharded(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 FORMAT = 2
-"""Of the results file; see docs/results.md."""
+"""Of the results file; see docs/evaluation.md."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def read_evaluation(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a results file: {error}.") from None
     rows = report.get("rows") if isinstance(report, dict) and report.get("format") == FORMAT else None
     if not isinstance(rows, dict) or not all({"meta_info", "benchmarks"} <= {*entry} for entry in rows.values()):
-        raise ValueError(f"{path} is not a results file of format {FORMAT}; see docs/results.md.")
+        raise ValueError(f"{path} is not a results file of format {FORMAT}; see docs/evaluation.md.")
     return report
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.evaluation.answer_log import check_same
 from loopdropout_trainer.evaluation.averages import averages_of, check_averages
@@ -46,36 +47,29 @@ SINGLE_LOOP = "single_loop"
 class EvaluationArguments(BenchmarkArguments):
     """Which adapters to evaluate, at which depths and gates, on what, and where the results go."""
 
-    adapter: list[str] | None = field(
+    adapter: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": "Adapters, each a row of the results: PATH or NAME=PATH, a folder or Hub name; `none`: the model alone "
-            "(base or merged), which is the default."
-        },
+        help="Adapters, each a row of the results: PATH or NAME=PATH, a folder or Hub name; `none`: the model alone (base or "
+        "merged), which is the default.",
     )
-    at_depths: list[int] | None = field(
+    at_depths: list[int] | None = HfArg(
         default=None,
-        metadata={"help": "Recurrence depths, each a row of its own. Default: `num_loops`, or the model's own."},
+        help="Recurrence depths, each a row of its own. Default: `num_loops`, or the model's own.",
     )
-    gates: list[str] | None = field(
+    gates: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": "Gate of the adapter in each loop, such as 1-0-0-0; several are several rows. `single_loop`: a row for "
-            "each loop, with the adapter in this loop alone. Default: ones."
-        },
+        help="Gate of the adapter in each loop, such as 1-0-0-0; several are several rows. `single_loop`: a row for each "
+        "loop, with the adapter in this loop alone. Default: ones.",
     )
-    readout: int | None = field(
-        default=None, metadata={"help": "Loop, from 1, whose readout gives the logits. Default: the last one."}
+    readout: int | None = HfArg(
+        default=None, help="Loop, from 1, whose readout gives the logits. Default: the last one."
     )
-    averages: dict[str, list[str]] | str | None = field(
-        default=None,
-        metadata={"help": "Averages of metrics, as a mapping name: [metric, ...] (JSON on the command line)."},
+    averages: dict[str, list[str]] | str | None = HfArg(
+        default=None, help="Averages of metrics, as a mapping name: [metric, ...] (JSON on the command line)."
     )
-    output_dir: str = field(
+    output_dir: str = HfArg(
         default="outputs/evaluation",
-        metadata={
-            "help": f"Folder of {RESULTS_FILE}, and of the answers that an interrupted evaluation continues from."
-        },
+        help=f"Folder of {RESULTS_FILE}, and of the answers that an interrupted evaluation continues from.",
     )
 
     def __post_init__(self):
@@ -168,7 +162,7 @@ def _evaluate_model(
     benchmarks: list[Benchmark],
     file: ResultsFile,
 ) -> dict[str, list[BenchmarkResult]]:
-    """Load one model, and evaluate it under all of its gates; one row for each of them."""
+    """Evaluate a model under all of its gates, one row for each of them, and add each result to the file as it is there."""
     state = all_processes()
     with state.main_process_first():
         loaded, tokenizer = load_model(model, adapter)
@@ -185,47 +179,33 @@ def _evaluate_model(
                 benchmark.settings(subject)
     except ValueError as error:
         raise RecipeError(str(error)) from error
-    results = {}
+    results: dict[str, list[BenchmarkResult]] = {}
     for row, subject in subjects.items():
         meta_info = {**identity, "adapter_path": adapter, **_facts_of(subject)}
         from_main_process(partial(file.check_row, row, meta_info))
-        row_info = {"meta_info": meta_info, "train_info": trained}
-        results[row] = [
-            _evaluate(file, row, row_info, subject, each, identity, model, arguments) for each in benchmarks
-        ]
+        results[row] = []
+        for benchmark in benchmarks:
+            began = time.perf_counter()
+            log_dir = file.folder / ANSWERS_FOLDER / row / benchmark.name.replace("/", "_")
+            result = evaluate_subject(subject, benchmark, log_dir, identity)
+            results[row].append(result)
+            if not state.is_main_process:
+                continue
+            on_gpu = state.device.type == "cuda"
+            entry = {
+                "kind": benchmark.kind,
+                **result.as_json(),
+                "settings": {**identity, **benchmark.settings(subject)},
+                "run_info": {
+                    "settings": public_settings({**asdict(model), **asdict(arguments)}),
+                    "versions": library_versions(),
+                    "device": torch.cuda.get_device_name(state.device) if on_gpu else str(state.device),
+                    "num_processes": state.num_processes,
+                },
+            }
+            row_info = {"meta_info": meta_info, "train_info": trained}
+            file.add(row, row_info, benchmark.name, entry, time.perf_counter() - began)
     return results
-
-
-def _evaluate(
-    file: ResultsFile,
-    row: str,
-    row_info: dict[str, Any],
-    subject: Subject,
-    benchmark: Benchmark,
-    identity: dict[str, Any],
-    model: ModelArguments,
-    arguments: EvaluationArguments,
-) -> BenchmarkResult:
-    """Evaluate a row on a benchmark, and add the result to the file."""
-    began = time.perf_counter()
-    log_dir = file.folder / ANSWERS_FOLDER / row / benchmark.name.replace("/", "_")
-    result = evaluate_subject(subject, benchmark, log_dir, identity)
-    state = all_processes()
-    if state.is_main_process:
-        on_gpu = state.device.type == "cuda"
-        entry = {
-            "kind": benchmark.kind,
-            **result.as_json(),
-            "settings": {**identity, **benchmark.settings(subject)},
-            "run_info": {
-                "settings": public_settings({**asdict(model), **asdict(arguments)}),
-                "versions": library_versions(),
-                "device": torch.cuda.get_device_name(state.device) if on_gpu else str(state.device),
-                "num_processes": state.num_processes,
-            },
-        }
-        file.add(row, row_info, benchmark.name, entry, time.perf_counter() - began)
-    return result
 
 
 def _facts_of(subject: Subject) -> dict[str, Any]:
@@ -257,7 +237,7 @@ def load_benchmarks(arguments: BenchmarkArguments) -> list[Benchmark]:
 
 
 class ResultsFile:
-    """The results file of a folder, which several evaluations may add to; see docs/results.md.
+    """The results file of a folder, which several evaluations may add to; see docs/evaluation.md.
 
     Args:
         folder: of the file.

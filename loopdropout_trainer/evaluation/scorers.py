@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"-?\d[\d,]*")
 
 
-def last_number(text: str) -> str | None:
-    """Return the last whole number of a text without its commas; None if there is none."""
+def last_integer(text: str) -> str | None:
+    """Return the last integer of a text, without its commas; None if there is none."""
     found = _NUMBER.findall(text)
     return found[-1].replace(",", "") if found else None
 

@@ -18,6 +18,7 @@ _CHOICES = {
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
     "scale_rewards": ("group", "batch", "none", True, False),
     "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
 _INTEGERS = {
     "num_generations": 2,
@@ -113,6 +114,12 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
         for name, limits in _NUMBERS.items():
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), **limits)
+        for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"`{name}` has no cache for a model that runs its layers several times: leave it out. Completions are "
+                    "batched continuously by default (`completion_decoding`)."
+                )
         for weight in self.reward_weights or ():
             check_number("reward_weights", weight, -math.inf)
         if self.make_loop_loss().name == "random":

@@ -21,7 +21,7 @@ from loopdropout_trainer.generation.generation import sample_completions
 from loopdropout_trainer.generation.sampling import Sampler
 from loopdropout_trainer.looped import GatePlan, find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
-from loopdropout_trainer.training.distributed import divides_weights
+from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.loop_loss import score_loops
 
@@ -92,7 +92,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
             return "generate"
         reasons = {
             why_unsupported(find_looped_model(self.model)): True,
-            "ZeRO-3 and FSDP divide the weights": divides_weights(args),
+            "ZeRO-3 and FSDP shard the weights": shards_weights(args),
             "`repetition_penalty` and `generation_kwargs` are its own": bool(args.generation_kwargs)
             or args.repetition_penalty != 1,
         }
@@ -109,7 +109,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
         mode, began = "train" if self.model.training else "eval", time.perf_counter()
-        if self.use_vllm or self.use_transformers_continuous_batching or self._decoding == "generate":
+        if self.use_vllm or self._decoding == "generate":
             completions, log_probs = super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
             )

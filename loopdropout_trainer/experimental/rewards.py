@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict as strict
-from loopdropout_trainer.evaluation.scorers import last_number as last_number_of
+from loopdropout_trainer.evaluation.scorers import last_integer
 
 
 Completion = str | list[dict[str, str]]
@@ -51,8 +51,8 @@ def gsm8k_format(completion: str, reference: str) -> bool:
 @_reward
 def last_number(completion: str, reference: str) -> bool:
     """Say whether the last number is the reference's last, whatever stands before it."""
-    number = last_number_of(completion)
-    return number is not None and number == last_number_of(reference)
+    number = last_integer(completion)
+    return number is not None and number == last_integer(reference)
 
 
 @_reward

@@ -157,7 +157,9 @@ class StaysFloat32(nn.Module):
         buffers = [(module, dict(module.named_buffers(recurse=False))) for module in self.modules()]
         super()._apply(fn, recurse)
         for parameter, exact in before:
-            parameter.data = _restored(parameter.data, exact)
+            moved = parameter.data
+            if (restored := _restored(moved, exact)) is not moved:
+                parameter.data = restored
         for module, exact in buffers:
             for name, buffer in exact.items():
                 module._buffers[name] = _restored(module._buffers[name], buffer)

@@ -1,4 +1,4 @@
-"""A whole report: the long table as CSV, tables, figures, and one page that holds them all."""
+"""A report: the long table as CSV, tables, figures, and one page that holds them all."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich import box
@@ -10,14 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from loopdropout_trainer.evaluation import BenchmarkResult
-from loopdropout_trainer.evaluation.scorers import last_number
+from loopdropout_trainer.evaluation.scorers import last_integer
 from loopdropout_trainer.evaluation.statistics import sign_test
 from loopdropout_trainer.reports import load_table, save_figure
 from loopdropout_trainer.reports.figures import overview_figure
 from loopdropout_trainer.runs.result import RunResult
-
-
-MATTERS = 0.05  # below this p-value of the sign test, a difference is said to be more than chance
 
 
 def print_results(outcomes: Sequence[RunResult], console: Console | None = None) -> None:
@@ -25,11 +22,13 @@ def print_results(outcomes: Sequence[RunResult], console: Console | None = None)
     console = console or Console()
     parts: list[tuple[Table, str]] = [(training_table(outcomes), "")]
     if outcomes[0].benchmarks:
-        parts.append((answers_table(outcomes), about_answers(outcomes)))
-    if all(outcome.single_loop is not None for outcome in outcomes):
-        parts.append((single_loop_table(outcomes), about_single_loops(outcomes)))
+        parts.append((accuracy_table(outcomes), about_accuracy(outcomes)))
     if all(outcome.by_depth for outcome in outcomes):
         parts.append((depth_table(outcomes), about_depths(outcomes)))
+    if all(outcome.single_loop_benchmarks for outcome in outcomes):
+        parts.append((single_loop_accuracy_table(outcomes), ""))
+    if all(outcome.single_loop is not None for outcome in outcomes):
+        parts.append((loss_reduction_table(outcomes), about_loss_reductions(outcomes)))
     for table, sentence in parts:
         console.print(table.title, style="bold", highlight=False)  # a table's own title is broken at the table's width
         table.title = None
@@ -73,56 +72,62 @@ def training_table(outcomes: Sequence[RunResult]) -> Table:
     return table
 
 
-def answers_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return the right answers at the training depth; of `#### N` answers also those by the last number that stands there."""
+def accuracy_table(outcomes: Sequence[RunResult]) -> Table:
+    """Return the accuracy at the training depth; of `#### N` answers also that of the last number, wherever it stands."""
     benchmarks = outcomes[0].benchmarks
     columns = []
     for result in benchmarks:
         columns += [result.name, "last number"] if _has_marks(result) else [result.name]
-    table = _table(f"Right answers, greedy, at the training depth K = {outcomes[0].num_loops}", columns)
-    for name, results in [
-        ("before training", outcomes[0].base_benchmarks),
-        *((o.title, o.benchmarks) for o in outcomes),
-    ]:
+    table = _table(f"Accuracy at the training depth K = {outcomes[0].num_loops}, in %", columns)
+    rows = [("before training", outcomes[0].base_benchmarks), *((o.title, o.benchmarks) for o in outcomes)]
+    for name, results in rows:
         cells = []
         for result in results:
-            count = "" if result.correct is None else f"{result.correct}/{result.total} "  # None: parts of points
-            cells.append(f"{count}{result.score:.1f}%")
+            count = "" if result.correct is None else f"{result.correct}/{result.total}  "  # None: parts of points
+            cells.append(f"{count}{result.score:.1f}")
             if _has_marks(result):
-                cells.append(f"{100 * right_by_last_number(result) / result.total:.1f}%")
+                cells.append(f"{100 * correct_by_last_number(result) / result.total:.1f}")
         if cells:
             table.add_row(name, *cells)
     return table
 
 
-def single_loop_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return rho_t, the part of the frozen model's loss that goes away with the adapter in loop t only, in percent."""
+def depth_table(outcomes: Sequence[RunResult]) -> Table:
+    """Return the accuracy by the number of loops at inference, in percent."""
+    depths = list(outcomes[0].by_depth)
+    name = outcomes[0].by_depth[depths[0]].name
+    table = _table(f"Accuracy on {name} with K loops at inference, in %", [f"K={depth}" for depth in depths])
+    for outcome in outcomes:
+        table.add_row(outcome.title, *(f"{result.score:.1f}" for result in outcome.by_depth.values()))
+    return table
+
+
+def single_loop_accuracy_table(outcomes: Sequence[RunResult]) -> Table:
+    """Return the accuracy with the adapter in one loop only, in percent."""
+    name = outcomes[0].single_loop_benchmarks[0].name
+    loops = range(1, len(outcomes[0].single_loop_benchmarks) + 1)
+    table = _table(f"Accuracy on {name} with the adapter in one loop only, in %", [f"loop {loop}" for loop in loops])
+    for outcome in outcomes:
+        table.add_row(outcome.title, *(f"{result.score:.1f}" for result in outcome.single_loop_benchmarks))
+    return table
+
+
+def loss_reduction_table(outcomes: Sequence[RunResult]) -> Table:
+    """Return rho_t, by how much the adapter in loop t only reduces the frozen model's loss, in percent (Section 5)."""
     columns = [*(f"loop {loop}" for loop in range(1, outcomes[0].num_loops + 1)), "all loops", "frozen loss"]
     table = _table("Loss reduction with the adapter in one loop only, rho_t in %", columns)
     for outcome in outcomes:
         measured = outcome.single_loop
-        all_on = 100 * (measured.frozen - measured.all_on) / measured.frozen
-        table.add_row(
-            outcome.title, *(f"{rho:.1f}" for rho in measured.reductions), f"{all_on:.1f}", f"{measured.frozen:.4f}"
-        )
-    return table
-
-
-def depth_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return the right answers by the number of loops at inference, in percent."""
-    depths = list(outcomes[0].by_depth)
-    name = outcomes[0].by_depth[depths[0]].name
-    table = _table(f"Right answers on {name} by the loops K at inference, in %", [f"K={depth}" for depth in depths])
-    for outcome in outcomes:
-        table.add_row(outcome.title, *(f"{result.score:.1f}" for result in outcome.by_depth.values()))
+        numbers = (*measured.reductions, measured.reduction(measured.all_on))
+        table.add_row(outcome.title, *(f"{rho:.1f}" for rho in numbers), f"{measured.frozen:.4f}")
     return table
 
 
 # Sentences, each of them true of the table above it by the way it is made.
 
 
-def about_answers(outcomes: Sequence[RunResult]) -> str:
-    """Say which of two methods answers more, and whether chance alone could make such a difference."""
+def about_accuracy(outcomes: Sequence[RunResult]) -> str:
+    """Say which of two methods is more accurate, and how likely chance alone makes such a difference."""
     sentences = []
     for results in zip(*(outcome.benchmarks for outcome in outcomes), strict=True):
         if len(results) != 2 or any(result.correct is None for result in results):
@@ -130,63 +135,51 @@ def about_answers(outcomes: Sequence[RunResult]) -> str:
         (first, one), (second, other) = zip((o.title for o in outcomes), results, strict=True)
         if one.correct < other.correct:
             first, one, second, other = second, other, first, one
-        difference, p_value = one.correct - other.correct, paired_sign_test(one, other)
-        if difference == 0:
-            sentences.append(f"On {one.name}, {first} and {second} answer equally many of {one.total} problems.")
+        if one.correct == other.correct:
+            sentences.append(f"{one.name}: {first} and {second} have the same accuracy.")
             continue
-        verdict = "more than chance would explain" if p_value < MATTERS else "which chance alone could explain"
         sentences.append(
-            f"On {one.name}, {first} answers {difference} more of {one.total} problems than {second}, {verdict} "
-            f"(paired sign test, p = {p_value:.2g}, one seed)."
+            f"{one.name}: {first} is {one.score - other.score:.1f} points more accurate than {second} "
+            f"(paired sign test, p = {paired_sign_test(one, other):.2g}; one seed)."
         )
     return "\n".join(sentences)
 
 
-def about_single_loops(outcomes: Sequence[RunResult]) -> str:
-    """Say in which loop each method's update does least and most alone."""
+def about_depths(outcomes: Sequence[RunResult]) -> str:
+    """Say at which depths which of two methods is more accurate."""
+    if len(outcomes) != 2:
+        return ""
+    first, second = outcomes
+    gaps = {depth: result.score - second.by_depth[depth].score for depth, result in first.by_depth.items()}
+    groups = {
+        f"{first.title} is more accurate at": [depth for depth, gap in gaps.items() if gap > 0],
+        f"{second.title} is more accurate at": [depth for depth, gap in gaps.items() if gap < 0],
+        "they are level at": [depth for depth, gap in gaps.items() if gap == 0],
+    }
+    parts = [f"{words} K = {', '.join(map(str, depths))}" for words, depths in groups.items() if depths]
+    sentence = "; ".join(parts)
+    return f"{sentence[0].upper()}{sentence[1:]} (trained at K = {first.num_loops}; one seed)."
+
+
+def about_loss_reductions(outcomes: Sequence[RunResult]) -> str:
+    """Say whether each method's update is biased towards late loops: rho_K - rho_1."""
     parts = []
     for outcome in outcomes:
         rho = outcome.single_loop.reductions
-        low, high = (rho.index(pick(rho)) for pick in (min, max))
-        parts.append(f"{outcome.title} {rho[low]:.1f}% (loop {low + 1}) to {rho[high]:.1f}% (loop {high + 1})")
-    return f"Of the frozen model's loss, the update takes away in one loop alone: {'; '.join(parts)}."
-
-
-def about_depths(outcomes: Sequence[RunResult]) -> str:
-    """Say at which depths which method answers more."""
-    scores = {outcome.title: {k: r.score for k, r in outcome.by_depth.items()} for outcome in outcomes}
-    first = next(iter(scores))
-    if len(scores) != 2:
-        return " ".join(f"{name} answers most at K = {_best(row)}." for name, row in scores.items())
-    second = next(name for name in scores if name != first)
-    tests: dict[str, Callable[[float], bool]] = {
-        f"{first} answers more at": lambda gap: gap > 0,
-        f"{second} answers more at": lambda gap: gap < 0,
-        "they are level at": lambda gap: gap == 0,
-    }
-    parts = []
-    for words, holds in tests.items():
-        depths = [k for k in scores[first] if holds(scores[first][k] - scores[second][k])]
-        if depths:
-            parts.append(f"{words} K = {', '.join(map(str, depths))}")
-    sentence = "; ".join(parts)
-    return f"{sentence[0].upper()}{sentence[1:]} (trained at K = {outcomes[0].num_loops}; one seed)."
-
-
-def _best(row: dict[int, float]) -> int:
-    return max(row, key=row.get)
+        parts.append(f"{outcome.title} {rho[-1] - rho[0]:+.1f}")
+    return f"From the first to the last loop rho_t changes by, in points: {', '.join(parts)}."
 
 
 def paired_sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
-    """Return the p-value of the sign test over the problems that only one of two methods answers."""
+    """Return the p-value of the sign test over the problems that only one of two methods solves."""
     pairs = list(zip(one.predictions, other.predictions, strict=True))
     wins, losses = (sum(a.correct > b.correct for a, b in way) for way in (pairs, [pair[::-1] for pair in pairs]))
     return sign_test(wins, losses)
 
 
-def right_by_last_number(result: BenchmarkResult) -> int:
-    """Count the answers whose last number is the reference's last, whatever stands before it."""
-    return sum(last_number(p.completion) == last_number(p.reference) is not None for p in result.predictions)
+def correct_by_last_number(result: BenchmarkResult) -> int:
+    """Count the completions whose last number is the reference's, whatever stands before it."""
+    return sum(last_integer(p.completion) == last_integer(p.reference) is not None for p in result.predictions)
 
 
 def _has_marks(result: BenchmarkResult) -> bool:

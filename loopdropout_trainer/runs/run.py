@@ -47,7 +47,7 @@ from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
-from loopdropout_trainer.training.distributed import divides_weights
+from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.memory import memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config
@@ -89,9 +89,9 @@ class Run:
                 f"The rule {config.rule!r} trains an update that differs from loop to loop, which cannot be merged into one "
                 "weight: leave `merge` and `push_merged_to_hub` out."
             )
-        if (self.script.merge or self.script.push_merged_to_hub) and divides_weights(config):
+        if (self.script.merge or self.script.push_merged_to_hub) and shards_weights(config):
             raise RecipeError(
-                "ZeRO-3 and FSDP divide the weights among the processes, which cannot be merged there: leave `merge` and "
+                "ZeRO-3 and FSDP shard the weights over the processes, which cannot be merged there: leave `merge` and "
                 "`push_merged_to_hub` out, then merge the saved adapter with recipes/merge.py."
             )
         if self.script.depths and not (self.script.benchmarks and all(c.make_rule().mergeable for c in self.configs)):
@@ -149,7 +149,7 @@ class Run:
             plan = plan_run(self.base, self.data, config, self.peft_config, self.model.base_name)
             print(f"\n{plan}" if config is self.configs[0] else f"then   {plan.rule_and_adapter}", flush=True)
             longest = self.longest_row(config)
-            if self.script.dry_run and longest and not divides_weights(config):
+            if self.script.dry_run and longest and not shards_weights(config):
                 advice = memory_advice(self.base, self.model.dtype, self.peft_config, config, longest)
                 print(f"\nMemory: {advice}", flush=True)
 
@@ -270,7 +270,7 @@ class Run:
         }
 
     def checkpoint_for(self, config: LoopDropoutArguments) -> str | bool | None:
-        """Return the checkpoint to resume from; True: the newest whole one in `output_dir`, if there is one.
+        """Return the checkpoint to resume from; True: the newest complete one in `output_dir`, if there is one.
 
         A checkpoint that is given belongs to the rule in whose folder it lies; the other rules go on from their own.
         """
@@ -380,7 +380,7 @@ def training_fields(trainer: GateSamplingMixin) -> dict[str, Any]:
     return {"rule_args": args.rule_args, "learning_rate": args.learning_rate, **seeds}
 
 
-def carry_out(run: Run) -> None:
+def run_all(run: Run) -> None:
     """Load what a run needs, say what it will do, do it, and print what came of it."""
     show_log()
     run.load()

@@ -35,7 +35,7 @@ from rich.table import Table
 
 from loopdropout_trainer.evaluation.statistics import summarize
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
-from loopdropout_trainer.runs.workers import check_recipes, run_script, run_workers
+from loopdropout_trainer.runs.workers import check_recipes, launch_script, run_workers
 from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
 from loopdropout_trainer.saving.lock import LockedError, folder_lock
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
@@ -55,14 +55,8 @@ _MEASURED = {f.name for f in fields(RunArguments)} - {"compare_with", "dry_run"}
 _ONLY_FINAL = _MEASURED - {f.name for f in fields(BenchmarkArguments)}
 # A sweep sets these itself; of a base recipe they are left out.
 _SET_BY_SWEEP = {
-    "output_dir",
-    "run_name",
-    "learning_rate",
-    "seed",
-    "resume_from_checkpoint",
-    "compare_with",
-    "dry_run",
-}
+    "output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run",
+}  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -578,7 +572,7 @@ class Sweep:
             except LockedError:  # a training that outlives its worker for as long as its last checkpoint takes
                 time.sleep(0.5)
         log = folder / "log.txt"
-        status = run_script(self.script, self._argv(job), self.launcher, log)
+        status = launch_script(self.script, self._argv(job), self.launcher, log)
         outcome, seconds = self._outcome(job), time.monotonic() - began
         if outcome is None or (status and "error" not in outcome):
             ended = f"failed with exit status {status}" if status else f"ended without {RESULTS_FILE} of its settings"

@@ -28,7 +28,7 @@ _METHODS = multiprocessing.get_all_start_methods()
 _CONTEXT = multiprocessing.get_context("forkserver" if "forkserver" in _METHODS else "spawn")
 
 
-def run_script(script: Path, argv: Sequence[str], launcher: Sequence[str], log: Path) -> int:
+def launch_script(script: Path, argv: Sequence[str], launcher: Sequence[str], log: Path) -> int:
     """Run a script of the recipes folder in a process of its own, and wait for it.
 
     Args:

@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter, check_peft_config
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.cards import ModelCardFields, adapter_card, card_fields
+from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, model_card
 from loopdropout_trainer.saving.files import check_safetensors, sha256_of_weights
 from loopdropout_trainer.saving.hub_code import is_hub_name
 from loopdropout_trainer.settings.command import user_supplied
@@ -176,7 +176,7 @@ def save_adapter_card(
         repo_id: its name on the Hub, if it is going there.
         facts: of the run; base model, depth and adapter are filled in from `model`.
     """
-    card = adapter_card(card_fields(model, facts), repo_id or str(folder), find_looped_model(model).config)
+    card = model_card(card_fields(model, facts), repo_id or str(folder), find_looped_model(model).config, merged=False)
     card.save(Path(folder) / "README.md")
 
 

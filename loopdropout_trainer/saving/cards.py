@@ -11,12 +11,13 @@ import functools
 import html
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Environment, Template
 from peft import PeftModel
 from transformers import PreTrainedConfig
 
@@ -90,85 +91,27 @@ def _license_of(base_model: str | None) -> dict[str, str]:
     return {name: str(data[name]) for name in ("license", "license_name", "license_link") if data.get(name)}
 
 
-def merged_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) -> ModelCard:
-    """Write the card of a merged model.
+def model_card(fields: ModelCardFields, name: str, config: PreTrainedConfig, merged: bool) -> ModelCard:
+    """Write the card of an adapter or of a merged model, from the template `card.jinja`.
 
     Args:
         fields: of the run.
         name: hub name or folder that the card's code loads.
-        config: of the merged model: it says which other programs read it.
+        config: of the looped model: it says which other programs read it.
+        merged: whether the card is of a merged model.
     """
-    loading = [
-        "With this package, on transformers 5:\n\n```python\n"
-        "import loopdropout_trainer  # registers the model family with transformers\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained({_string(name)}, dtype="auto")\n'
-        f"tokenizer = AutoTokenizer.from_pretrained({_string(name)})\n```"
-    ]
-    if getattr(config, "auto_map", None):
-        loading.append(
-            "Without it, by the base model's own code, on the transformers release that this code was written for:\n\n"
-            "```python\n"
-            "from transformers import AutoModelForCausalLM\n\n"
-            f"model = AutoModelForCausalLM.from_pretrained({_string(name)}, trust_remote_code=True)\n```"
-        )
-    elif type(config).__module__.startswith("transformers."):
-        loading.append("Without it: transformers has the class itself, so that the first line may be left out.")
-    else:
-        loading.append("There is no code of the base model behind this checkpoint: it needs the package.")
-    for program, command in getattr(config, "served_by", {}).items():
-        loading.append(f"{program}:\n\n```bash\n{command.format(name=_word(name))}\n```")
-    return _card(
-        fields,
-        name,
-        "transformers",
-        "A looped language model, fine-tuned with LoRA on its recurrent block and merged at unit gates: an ordinary "
-        "checkpoint of its base model, without extra parameters or inference cost.",
-        loading,
-    )
-
-
-def adapter_card(fields: ModelCardFields, name: str, config: PreTrainedConfig) -> ModelCard:
-    """Write the card of an adapter; see `merged_card` for the arguments."""
-    base, import_peft = _string(fields.base_model or "BASE_MODEL"), ""
-    if fields.base_model is not None and not is_hub_name(fields.base_model):
-        # The path of a local base stands in PEFT's file beside the weights; on the page it would help nobody.
-        base, import_peft = (
-            "PeftConfig.from_pretrained(folder).base_model_name_or_path",
-            "from peft import PeftConfig\n",
-        )
-    loading = [
-        "```python\n"
-        "from loopdropout_trainer import load_adapter, merge_and_save\n"
-        f"{import_peft}"
-        "from transformers import AutoModelForCausalLM\n\n"
-        f"folder = {_string(name)}\n"
-        f"base = AutoModelForCausalLM.from_pretrained({base}, num_loops={config.num_loops})\n"
-        "model = load_adapter(base, folder)\n"
-        'merge_and_save(model, "merged")  # optional: an ordinary checkpoint of the base model\n```'
-    ]
-    return _card(
-        fields,
-        name,
-        "peft",
-        "A LoRA adapter on the recurrent block of a looped language model: one shared update that every loop applies. At "
-        "inference all gates are one, so that it is ordinary LoRA under PEFT's names.",
-        loading,
-    )
-
-
-def _card(fields: ModelCardFields, name: str, library: str, what: str, loading: list[str]) -> ModelCard:
-    base = fields.base_model
+    base, license_fields = fields.base_model, fields.license or {}
+    on_hub = is_hub_name(base)
     metadata = ModelCardData(
-        library_name=library,
+        library_name="transformers" if merged else "peft",
         pipeline_tag="text-generation",
-        base_model=base if is_hub_name(base) else None,
-        **fields.license or {},
+        base_model=base if on_hub else None,
+        **license_fields,
         tags=["looped-language-model", "lora", "loop-dropout"],
     )
-    rows = {
-        "Base model": base if base is None or is_hub_name(base) else Path(base).name,
-        "License of the base": (fields.license or {}).get("license"),
+    facts = {
+        "Base model": base if base is None or on_hub else Path(base).name,
+        "License of the base": license_fields.get("license"),
         "Training rule": "Loop Dropout" if fields.rule == "loop_dropout" else fields.rule,
         "Drop probability p": fields.p,
         "LoRA rank / alpha": None if fields.rank is None else f"{fields.rank} / {fields.alpha}",
@@ -177,15 +120,24 @@ def _card(fields: ModelCardFields, name: str, library: str, what: str, loading: 
         "Loops in the loss": None if fields.loop_loss == "final" else fields.loop_loss,
         "Training data": fields.data,
     }
-    parts = [f"---\n{metadata.to_yaml()}\n---", f"# {_text(name)}", what]
-    parts.append(_table(["", ""], ((name, value) for name, value in rows.items() if value is not None)))
-    if fields.results:
-        scores = ((name, *score) for name, score in fields.results.items())
-        parts.append(f"## Results\n\n{_table(['Benchmark', 'Score', 'n', 'Base model'], scores)}")
-    parts.append("## Loading\n\n" + "\n\n".join(loading))
-    if fields.recipe:
-        parts.append(f"## Recipe\n\n{_fenced(fields.recipe, 'yaml')}")
-    return ModelCard("\n\n".join(parts) + "\n", ignore_metadata_errors=True)
+    text = _template().render(
+        metadata=metadata.to_yaml(),
+        fields=fields,
+        facts=facts,
+        name=name,
+        config=config,
+        merged=merged,
+        in_transformers=type(config).__module__.startswith("transformers."),
+        local_base=base is not None and not on_hub,
+    )
+    return ModelCard(text, ignore_metadata_errors=True)
+
+
+@functools.cache
+def _template() -> Template:
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 (see _text)
+    environment.filters |= {"text": _text, "string_literal": _string, "shell_word": _word, "fenced": _fenced}
+    return environment.from_string(Path(__file__).with_name("card.jinja").read_text(encoding="utf-8"))
 
 
 def _depths(fields: ModelCardFields) -> str | None:
@@ -193,11 +145,6 @@ def _depths(fields: ModelCardFields) -> str | None:
     if fields.depths is None or set(fields.depths) == {fields.num_loops}:
         return None
     return " to ".join(map(str, dict.fromkeys(fields.depths)))
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *([_text(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _text(value: Any) -> str:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
 from loopdropout_trainer.saving.adapter_files import base_sha256
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, merged_card
+from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, model_card
 from loopdropout_trainer.saving.files import staged_files
 from loopdropout_trainer.saving.hub_code import copy_code, portable_auto_map
 
@@ -111,7 +111,7 @@ def merge_and_save(
         with _config_to_save(base.config, code_of):
             base.save_pretrained(partial, state_dict=weights)
             copy_code(getattr(base.config, "auto_map", None) or {}, code_of, partial)
-            card = merged_card(fields, repo_id or output_dir.name, base.config)
+            card = model_card(fields, repo_id or output_dir.name, base.config, merged=True)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         (partial / MERGED).write_text(json.dumps({"merged_into": _base_of(model)}) + "\n", encoding="utf-8")

@@ -9,7 +9,14 @@ from typing import Any
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.looped.model import MOST_LOOPS
-from loopdropout_trainer.settings.ranges import check_distinct, check_integer, check_list, check_number, shown
+from loopdropout_trainer.settings.ranges import (
+    check_choice,
+    check_distinct,
+    check_integer,
+    check_list,
+    check_number,
+    shown,
+)
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
@@ -151,8 +158,7 @@ class BenchmarkArguments:
             check_integer("benchmark_limit", self.benchmark_limit)
         if self.max_new_tokens is not None:
             check_integer("max_new_tokens", self.max_new_tokens)
-        if self.decoding not in ("eager", "compiled", "generate"):
-            raise ValueError(f"`decoding` must be eager, compiled or generate; got {self.decoding!r}.")
+        check_choice("decoding", self.decoding, ("eager", "compiled", "generate"))
 
 
 @dataclass

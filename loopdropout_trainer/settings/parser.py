@@ -21,34 +21,18 @@ from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.secrets import is_secret
 
 
-USUAL_FIELDS = {
-    *(
-        "output_dir",
-        "seed",
-        "use_cpu",
-        "bf16",
-        "report_to",
-        "logging_steps",
-        "eval_strategy",
-        "save_strategy",
-        "save_steps",
-    ),
-    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "num_train_epochs", "max_steps"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "weight_decay", "max_grad_norm"),
-    *("max_length", "completion_only_loss", "assistant_only_loss", "packing"),
-    *("resume_from_checkpoint", "hub_model_id", "push_to_hub"),
-    *("beta", "loss_type", "precompute_ref_log_probs"),  # DPO
-    *(
-        "num_generations",
-        "max_completion_length",
-        "temperature",
-        "top_p",
-        "top_k",
-        "num_iterations",
-        "steps_per_generation",
-    ),
-    *("epsilon", "scale_rewards", "reward_weights", "log_completions", "use_vllm"),  # GRPO
-}
+_OF_TRAINING = """
+output_dir seed use_cpu bf16 report_to logging_steps eval_strategy save_strategy save_steps
+learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps
+per_device_train_batch_size gradient_accumulation_steps optim weight_decay max_grad_norm
+max_length completion_only_loss assistant_only_loss packing resume_from_checkpoint hub_model_id push_to_hub
+"""
+_OF_DPO = "beta loss_type precompute_ref_log_probs"
+_OF_GRPO = """
+num_generations max_completion_length temperature top_p top_k num_iterations steps_per_generation
+epsilon scale_rewards reward_weights log_completions use_vllm
+"""
+USUAL_FIELDS = {*_OF_TRAINING.split(), *_OF_DPO.split(), *_OF_GRPO.split()}
 """The fields of TRL's and transformers' training arguments that `--help` lists; `--help_all` lists all."""
 
 _MAPPING_OR_PATH = ("deepspeed", "fsdp_config", "accelerator_config")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def check_number(
         else:
             valid = f"a number in {'(' if above else '['}{least:g}, {most:g}{')' if below else ']'}"
         raise ValueError(f"`{name}` must be {valid}; got {shown(value)}.")
+
+
+def check_choice(name: str, value: Any, valid: Sequence[str | None]) -> None:
+    """Raise ValueError unless a setting is one of the valid values; None among them: it may be left out."""
+    if value not in valid:
+        names = ", ".join(each for each in valid if each is not None)
+        raise ValueError(
+            f"`{name}` must be one of {names}{', or be left out' if None in valid else ''}; got {shown(value)}."
+        )
 
 
 def check_list(name: str, value: Any) -> None:

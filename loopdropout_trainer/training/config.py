@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -248,6 +249,7 @@ DPO_LOSSES = (
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
 """The losses of TRL's `DPOTrainer`, which itself finds out in the first step that it does not know one."""
+DPO_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @dataclass
@@ -261,6 +263,11 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
         super().__post_init__()
         if not self.loss_type or not {*self.loss_type} <= {*DPO_LOSSES}:
             raise ValueError(f"`loss_type` must be among {', '.join(DPO_LOSSES)}; got {self.loss_type!r}.")
+        if self.f_divergence_type not in DPO_DIVERGENCES:
+            raise ValueError(
+                f"`f_divergence_type` must be among {', '.join(DPO_DIVERGENCES)}; got {self.f_divergence_type!r}."
+            )
+        check_number("f_alpha_divergence_coef", self.f_alpha_divergence_coef, -math.inf)
         check_number("label_smoothing", self.label_smoothing, most=0.5, below=True)
         if self.ld_alpha is not None:
             check_number("ld_alpha", self.ld_alpha, most=1)

@@ -54,7 +54,7 @@ class Fixed(DepthSampler):
 
 
 @dataclass(frozen=True)
-class Uniform(DepthSampler):
+class UniformDepth(DepthSampler):
     """Every depth from `low` to `high` (default: K) alike."""
 
     name = "uniform"
@@ -112,7 +112,7 @@ class LogNormalPoisson(DepthSampler):
 
 
 @dataclass(frozen=True)
-class Weighted(DepthSampler):
+class WeightedDepth(DepthSampler):
     """The depths of a list, with probabilities in proportion to `weights` (default: all alike)."""
 
     name = "weighted"
@@ -144,7 +144,7 @@ class Weighted(DepthSampler):
         return used[-1][0]  # the weights' sum was rounded below 1
 
 
-DEPTH_SAMPLERS = {cls.name: cls for cls in (Fixed, Uniform, LogNormalPoisson, Weighted)}
+DEPTH_SAMPLERS = {cls.name: cls for cls in (Fixed, UniformDepth, LogNormalPoisson, WeightedDepth)}
 
 
 def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
@@ -152,7 +152,7 @@ def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
     return uniforms(seed, purpose, step, [(0, 0)], 2)[0].tolist()
 
 
-def check_depths(rule: GateRule, limits: tuple[int, int], num_loops: int) -> None:
+def check_rule_at_depths(rule: GateRule, limits: tuple[int, int], num_loops: int) -> None:
     """Refuse depths at which a rule or its adapter has no meaning.
 
     Args:

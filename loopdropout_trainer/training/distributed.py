@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,12 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.looped import example_starts
+from loopdropout_trainer.settings.ranges import shown
 
 
 logger = logging.get_logger(__name__)
@@ -44,10 +47,16 @@ def check_arguments(args: TrainingArguments) -> None:
             "`gradient_checkpointing`, which recomputes whole layers": args.gradient_checkpointing,
             "`torch_compile`, which chooses by itself what to recompute": args.torch_compile,
             "`compile_layers`, which chooses by itself what to recompute": args.compile_layers,
-            "ZeRO-3 and FSDP, which take weights away that are needed again": divides_weights(args),
+            "ZeRO-3 and FSDP, which take weights away that are needed again": shards_weights(args),
         }
         for other in (name for name, found in excluded.items() if found):
             raise ValueError(f"`recompute_pointwise` cannot be combined with {other}: leave one of them out.")
+    if args.fsdp_config and not args.fsdp:
+        raise ValueError(f"`fsdp_config` is read with `fsdp` only; got {shown(args.fsdp_config)} without it.")
+    known = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"} - {"function", "args", "kwargs"}
+    for field in (f"{name}_kwargs" for name in CHECKPOINTING_FIELDS):
+        if unknown := sorted(set(getattr(args, field) or ()) - known):
+            raise ValueError(f"`{field}` must be among {', '.join(sorted(known))}; got {shown(unknown)}.")
     parallelism = getattr(args, "parallelism_config", None)
     for size in ("tp_size", "cp_size", "sp_size"):
         if (getattr(parallelism, size, 1) or 1) > 1:
@@ -87,7 +96,7 @@ def check_processes(accelerator: Accelerator) -> None:
         )
 
 
-def divides_weights(args: TrainingArguments) -> bool:
+def shards_weights(args: TrainingArguments) -> bool:
     """Return whether each process holds a part of the frozen weights only: under ZeRO-3 and FSDP."""
     plugin = args.deepspeed_plugin
     fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

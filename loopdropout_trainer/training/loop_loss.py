@@ -71,7 +71,7 @@ class RandomLoop(LoopLoss):
 
 
 @dataclass(frozen=True)
-class Uniform(LoopLoss):
+class UniformLoss(LoopLoss):
     """The mean of all loops' losses: w_t = 1 / K."""
 
     name = "uniform"
@@ -96,7 +96,7 @@ class Progressive(LoopLoss):
 
 
 @dataclass(frozen=True)
-class Weighted(LoopLoss):
+class WeightedLoss(LoopLoss):
     """Weights of one's own, in proportion to the K numbers of `weights`."""
 
     name = "weighted"
@@ -140,7 +140,7 @@ class ExitWeighted(LoopLoss):
         return weights / weights.sum(dim=0)  # the gate may run in bfloat16
 
 
-LOOP_LOSSES = {cls.name: cls for cls in (Final, RandomLoop, Uniform, Progressive, Weighted, ExitWeighted)}
+LOOP_LOSSES = {cls.name: cls for cls in (Final, RandomLoop, UniformLoss, Progressive, WeightedLoss, ExitWeighted)}
 
 
 def score_loops(model: LoopedModelMixin, loss: LoopLoss) -> None:

@@ -14,6 +14,7 @@ It is the worst step: of the longest examples, all of which have an active gate 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from loopdropout_trainer.adapters import add_gates, physical_layers
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, TrainingPolicy, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments
-from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, divides_weights
+from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, shards_weights
 from loopdropout_trainer.training.resources import device_name
 
 
@@ -104,10 +105,11 @@ class ShapeModel:
         rule = args.make_rule()
         with torch.device("meta"):
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(copy.deepcopy(config), dtype=dtype)
-            self.model: PeftModel = get_peft_model(model, peft_config)
+            self.model: PeftModel = get_peft_model(model, peft_config).train()
             add_gates(self.model, in_activation_dtype=True, rule=rule, seed=0, fused=args.fused_lora)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        _fake_weights(self.model.train(), self.mode)
+        with self.mode:  # on a CPU without memory, since autocast does not know the meta device
+            self.model.to_empty(device="cpu")
         self.looped: LoopedModelMixin = find_looped_model(self.model)
         self._num_loops = self.looped.config.num_loops  # which runs at fewer loops change
         self.rule = rule
@@ -115,7 +117,7 @@ class ShapeModel:
         recurrent = [self.looped.get_submodule(name) for name in self.looped.recurrent_linears()]
         self.widest = max(max(linear.in_features, linear.out_features) for linear in recurrent)
         self.itemsize = dtype.itemsize
-        self._kept: dict[tuple[int, StepSettings], int] = {}
+        self._kept_at = functools.cache(self._measure)
 
     @classmethod
     def like(cls, model: PeftModel, args: LoopDropoutArguments) -> ShapeModel:
@@ -157,18 +159,13 @@ class ShapeModel:
 
     def _kept_by_loops(self, loops: int, settings: StepSettings) -> int:
         if self.looped.trains_at_one_depth:
-            return self._known(loops, settings)
-        one, two = (self._known(depth, settings) for depth in (1, 2))
+            return self._kept_at(replace(settings, num_loops=loops))
+        one, two = (self._kept_at(replace(settings, num_loops=depth)) for depth in (1, 2))
         return one + (loops - 1) * (two - one)
 
-    def _known(self, num_loops: int, settings: StepSettings) -> int:
-        key = num_loops, replace(settings, num_loops=num_loops)
-        if key not in self._kept:
-            self._kept[key] = self._kept_at(num_loops, settings)
-        return self._kept[key]
-
-    def _kept_at(self, num_loops: int, settings: StepSettings) -> int:
-        looped, rows, length = self.looped, settings.rows, settings.length
+    def _measure(self, settings: StepSettings) -> int:
+        """Return what a forward pass keeps, by running it."""
+        looped, rows, length, num_loops = self.looped, settings.rows, settings.length, settings.num_loops
         if not looped.trains_at_one_depth:
             looped.config.num_loops = num_loops
         packs = settings.remove_padding and looped.can_pack
@@ -247,25 +244,6 @@ class HeldBytes(TorchDispatchMode):
         return sum(size for storage, size in self._storages.items() if not storage.expired())
 
 
-def _fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Put a tensor of a CPU without memory in the place of each of the meta device's, which autocast does not know."""
-    fakes: dict[int, torch.Tensor] = {}  # tied weights are one
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            with mode:
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return fakes[id(tensor)]
-
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = fake(tensor)
-
-
 # What fits, and what to do about it.
 
 
@@ -275,7 +253,7 @@ def leaves_checkpointing_open(args: TrainingArguments) -> bool:
     That is where weights or steps are sharded (DeepSpeed, FSDP), and where a compiler decides what is computed again.
     """
     said = [value for value in (getattr(args, name) for name in CHECKPOINTING_FIELDS) if value is not None]
-    if not said and (args.deepspeed or divides_weights(args) or args.torch_compile):
+    if not said and (args.deepspeed or shards_weights(args) or args.torch_compile):
         said = [True]
     _set_checkpointing(args, any(said) if said else None)
     return not said
@@ -361,50 +339,54 @@ def memory_advice(
         longest: tokens of the longest example.
     """
     shapes = ShapeModel(config, getattr(torch, dtype), peft_config, args)
-    rows, usable = args.per_device_train_batch_size, usable_memory(args)
-    given = bool(args.gradient_checkpointing)
+    usable, given = usable_memory(args), bool(args.gradient_checkpointing)
+    depth = args.depth_limits(shapes.num_loops)[1]
     now = StepSettings(
-        rows, longest, args.depth_limits(shapes.num_loops)[1], args.remove_padding, args.recompute_pointwise, given
+        args.per_device_train_batch_size, longest, depth, args.remove_padding, args.recompute_pointwise, given
     )
     step = shapes.step(now)
-    per_token = step.kept / (rows * longest * now.num_loops)
-    lines = [
-        f"at most {_gb(step.total)} in a step of {rows} rows of {longest:,} tokens (estimate): weights {_gb(step.weights)}, "
-        f"adapter with gradients and Adam's states {_gb(step.trained)}, kept for the backward pass {_gb(step.kept)} "
-        f"({per_token / 1000:,.0f} kB a token and loop)"
-    ]
+    text = (
+        f"at most {_gb(step.total)} in a step of {now.rows} rows of {longest:,} tokens (estimate): weights "
+        f"{_gb(step.weights)}, adapter with gradients and Adam's states {_gb(step.trained)}, kept for the backward pass "
+        f"{_gb(step.kept)}"
+    )
     if usable is None:
-        return lines[0]
+        return text
     device = f"{device_name()} with {_gb(usable / USABLE)}"
-    if step.total <= usable:
-        lines.append(f"fits {device}")
-        if given and (without := shapes.step(replace(now, checkpointing=False)).total) <= usable:
-            lines.append(f"so it does without `gradient_checkpointing`, which costs time: {_gb(without)}")
-        elif args.gradient_checkpointing is None:
-            lines[-1] += ", so that `gradient_checkpointing` stays off"
-        return "\n".join(lines)
-    lines.append(f"too much for {device}; in this order:")
-    for change, settings in _levers(now, shapes.looped.can_pack):
-        total = shapes.step(settings).total
-        lines.append(f"  {change}: {_gb(total)}{', which fits' if total <= usable else ''}")
-        if total <= usable:
-            break
-    return "\n".join(lines)
+    if step.total > usable:
+        return "\n".join(
+            [text, f"too much for {device}; in this order:", *_changes_until_it_fits(shapes, now, usable)]
+        )
+    text += f"\nfits {device}"
+    if given and (without := shapes.step(replace(now, checkpointing=False)).total) <= usable:
+        text += f"\nso it does without `gradient_checkpointing`, which costs time: {_gb(without)}"
+    elif args.gradient_checkpointing is None:
+        text += ", so that `gradient_checkpointing` stays off"
+    return text
 
 
-def _levers(now: StepSettings, can_pack: bool) -> Iterator[tuple[str, StepSettings]]:
+def _changes_until_it_fits(shapes: ShapeModel, now: StepSettings, usable: float) -> Iterator[str]:
     """Yield what lowers the memory of a step, what costs least time first."""
-    if can_pack and not now.remove_padding:
-        now = replace(now, remove_padding=True)
-        yield "`remove_padding: true`", now
-    if can_pack and not (now.recompute_pointwise or now.checkpointing):
-        yield "`recompute_pointwise: true`", replace(now, recompute_pointwise=True)
-    if not now.checkpointing:
-        now = replace(now, checkpointing=True, recompute_pointwise=False)
-        yield "`gradient_checkpointing: true` instead" if can_pack else "`gradient_checkpointing: true`", now
-    while now.rows > 1:
-        now = replace(now, rows=now.rows // 2)
-        yield f"and `per_device_train_batch_size: {now.rows}`, with more `gradient_accumulation_steps`", now
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if shapes.looped.can_pack:
+        changes.append(("`remove_padding: true`", {"remove_padding": True}))
+        if not now.checkpointing:
+            changes.append(("`recompute_pointwise: true`", {"recompute_pointwise": True}))
+    layers = {"checkpointing": True, "recompute_pointwise": False}
+    changes.append(("`gradient_checkpointing: true`, without `recompute_pointwise`", layers))
+    rows = now.rows
+    while rows := rows // 2:
+        changes.append(
+            (f"`per_device_train_batch_size: {rows}`, with more `gradient_accumulation_steps`", {"rows": rows})
+        )
+    for words, fields in changes:
+        before, now = now, replace(now, **fields)
+        if now == before:
+            continue
+        total = shapes.step(now).total
+        yield f"  {words}: {_gb(total)}{', which fits' if total <= usable else ''}"
+        if total <= usable:
+            return
 
 
 def _gb(size: float) -> str:

@@ -28,22 +28,24 @@ from loopdropout_trainer.models.strict_loading import checkpoint_names
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_number, shown
 from loopdropout_trainer.training.config import LoopDropoutArguments
-from loopdropout_trainer.training.depth import check_depths
+from loopdropout_trainer.training.depth import check_rule_at_depths
 from loopdropout_trainer.training.distributed import IGNORED, check_arguments
 
 
-_PACKAGES = {  # of the programs that a run can report to, by the name in `report_to`
-    "clearml": ["clearml"],
-    "codecarbon": ["codecarbon"],
-    "comet_ml": ["comet_ml"],
-    "dvclive": ["dvclive"],
-    "mlflow": ["mlflow"],
-    "neptune": ["neptune"],
-    "swanlab": ["swanlab"],
-    "tensorboard": ["tensorboard", "tensorboardX"],
-    "trackio": ["trackio"],
-    "wandb": ["wandb"],
-}
+_REPORTS = (  # programs that a run can report to, each of which needs the Python package of its name
+    *(
+        "clearml",
+        "codecarbon",
+        "comet_ml",
+        "dvclive",
+        "mlflow",
+        "neptune",
+        "swanlab",
+        "tensorboard",
+        "trackio",
+        "wandb",
+    ),
+)
 
 
 def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> LoraConfig:
@@ -102,7 +104,7 @@ def check_run(
     _check_loader_and_compiler(args)
     config = _looped_config(model, args)
     check_attention((args.model_init_kwargs or {}).get("attn_implementation"), args.use_cpu)
-    check_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)
+    check_rule_at_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)
     check_arguments(args)
     if peft_config is not None:
         check_peft_config(peft_config)
@@ -151,6 +153,11 @@ def _check_numbers(args: TrainingArguments) -> None:
     check_number("learning_rate", args.learning_rate)
     check_number("weight_decay", args.weight_decay)
     check_number("warmup_steps", args.warmup_steps)
+    if 0 < args.max_steps < args.warmup_steps:
+        raise ValueError(
+            f"`warmup_steps` must be at most `max_steps`, {args.max_steps}, or a share of the run below 1; got "
+            f"{shown(args.warmup_steps)}."
+        )
     check_number("max_grad_norm", args.max_grad_norm if args.max_grad_norm is not None else 0)
     check_number("adam_beta1", args.adam_beta1, most=1, below=True)
     check_number("adam_beta2", args.adam_beta2, most=1, below=True)
@@ -232,9 +239,9 @@ def _check_machine(args: TrainingArguments) -> None:
         raise ValueError("`fp16` needs a GPU, and this run is on a CPU: use `bf16: true`, or neither for float32.")
     names = [args.report_to] if isinstance(args.report_to, str) else args.report_to or ()
     for name in names:
-        packages = _PACKAGES.get(name)
-        if packages and not any(map(find_spec, packages)):
-            raise ValueError(f"`report_to` {name} needs the Python package `{packages[0]}`, which is not installed.")
+        other = "tensorboardX" if name == "tensorboard" else name
+        if name in _REPORTS and not (find_spec(name) or find_spec(other)):
+            raise ValueError(f"`report_to` {name} needs the Python package `{name}`, which is not installed.")
     if args.use_liger_kernel and find_spec("liger_kernel") is None:
         raise ValueError("`use_liger_kernel` needs the Python package `liger_kernel`, which is not installed.")
 
@@ -257,6 +264,9 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
     if not isinstance(model, str):
         return find_looped_model(model).config
     init_kwargs = dict(args.model_init_kwargs or {})
+    for name in ("config", "state_dict"):
+        if name in init_kwargs:
+            raise ValueError(f"`model_init_kwargs` cannot hold `{name}`: the model's own is read; leave it out.")
     num_loops = init_kwargs.get("num_loops")
     if num_loops is not None:
         check_num_loops(num_loops)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from numbers import Real
@@ -28,6 +26,7 @@ from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
 from loopdropout_trainer.evaluation.benchmarks.generated import Row
 from loopdropout_trainer.evaluation.loading import quiet
+from loopdropout_trainer.evaluation.processes import random_states_kept
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.saving.files import sha256_of_json
@@ -136,7 +135,7 @@ class LmEvalTask(Task):
                 task: {
                     "task": task,
                     **self.overrides,
-                    "custom_dataset": partial(_dataset, Splits(task, rows.get(task, rows.get(None)))),
+                    "custom_dataset": Splits(task, rows.get(task, rows.get(None))),
                     "dataset_kwargs": None,
                 }
                 for task in chosen
@@ -176,17 +175,16 @@ def read_local_rows(name: str, files: list[Any], task_of: Callable[[Row], str] |
     return found
 
 
-def _dataset(splits: Splits, **kwargs: Any) -> Splits:
-    """Return the dataset of a task, as lm-eval asks for it."""
-    return splits
-
-
 class Splits:
     """A task's dataset of local rows. A split without rows of its own has those of the file that names none."""
 
     def __init__(self, task: str, splits: Mapping[str | None, list[Row]]) -> None:
         self.task = task
         self.splits = splits
+
+    def __call__(self, **kwargs: Any) -> Splits:
+        """Return itself: lm-eval calls what gives it the dataset of a task."""
+        return self
 
     def __getitem__(self, split: str) -> Dataset:
         rows = self.splits.get(split, self.splits.get(None))
@@ -256,9 +254,12 @@ class LmEvalBenchmark(Benchmark):
         from loopdropout_trainer.evaluation.logged_lm import LoggedLM
 
         in_turns = subject.in_turns(self.spec.in_turns)
-        with _own_randomness():
+        with random_states_kept():
+            random.seed(0)  # these three and the next: lm-eval's defaults
+            np.random.seed(1234)
+            torch.manual_seed(1234)
             for task in self.tasks:
-                task.set_fewshot_seed(seed=1234)  # lm-eval's default
+                task.set_fewshot_seed(seed=1234)
             results = evaluate(
                 LoggedLM(subject, log, in_turns, progress),
                 self.manager.load(self.tasks),
@@ -350,18 +351,3 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
         for key, value in row.items()
         if "," in key and "_stderr" not in key and isinstance(value, Real) and math.isfinite(value)
     }
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Seed as lm-eval does, and give back the generators as they were: an evaluation in a training changes nothing of it."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        random.seed(0)
-        np.random.seed(1234)
-        torch.manual_seed(1234)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

@@ -79,18 +79,19 @@ def evalplus_problems(dataset: str, file: str | Path | None = None) -> dict[str,
     """
     from evalplus.data import humaneval, mbpp
 
+    module, variable, read = {
+        "humaneval": (humaneval, "HUMANEVAL_OVERRIDE_PATH", humaneval.get_human_eval_plus),
+        "mbpp": (mbpp, "MBPP_OVERRIDE_PATH", mbpp.get_mbpp_plus),
+    }[dataset]
     if file is None:
-        return humaneval.get_human_eval_plus() if dataset == "humaneval" else mbpp.get_mbpp_plus()
+        return read()
     if not Path(file).is_file():
         raise ValueError(f"`benchmark_files` names {file} for {dataset}, which does not exist.")
     # EvalPlus reads the environment variables that name a file only once, when it is imported.
-    module, variable = (
-        (humaneval, "HUMANEVAL_OVERRIDE_PATH") if dataset == "humaneval" else (mbpp, "MBPP_OVERRIDE_PATH")
-    )
     before = getattr(module, variable)
     setattr(module, variable, str(file))
     try:
-        return humaneval.get_human_eval_plus() if dataset == "humaneval" else mbpp.get_mbpp_plus()
+        return read()
     except (AssertionError, EOFError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is not EvalPlus's data of {dataset}: {type(error).__name__}: {error}") from error
     finally:

@@ -28,8 +28,8 @@ from loopdropout_trainer.saving.lock import folder_lock
 from loopdropout_trainer.training.checkpoints import sealing
 from loopdropout_trainer.training.checkpoints.identity import continues, differences, run_identity
 from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, run_of
-from loopdropout_trainer.training.checkpoints.signals import StopSignals, TrainingInterrupted
-from loopdropout_trainer.training.distributed import divides_weights, float32_state_dict, has_unsharded_weights
+from loopdropout_trainer.training.checkpoints.signals import SIGNALS, StopSignals, TrainingInterrupted
+from loopdropout_trainer.training.distributed import float32_state_dict, has_unsharded_weights, shards_weights
 from loopdropout_trainer.training.resources import forget_peak_memory, peak_memory_gb
 
 
@@ -70,7 +70,7 @@ class CheckpointsMixin:
         self._began = time.time()
         self._goes_on_changed = False
         self._signals = StopSignals()
-        self._stopping = False
+        self._stopping: str | None = None  # the signal by which a process was asked to stop
         self._saving: Path | None = None  # the checkpoint that is being written
         self._losses: list[torch.Tensor] = []  # of the running step, by micro-batch
         self.add_callback(_RunCallback(self))
@@ -78,7 +78,7 @@ class CheckpointsMixin:
     @cached_property
     def run_identity(self) -> dict[str, Any]:
         """What makes this run the run that it is; its checkpoints carry it."""
-        return run_identity(self.args, self.model, self.train_dataset, unsharded=not divides_weights(self.args))
+        return run_identity(self.args, self.model, self.train_dataset, unsharded=not shards_weights(self.args))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train, from the beginning or from a checkpoint.
@@ -100,7 +100,7 @@ class CheckpointsMixin:
         """
         wanted = resume_from_checkpoint or None
         vars(self).pop("run_identity", None)  # arguments may have been changed since
-        self._complete, self._stopping = None, False
+        self._complete, self._stopping = None, None
         with self.only_run_in_output_dir():
             if wanted is True and self.from_main_process(self._is_complete):
                 return self._load_complete_training()
@@ -113,17 +113,17 @@ class CheckpointsMixin:
                         raise lost from error
                     raise
                 self._complete = self.progress()
-                if (
-                    not self._stopping and self._was_asked_to_stop()
-                ):  # after the last step: in an evaluation, or while saving
-                    self._stopping, last = True, self._checkpoint_folder()
+                if not self._stopping and (signal := self._asked_to_stop()):
+                    # After the last step: in an evaluation, or while saving.
+                    self._stopping, last = signal, self._checkpoint_folder()
                     if not self.from_main_process(lambda: (last / sealing.MANIFEST).exists()):
                         self._save_checkpoint(self.model, trial=None)
         if self._stopping:
             self._complete = None
             raise TrainingInterrupted(
                 f"Stopped after step {self.state.global_step} of {self.state.max_steps}. "
-                f"{_what_is_safe(self._newest_checkpoint())} `resume_from_checkpoint: true` goes on from there."
+                f"{_what_is_safe(self._newest_checkpoint())} `resume_from_checkpoint: true` goes on from there.",
+                self._stopping,
             )
         return output
 
@@ -241,24 +241,22 @@ class CheckpointsMixin:
             CheckpointError: if it is damaged, or belongs to another run, or `output_dir` does.
             ValueError: if it belongs to another adapter, base model or depth.
         """
-        choose = {None: self._begin_anew, True: self._newest_of_this_run}.get(wanted, lambda: self._given(str(wanted)))
-        checkpoint, self._goes_on_changed = self.from_main_process(choose)
+        checkpoint, self._goes_on_changed = self.from_main_process(lambda: self._choose_checkpoint(wanted))
         return checkpoint
 
-    def _begin_anew(self) -> tuple[None, bool]:
-        self._check_owner()
-        return None, False
-
-    def _newest_of_this_run(self) -> tuple[str | None, bool]:
-        own = sealing.newest_complete_checkpoint(self.args.output_dir, self.run_identity)
-        newest = own or sealing.newest_complete_checkpoint(self.args.output_dir)  # of another run, which is refused
-        return self._begin_anew() if newest is None else self._checked(newest)
-
-    def _given(self, folder: str) -> tuple[str, bool]:
-        fault = sealing.fault_of_checkpoint(folder, sealed=False)
-        if fault is not None:
-            raise CheckpointError(f"The checkpoint {folder} cannot be used: {fault}.")
-        checked = self._checked(folder)
+    def _choose_checkpoint(self, wanted: str | bool | None) -> tuple[str | None, bool]:
+        if wanted is True:
+            newest = sealing.newest_complete_checkpoint(self.args.output_dir, self.run_identity)
+            newest = newest or sealing.newest_complete_checkpoint(
+                self.args.output_dir
+            )  # of another run, which is refused
+            if newest is not None:
+                return self._checked(newest)
+        checked = None, False
+        if wanted not in (None, True):
+            if fault := sealing.fault_of_checkpoint(wanted, sealed=False):
+                raise CheckpointError(f"The checkpoint {wanted} cannot be used: {fault}.")
+            checked = self._checked(wanted)
         self._check_owner()
         return checked
 
@@ -421,15 +419,10 @@ class CheckpointsMixin:
         losses = torch.stack([loss.to(device).float() for loss in self._losses])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         norm = torch.zeros((), device=device) if norm is None else torch.as_tensor(norm, device=device).float()
-        facts = torch.stack(
-            [
-                (~torch.isfinite(losses)).any().float(),
-                (~torch.isfinite(norm)).float(),
-                torch.tensor(float(self._signals.asked is not None), device=device),
-            ]
-        )
-        loss_is_broken, gradient_is_broken, stop = self.accelerator.reduce(facts, "sum").tolist()
-        self._stopping = bool(stop)
+        broken = torch.stack([(~torch.isfinite(losses)).any().float(), (~torch.isfinite(norm)).float()])
+        facts = torch.cat([broken, self._signals_here()])
+        loss_is_broken, gradient_is_broken, *asked = self.accelerator.reduce(facts, "sum").tolist()
+        self._stopping = _signal_of(asked)
         scaled = getattr(self.accelerator, "scaler", None) is not None  # float16: it skips such steps and scales less
         if not self.args.stop_on_nan or not (loss_is_broken or gradient_is_broken and not scaled):
             return
@@ -442,10 +435,13 @@ class CheckpointsMixin:
             "`stop_on_nan: false` trains on regardless."
         )
 
-    def _was_asked_to_stop(self) -> bool:
-        """Return whether a process was asked to stop since the last step; a collective call."""
-        asked = torch.tensor(float(self._signals.asked is not None), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked, "sum").item())
+    def _signals_here(self) -> torch.Tensor:
+        """Return for each of SIGNALS whether it has asked this process to stop, as 0 or 1."""
+        return torch.tensor([float(self._signals.asked == name) for name in SIGNALS], device=self.accelerator.device)
+
+    def _asked_to_stop(self) -> str | None:
+        """Return the signal by which a process was asked to stop since the last step; a collective call."""
+        return _signal_of(self.accelerator.reduce(self._signals_here(), "sum").tolist())
 
     def _check_weights(self) -> None:
         """Refuse to save weights that are not finite.
@@ -619,6 +615,11 @@ def _reading(folder: str | Path | None) -> Iterator[None]:
         raise CheckpointError(
             f"The checkpoint {folder} cannot be used: a file in it is damaged ({type(error).__name__}: {_one_line(error)})."
         ) from error
+
+
+def _signal_of(asked: list[float]) -> str | None:
+    """Return the last of SIGNALS that has come to any process, by how many it has come to."""
+    return next((name for name, processes in zip(reversed(SIGNALS), reversed(asked), strict=True) if processes), None)
 
 
 def _one_line(error: Exception) -> str:

@@ -10,7 +10,18 @@ from types import FrameType
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """A training was asked to stop, and has; one sentence that says what is saved."""
+    """A training was asked to stop, and has; one sentence that says what is saved.
+
+    Attributes:
+        signal: name of the signal that asked for it, SIGINT or SIGTERM, in this process or another one of the run.
+    """
+
+    def __init__(self, message: str, signal: str = "SIGINT") -> None:
+        super().__init__(message)
+        self.signal = signal
+
+
+SIGNALS = ("SIGINT", "SIGTERM")
 
 
 class StopSignals:
