@@ -110,9 +110,6 @@ def _plot(data: pd.DataFrame, x_label: str | None, y_label: str, title: str | No
 
     look, panels = looks(list(data["by"].cat.categories)), len(data["panel"].cat.categories)
     plot = p9.ggplot(data) + theme() + p9.labs(x=x_label, y=y_label, title=title)
-    scales = (p9.scale_color_manual, p9.scale_linetype_manual, p9.scale_shape_manual, p9.scale_size_manual)
-    for place, scale in enumerate(scales):
-        plot += scale(values=[each[place] for each in look.values()], limits=list(look))
     plot += p9.scale_fill_manual(values=[each[0] for each in look.values()], limits=list(look))
     return plot + p9.facet_wrap("panel", scales="free", ncol=min(3, panels)) if panels > 1 else plot
 
@@ -141,6 +138,10 @@ def line_plot(
     data["x"] = data["x"].astype(float)
     plot = _plot(data, x if x_label is None else x_label, y_label, title)
     plot += p9.geom_ribbon(p9.aes("x", ymin="low", ymax="high", fill="by", group="by"), alpha=0.18, show_legend=False)
+    look = looks(list(data["by"].cat.categories))
+    scales = (p9.scale_color_manual, p9.scale_linetype_manual, p9.scale_shape_manual, p9.scale_size_manual)
+    for place, scale in enumerate(scales):
+        plot += scale(values=[each[place] for each in look.values()], limits=list(look))
     plot += p9.geom_line(p9.aes("x", "mean", color="by", linetype="by", size="by", group="by"))
     values = sorted(set(data["x"]))
     if len(values) > 20:  # a learning curve
