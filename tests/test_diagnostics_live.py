@@ -106,7 +106,8 @@ def test_a_recipe_asks_for_it(tmp_path, monkeypatch):
         "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_train_examples": 8, "num_eval_examples": 4,
         "max_steps": 2, "per_device_train_batch_size": 2, "max_length": 256, "dtype": "float32",
         "bf16": False, "use_cpu": True, "live_diagnostics_steps": 1, "live_diagnostics_rows": 4,
-        "report_to": "none", "single_loop_batches": 1, "save_strategy": "steps", "save_steps": 2, "output_dir": "out", "disable_tqdm": True,
+        "report_to": "none", "single_loop_batches": 1,
+        "save_strategy": "steps", "save_steps": 2, "output_dir": "out", "disable_tqdm": True,
     }  # fmt: skip
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     sft.main(["recipe.yaml"])
