@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,9 @@ from loopdropout_trainer.models import (
     OuroConfig,
     OuroForCausalLM,
 )
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for processes that tests start; this one has read it already

@@ -104,9 +104,9 @@ def overview_figure(table: pd.DataFrame) -> ggplot:
 
     table = table[table["source"].str.endswith("results.json")]
     titles = {
-        "depth_accuracy": "accuracy (%) by loops K at inference",
-        "single_loop_accuracy": "accuracy (%), adapter in one loop",
-        "single_loop": "loss reduction (%), adapter in one loop",
+        "depth_accuracy": "accuracy (%), K loops",
+        "single_loop_accuracy": "accuracy (%), only loop t",
+        "single_loop": "loss reduction (%), only loop t",
     }
     parts = []
     for name, _, _, x, _, metrics, _ in AUTOMATIC:
