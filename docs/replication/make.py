@@ -274,8 +274,9 @@ def claims_table(studies: dict[str, Study]) -> str:
     """Return the claims with what they come to here, and those for which nothing was measured yet."""
     rows = {claim.words: claim.row(studies) for claim in CLAIMS}
     head = "| claim | paper | here, 95% interval | seeds | verdict |\n|---|---|---|---|---|\n"
-    missing = "; ".join(words for words, row in rows.items() if row is None)
-    return head + "\n".join(filter(None, rows.values())) + (f"\n\nNot measured yet: {missing}." if missing else "")
+    measured = list(filter(None, rows.values()))
+    rest = len(rows) - len(measured)
+    return head + "\n".join(measured) + (f"\n\nNot measured yet: {rest} further claims of `make.py`." if rest else "")
 
 
 def methods_table(study: Study) -> str:
@@ -291,19 +292,6 @@ def methods_table(study: Study) -> str:
         loops = int(own["num_loops"].iloc[0])
         cells += [mean_sd(study.of(method, "loss_reduction", loop=loop)) for loop in (1, loops)]
         lines.append(f"| {method} | {rate:g} | {len(own)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def choices_table(study: Study) -> str:
-    """Return each method's development accuracy by learning rate, on the first seed."""
-    development = study.rows[study.rows["metric"] == "development"]
-    lines = ["| method | development accuracy by learning rate, % |", "|---|---|"]
-    for method, chosen in study.rates.items():
-        mine = development[development["method"] == method]
-        mine = mine[mine["seed"] == mine["seed"].min()].sort_values("learning_rate").drop_duplicates("learning_rate")
-        scores = {rate: f"{value:.1f}" for rate, value in zip(mine["learning_rate"], mine["value"], strict=True)}
-        cells = [f"{rate:g}: {f'**{score}**' if rate == chosen else score}" for rate, score in scores.items()]
-        lines.append(f"| {method} | {', '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -408,7 +396,7 @@ def write(rows: pd.DataFrame) -> None:
     small = studies["small"]
     effect_figure(small)
     map_figure(rows[rows["study"] == "map"])
-    tables = {"claims": claims_table(studies), "methods": methods_table(small), "rates": choices_table(small)}
+    tables = {"claims": claims_table(studies), "methods": methods_table(small)}
     text = DOCUMENT.read_text(encoding="utf-8")
     for name, table in tables.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
