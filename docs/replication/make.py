@@ -45,6 +45,11 @@ def rows_of(run: Path, study: str) -> Iterator[dict]:
         float(run.parts[-2].removeprefix("lr_")),
         int(run.parts[-1].removeprefix("seed_")),
     )
+    name, _, part = method.partition("@")  # a part with settings of its own: METHOD@PART
+    if part == "second_base":
+        study, method = "two_layers", name
+    elif part and study == "small":
+        method = f"{part}_lora" if name == "lora" else part
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     trained = results["train_info"]
     settings = results["run_info"]["settings"]
