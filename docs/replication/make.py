@@ -48,6 +48,8 @@ def rows_of(run: Path, study: str) -> Iterator[dict]:
     name, _, part = method.partition("@")  # a part with settings of its own: METHOD@PART
     if part == "second_base":
         study, method = "two_layers", name
+    elif part == "rates":  # further rates of methods that other parts have
+        method = name
     elif part and study == "small":
         method = f"{part}_lora" if name == "lora" else part
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
