@@ -32,14 +32,6 @@ def check_one_p(p: float | Sequence[float], name: str = "p") -> float:
     return p
 
 
-def check_p_length(p: float | tuple[float, ...], num_loops: int) -> None:
-    """Raise ValueError if p is a list whose length is not the number of loops."""
-    if isinstance(p, tuple) and len(p) != num_loops:
-        raise ValueError(
-            f"`p` has {len(p)} values, but the model runs {num_loops} loops: give one for each, or one for all."
-        )
-
-
 def check_range(value: float, name: str, low: float, high: float, integer: bool = False) -> None:
     """Raise ValueError unless `value` is a number, or an integer, in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)) or not low <= value <= high:

@@ -17,7 +17,6 @@ each of them optional:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -137,15 +136,12 @@ def make_rule(name: str, **fields: Any) -> GateRule:
             lists what is valid.
     """
     if name not in RULES:
-        near = difflib.get_close_matches(str(name), RULES, n=1)
-        hint = f" Did you mean `{near[0]}`?" if near else ""
-        raise ValueError(f"Unknown rule {name!r}.{hint} Valid rules: {', '.join(sorted(RULES))}.")
+        raise ValueError(f"Unknown rule {name!r}. Valid rules: {', '.join(sorted(RULES))}.")
     cls = RULES[name]
     valid = field_names(cls)
     for field in fields:
         if field not in valid:
-            takes = f"takes {', '.join(valid)}" if valid else "takes no fields"
-            raise ValueError(f"The rule {name!r} has no field {field!r}; it {takes}.")
+            raise ValueError(f"The rule {name!r} has no field {field!r}; it takes {', '.join(valid) or 'no fields'}.")
     return cls(**fields)
 
 

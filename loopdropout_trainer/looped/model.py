@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -54,10 +54,6 @@ class LoopedModelMixin:
     def loop_readouts(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
         raise NotImplementedError
-
-    def describe_weights(self, names: Collection[str]) -> str | None:
-        """Return a sentence on whose weights have these names, if they are known."""
-        return None
 
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a collated batch of examples with what else the model reads of it; by default nothing."""
