@@ -65,11 +65,7 @@ class Projections(NamedTuple):
             scalings: of the updates.
             stacked: whether the maps are computed as one.
         """
-        dtype, down, up = (
-            weights[0].dtype,
-            lora_parameters[::2],
-            lora_parameters[1::2],
-        )  # A_i [r_i, in], B_i [out_i, r_i]
+        dtype, down, up = weights[0].dtype, lora_parameters[::2], lora_parameters[1::2]  # A_i, B_i
         widths = [len(weight) for weight in weights]
         scaling: float | torch.Tensor = scalings[0]
         if len(set(scalings)) > 1:  # one number for each channel of z, [sum of r]
@@ -106,9 +102,7 @@ class FusedUpdate(torch.autograd.Function):
         updates = _parts(low, maps)  # u_i = g s_i A_i x, each [m, r_i]
         outputs = []
         for weight, bias, b, update in zip(maps.weights, maps.biases, maps.up, updates, strict=True):
-            y = F.linear(
-                rows, weight, bias
-            )  # [n, out_i], a new tensor, to whose first m rows the update is added in place
+            y = F.linear(rows, weight, bias)  # [n, out_i], a new tensor: its first m rows get the update in place
             (y if num_active == len(y) else y[:num_active]).addmm_(update, b.T)
             outputs.append(y.view(*x.shape[:-1], len(weight)))
         ctx.save_for_backward(x, *updates)

@@ -32,9 +32,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> tuple[nn.ParameterDict, str]:
-        tuner = (
-            model.base_model
-        )  # here PEFT saves and loads them with the adapter, and FSDP gathers them for a forward
+        tuner = model.base_model  # where PEFT saves and loads them, and FSDP gathers them for a forward
         if _NAME not in dict(tuner.named_children()):
             tuner.register_module(_NAME, nn.ParameterDict())
         gates = tuner.get_submodule(_NAME)

@@ -3,6 +3,7 @@
 `python -m loopdropout_trainer.gates` prints all rules with their fields.
 """
 
+# ruff: noqa: F401  (handed on)
 from loopdropout_trainer.gates.coto import CoTo
 from loopdropout_trainer.gates.loop_dropout import DoseControl, Independent, Learned, LoopDropout, ModuleWise, Unscaled
 from loopdropout_trainer.gates.lora import LoRA, LoRADropout
@@ -10,29 +11,3 @@ from loopdropout_trainer.gates.noise import ParallelNoise, WeightNoise
 from loopdropout_trainer.gates.rule import RULES, Draw, GateRule, field_names, make_rule, register_rule
 from loopdropout_trainer.gates.schedule import Adaptive, Schedule
 from loopdropout_trainer.gates.subsets import ExactlyM, RandomPrefix, RandomSuffix
-
-
-__all__ = [
-    "RULES",
-    "Adaptive",
-    "CoTo",
-    "DoseControl",
-    "Draw",
-    "ExactlyM",
-    "GateRule",
-    "Independent",
-    "Learned",
-    "LoRA",
-    "LoRADropout",
-    "LoopDropout",
-    "ModuleWise",
-    "ParallelNoise",
-    "RandomPrefix",
-    "RandomSuffix",
-    "Schedule",
-    "Unscaled",
-    "WeightNoise",
-    "field_names",
-    "make_rule",
-    "register_rule",
-]

@@ -15,13 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from loopdropout_trainer.looped import (
-    LoopedModelMixin,
-    LoopState,
-    NotLoopedError,
-    check_num_loops,
-    find_looped_model,
-)
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, NotLoopedError, check_num_loops, find_looped_model
 
 
 class LoopDescription(LoopedModelMixin):
@@ -70,9 +64,6 @@ class LoopDescription(LoopedModelMixin):
 
     # What follows from it.
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        return _reduced(self)
-
     def recurrent_linears(self) -> list[str]:
         layers = set(map(id, self.recurrent_layers()))
         inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
@@ -118,18 +109,14 @@ def _describe(model: PreTrainedModel) -> None:
 @functools.cache
 def _both(added: type, own: type) -> type:
     """Return a subclass of both classes that goes by the second one's name, which libraries choose modules by."""
-    return type(own.__name__, (added, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
-
-
-def _reduced(module: nn.Module) -> tuple:
-    """Return what `torch.save` keeps of an instance of `_both`, a class that no module holds under its name."""
-    added, own = type(module).__bases__
-    return _empty, (added, own), module.__dict__
+    # What `torch.save` keeps of an instance: no module holds the class under its name.
+    reduced = lambda module, protocol: (_empty, (added, own), module.__dict__)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (added, own), {**names, "__reduce_ex__": reduced})
 
 
 def _empty(added: type, own: type) -> nn.Module:
-    cls = _both(added, own)
-    return cls.__new__(cls)
+    return object.__new__(_both(added, own))
 
 
 class _Announcing:
@@ -140,9 +127,6 @@ class _Announcing:
     """
 
     looped_model: tuple[LoopDescription]  # in a tuple: nn.Module would take the model for a part of its layer
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        return _reduced(self)
 
     def forward(self, *args, **kwargs):
         (model,) = self.looped_model

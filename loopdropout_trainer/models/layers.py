@@ -178,24 +178,13 @@ class StaysFloat32(nn.Module):
     """A module whose float32 weights and buffers a cast of the model, such as `model.bfloat16()`, does not round."""
 
     def _apply(self, fn, recurse: bool = True):
-        before = [(tensor, tensor.detach()) for tensor in self.parameters()]
-        buffers = [(module, dict(module.named_buffers(recurse=False))) for module in self.modules()]
-        super()._apply(fn, recurse)
-        for parameter, exact in before:
-            moved = parameter.data
-            if (restored := _restored(moved, exact)) is not moved:
-                parameter.data = restored
-        for module, exact in buffers:
-            for name, buffer in exact.items():
-                module._buffers[name] = _restored(module._buffers[name], buffer)
-        return self
+        def moved_only(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            if tensor.dtype != torch.float32 or moved.dtype.itemsize >= tensor.dtype.itemsize:
+                return moved
+            return moved.float() if tensor.is_meta else tensor.to(moved.device)
 
-
-def _restored(moved: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return a float32 tensor where it was moved to, without the rounding of a cast."""
-    if exact.dtype != torch.float32 or moved.dtype.itemsize >= exact.dtype.itemsize:
-        return moved
-    return moved.float() if exact.is_meta else exact.to(moved.device)
+        return super()._apply(moved_only, recurse)
 
 
 class ExactRotaryEmbedding(StaysFloat32, LlamaRotaryEmbedding):

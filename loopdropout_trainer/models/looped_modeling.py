@@ -293,11 +293,6 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """Return the names, in the backbone, of the linear projections inside the recurrent block."""
         raise NotImplementedError
 
-    def layer_counts(self) -> tuple[int, int]:
-        """Return how many attention layers run outside of the loop, and how many inside."""
-        inside = self.config.num_recurrent_layers
-        return self.config.num_hidden_layers - inside, inside
-
     def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of the positions, in the form that the family's attention takes."""
         return self.rotary_emb(embeddings, position_ids)
@@ -335,11 +330,10 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """
         num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
         first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
-        _, num_inside = self.layer_counts()
         states = []
         with run.start(inputs):
             for loop in range(num_loops):
-                view = None if cache is None else LoopCacheView(cache, loop * num_inside)
+                view = None if cache is None else LoopCacheView(cache, loop * self.config.num_recurrent_layers)
                 options = {"loop": loop, "past_key_values": view, "use_cache": use_cache}
                 with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
                     run.loop(functools.partial(self.recurrent_step, **options), loop)
@@ -495,11 +489,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         self.base_model.training_policy = policy
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Refuse what `generate_batch` begins with.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse what `generate_batch` begins with."""
         raise ValueError(
             "Continuous batching has one paged cache for each layer, and a looped model needs one for each loop of it: use "
             "`generate`, or `loopdropout_trainer.evaluation.generate_greedy`, which packs prompts of all lengths."

@@ -207,7 +207,7 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         self.reasoning.gate = SelectiveGate(config)
         self.decoder.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.decoder.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.q_head = HaltingHead(  # kept for the checkpoint; see halting_probabilities
+        self.q_head = HaltingHead(  # kept for the checkpoint; nothing reads it
             nn.LayerNorm(config.hidden_size, eps=1e-5, dtype=torch.float32),
             nn.Linear(config.hidden_size, 1, dtype=torch.float32),
         )
@@ -227,23 +227,6 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         return self.decoder.norm(inputs.run(self.decoder.layers, **layer_kwargs))
-
-    def halting_probabilities(
-        self, loop_states: tuple[torch.Tensor, ...], attention_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the halting head's probability of stopping after each loop, [K, B], read at each row's last token.
-
-        Nothing in this package stops by it.
-
-        Args:
-            loop_states: K states [B, S, H], from `output_readouts=True`.
-            attention_mask: [B, S], 0 on padding.
-        """
-        states = torch.stack(loop_states).to(self.q_head[1].weight.dtype)  # [K, B, S, H]
-        last = torch.full(states.shape[1:2], states.shape[2] - 1, device=states.device)
-        if attention_mask is not None:
-            last = (attention_mask * torch.arange(states.shape[2], device=states.device)).argmax(-1)
-        return torch.sigmoid(self.q_head(states[:, torch.arange(len(last)), last]).squeeze(-1))
 
 
 class LoopusForCausalLM(LoopusPreTrainedModel, LoopedForCausalLM):

@@ -28,7 +28,6 @@ import torch
 
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.looped_modeling import LoopInputs
-from loopdropout_trainer.models.operations import take_rows
 from loopdropout_trainer.models.speed.packing import Packing
 
 
@@ -170,7 +169,7 @@ class PackedLoops:
         # Autocast to bfloat16 knows no float16 here: states may be float32 beside a float16 base's embeddings.
         with torch.autocast(states[0].device.type, enabled=False):
             state = states[0] if len(states) == 1 else torch.cat(states, dim=1)
-            return state if tuple(lie) == order else take_rows(state[0], self._rows(lie, order)).unsqueeze(0)
+            return state if tuple(lie) == order else state.index_select(1, self._rows(lie, order))
 
     def _layout(self, order: tuple[int, ...]) -> _Layout:
         if order not in self.layouts:

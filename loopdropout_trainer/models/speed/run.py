@@ -96,7 +96,7 @@ class FastRun(PlainRun):
             weights = sum(linear.in_features * linear.out_features for linear in linears)
             backbone.block_sizes = weights, sum(parameter.numel() for parameter in lora_parameters)
         weights, factors = backbone.block_sizes
-        _, num_layers = backbone.layer_counts()
+        num_layers = backbone.config.num_recurrent_layers
         launch = launch_flops(like.device, like.dtype)
         apart = (FORWARD_LAUNCHES * num_layers + ORDER_LAUNCHES) * launch
         passes = 2 if backbone.gradient_checkpointing else 1  # the backward pass, with what it recomputes
