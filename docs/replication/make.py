@@ -18,7 +18,6 @@ paired by seed and problem.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -45,7 +44,10 @@ def rows_of(run: dict, study: str) -> Iterator[dict]:
     method, _, part = run["method"].partition("@")  # a part with settings of its own: METHOD@PART
     if part == "second_base":
         study = "two_layers"
-    elif study == "small" and part not in ("", "rates"):  # `rates` adds learning rates to methods that other parts have
+    elif study == "small" and part not in (
+        "",
+        "rates",
+    ):  # `rates` adds learning rates to methods that other parts have
         method = f"{part}_lora" if method == "lora" else part
     elif study == "map":
         method = run["method"]
@@ -55,7 +57,8 @@ def rows_of(run: dict, study: str) -> Iterator[dict]:
     easiest, hardest = settings.get("arithmetic_steps") or (3, 5)
     known = {
         "study": study, "method": method, "learning_rate": run["learning_rate"], "seed": run["seed"],
-        "num_loops": trained["num_loops"], "examples": trained["examples"], "steps": trained["steps"], "difficulty": f"{easiest} to {hardest}",
+        "num_loops": trained["num_loops"], "examples": trained["examples"],
+        "steps": trained["steps"], "difficulty": f"{easiest} to {hardest}",
     }  # fmt: skip
     if run["selection_score"] is not None:
         yield {**known, "metric": "development", "depth": trained["num_loops"], "value": run["selection_score"]}
