@@ -57,14 +57,7 @@ class Projections(NamedTuple):
         scalings: Sequence[float],
         stacked: bool = False,
     ) -> Projections:
-        """Cast and stack A and B, once for all loops of a forward pass.
-
-        Args:
-            weights, biases: frozen, [out_i, in] and [out_i] or None.
-            lora_parameters: the trained A_1, B_1, A_2, B_2, ... [r_i, in] and [out_i, r_i].
-            scalings: of the updates.
-            stacked: whether the maps are computed as one.
-        """
+        """Cast and stack the trained A_1, B_1, A_2, B_2, ..., once for all loops of a forward pass; `stacked`: to one map."""
         dtype, down, up = weights[0].dtype, lora_parameters[::2], lora_parameters[1::2]  # A_i, B_i
         widths = [len(weight) for weight in weights]
         scaling: float | torch.Tensor = scalings[0]

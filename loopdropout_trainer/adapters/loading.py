@@ -16,10 +16,7 @@ from loopdropout_trainer.looped import find_looped_model
 def attach_adapter(
     model: PreTrainedModel, folder: str | Path, is_trainable: bool = False, config: PeftConfig | None = None
 ) -> PeftModel:
-    """Put a saved adapter of any kind on a looped model.
-
-    PEFT itself does that for adapters that have A and B only. It refuses those whose A and B have another shape, and ignores
-    parameters that it does not know.
+    """Put a saved adapter of any kind on a looped model; PEFT itself does that for adapters that have A and B only.
 
     Args:
         model: looped model without adapter.

@@ -151,9 +151,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return recomputable(rms_norm, x, self.weight, self.variance_epsilon)
 
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.variance_epsilon}"
-
 
 class GatedMLP(nn.Module):
     """down(act(gate x) * up x) without biases; sizes and activation are the config's."""

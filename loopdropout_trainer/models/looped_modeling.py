@@ -104,11 +104,7 @@ class LoopInputs:
 
 
 class PlainRun:
-    """One forward pass of a backbone, row by row of its batch. `FastRun` gives the same results in less time and memory.
-
-    Args:
-        backbone: whose loops run.
-    """
+    """One forward pass of a backbone, row by row of its batch. `FastRun` gives the same results in less time and memory."""
 
     def __init__(self, backbone: LoopedBackbone) -> None:
         self.backbone = backbone
@@ -166,11 +162,7 @@ class LoopedConfigMixin:
         super().__setattr__(name, value)
 
     def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:
-        """Fill in what the hub's fields leave open and the names of the checkpoint's tensors tell; nothing by default.
-
-        Args:
-            weight_names: returns them, or None if they are not to be had.
-        """
+        """Fill in what the hub's fields leave open and the names of the checkpoint's tensors tell; nothing by default."""
 
     @property
     def num_recurrent_layers(self) -> int:
@@ -185,9 +177,10 @@ class LoopedConfigMixin:
     def to_diff_dict(self) -> dict:
         """Return what is saved: the dtype also under its old name, and no `backprop_depth` that was never set."""
         fields = super().to_diff_dict()
-        if fields.get("backprop_depth") is None:
-            fields.pop("backprop_depth", None)
-        return {**fields, **({"torch_dtype": fields["dtype"]} if fields.get("dtype") is not None else {})}
+        fields["torch_dtype"] = fields.get("dtype")
+        return {
+            name: x for name, x in fields.items() if x is not None or name not in ("torch_dtype", "backprop_depth")
+        }
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
@@ -245,10 +238,9 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         compiled = {}
         for layer in (module for module in self.modules() if isinstance(module, RecurrentLayer)):
             if (kind := type(layer)) not in compiled:
-                forward = kind.layer_forward
-                code = forward.__code__.replace()
+                own = kind.layer_forward
                 copied = types.FunctionType(
-                    code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+                    own.__code__.replace(), own.__globals__, own.__name__, None, own.__closure__
                 )
                 compiled[kind] = torch.compile(copied, dynamic=True)
             layer.compiled_forward = compiled[kind]
@@ -265,9 +257,7 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         # its gradients K times: DDP raises or lets the ranks diverge, ZeRO-3 reduces wrong sums, silently.
         checkpoint = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
         if enable and getattr(checkpoint, "keywords", {}).get("use_reentrant"):
-            logger.warning(
-                "Reentrant gradient checkpointing is wrong for layers that run several times; using the other."
-            )
+            logger.warning("Reentrant gradient checkpointing is wrong for layers that run several times: not used.")
         super()._set_gradient_checkpointing(enable, functools.partial(checkpoint, use_reentrant=False), **kwargs)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,9 @@ class WrongWeightsError(ValueError):
 
 
 def check_weights(model: PreTrainedModel, report: LoadStateDictInfo, source: str, may_reshape: bool = False) -> None:
-    """Refuse a checkpoint that does not hold exactly the model's weights.
+    """Raise WrongWeightsError, naming weights, if transformers' `report` says that a checkpoint holds others than the model.
 
-    Args:
-        model: before missing weights are made up.
-        report: what transformers found; tied and ignorable weights are taken out of it.
-        source: name of the checkpoint.
-        may_reshape: whether the caller asked for fresh weights where shapes differ (`ignore_mismatched_sizes`).
-
-    Raises:
-        WrongWeightsError: naming the weights.
+    Tied and ignorable weights are taken out of the report; `may_reshape`: the caller gave `ignore_mismatched_sizes`.
     """
     model._adjust_missing_and_unexpected_keys(report)
     if model.base_model is model:  # a backbone, of whose checkpoint the head is a part
@@ -74,9 +67,7 @@ def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def _listed(names: Collection[str]) -> str:
     """Return names with their numbers as stars, and how many each stands for."""
-    counts: dict[str, int] = defaultdict(int)
-    for name in sorted(names):
-        counts[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] += 1
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in sorted(names))
     shown = [f"`{name}`" + (f" ({count} times)" if count > 1 else "") for name, count in list(counts.items())[:6]]
     more = sum(list(counts.values())[6:])
     return ", ".join(shown) + (f" and {more} others" if more else "")
@@ -85,9 +76,7 @@ def _listed(names: Collection[str]) -> str:
 def checkpoint_names(name_or_path: str, **init_kwargs: Any) -> list[str] | None:
     """Return the names of the tensors in a safetensors checkpoint, without loading them; None if there is none.
 
-    Args:
-        name_or_path: folder or hub name; from the Hub the index is read, or the file itself if there is only one.
-        init_kwargs: keywords of `from_pretrained`; those in `DOWNLOAD_FIELDS` are read.
+    From the Hub the index is read, or the file itself if there is only one; by those keywords in `DOWNLOAD_FIELDS`.
     """
     download = {key: init_kwargs[key] for key in DOWNLOAD_FIELDS if key in init_kwargs}
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}

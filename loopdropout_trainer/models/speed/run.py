@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
-from transformers.utils import logging
 
 from loopdropout_trainer.looped import LoopStep, launch_flops
 from loopdropout_trainer.models.looped_modeling import LoopedBackbone, LoopInputs, PlainRun
@@ -21,19 +20,12 @@ from loopdropout_trainer.models.speed.packing import find_packing
 from loopdropout_trainer.models.speed.recomputation import recomputation
 
 
-logger = logging.get_logger(__name__)
-
 FORWARD_LAUNCHES, SLICE_LAUNCHES, ORDER_LAUNCHES = 40, 20, 30
 """Operations of a layer's forward pass, of a layer that leaves some tokens alone, and of putting a row in another order."""
 
 
 class FastRun(PlainRun):
-    """A forward pass whose examples run packed in one row, whose pointwise results are recomputed, or both.
-
-    Args:
-        backbone: whose loops run.
-        packs, recomputes: what is switched on.
-    """
+    """A forward pass whose examples run packed in one row, whose pointwise results are recomputed, or both."""
 
     def __init__(self, backbone: LoopedBackbone, packs: bool, recomputes: bool) -> None:
         super().__init__(backbone)
@@ -99,18 +91,11 @@ class FastRun(PlainRun):
         num_layers = backbone.config.num_recurrent_layers
         launch = launch_flops(like.device, like.dtype)
         apart = (FORWARD_LAUNCHES * num_layers + ORDER_LAUNCHES) * launch
-        passes = 2 if backbone.gradient_checkpointing else 1  # the backward pass, with what it recomputes
-        thresholds = Thresholds(
-            frozen=apart / (2 * passes * weights),
-            inactive=(SLICE_LAUNCHES * num_layers + ORDER_LAUNCHES) * launch / (6 * factors),
-        )
         if like.is_cuda and weights * like.shape[1] > apart:
-            thresholds = Thresholds()  # the device is busy for longer than both launches take
-        logger.info_once(
-            "`skip_frozen_loops`: examples run apart from others in loops where they have no gradient yet and at least "
-            f"{thresholds.frozen:.0f} tokens, or no update and at least {thresholds.inactive:.0f}."
-        )
-        return thresholds
+            return Thresholds()  # the device is busy for longer than both launches take, which it does not wait for
+        passes = 2 if backbone.gradient_checkpointing else 1  # the backward pass, with what it recomputes
+        inactive = (SLICE_LAUNCHES * num_layers + ORDER_LAUNCHES) * launch / (6 * factors)
+        return Thresholds(frozen=apart / (2 * passes * weights), inactive=inactive)
 
     def _mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor | None:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
