@@ -139,7 +139,6 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
     Args:
         model_class: causal language model whose `base_model` returns a head-ready `last_hidden_state`.
         description: how it loops.
-
     """
     if issubclass(model_class, LoopedModelMixin):
         raise ValueError(f"{model_class.__name__} is looped by itself; it needs no description.")
