@@ -57,9 +57,7 @@ def test_it_trains_measures_and_saves_both_methods(quickstart):
         assert list(results["by_depth"]) == ["1", "2", "3"]
         assert [each["total"] for each in results["single_loop_benchmarks"]] == [4] * 4
         assert len(results["readout_losses"]) == 4
-        assert results["readout_losses"][-1] == pytest.approx(
-            measured["all_on"], rel=1e-5
-        )  # readout 4 is the model's loss
+        assert results["readout_losses"][-1] == pytest.approx(measured["all_on"], rel=1e-5)  # the model's loss
     assert ours["single_loop"]["frozen"] == lora["single_loop"]["frozen"]  # the same base and problems
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
     words = ("Loop Dropout", "LoRA", "before training", "last number", "loop 4", "K=3", "Accuracy on")

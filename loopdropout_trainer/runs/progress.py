@@ -9,13 +9,9 @@ import sys
 import textwrap
 from typing import TextIO
 
-import datasets
 from tqdm.auto import tqdm
-from transformers import ProgressCallback, Trainer
-from transformers.utils.logging import disable_progress_bar
+from transformers import ProgressCallback
 
-
-SHORT = 20_000  # examples; a bar over fewer of them is gone before anyone can read it
 
 _OF_REWARDS = {  # what the log of DPO and GRPO says beside the loss, and how a line says it
     "reward": "reward {:.3f}",
@@ -59,21 +55,7 @@ def show_log() -> None:
     log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
 
-def hide_short_bars(num_examples: int) -> None:
-    """Leave out the bars of loading weights, and those of preparing examples unless there are many of them."""
-    disable_progress_bar()
-    if num_examples < SHORT:
-        datasets.disable_progress_bars()
-
-
-def show_training(trainer: Trainer, title: str) -> None:
-    """Give a trainer one bar with a title, and one line for each logging interval, instead of its own."""
-    if not trainer.args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(_TrainingProgress(title))
-
-
-class _TrainingProgress(ProgressCallback):
+class TrainingProgress(ProgressCallback):
     """transformers' bar, with a title, that writes the log as words; in a file there are the words alone."""
 
     def __init__(self, title: str) -> None:

@@ -37,17 +37,15 @@ class RunResult:
     """One trained adapter and what was measured of it.
 
     Attributes:
-        rule, p, num_loops: how it was trained.
         trainable_parameters, steps, examples, train_loss, train_seconds: of the training, over all its legs.
         step_seconds: of `train_seconds`, in training steps; num_tokens: trained on in them.
         peak_memory_gb: most memory that the first process held, of the GPU if there is one, in 10^9 bytes.
         base_benchmarks, benchmarks: results by greedy generation before and after training.
-        single_loop: losses with the adapter in one loop at a time, if measured.
-        readout_losses: of each loop's readout with the adapter in all loops, in nats per token, if measured.
-        single_loop_benchmarks: results on the first benchmark with the adapter in loop 1, 2, ... K only, if measured.
-        by_depth: results on the first benchmark by the number of loops at inference, if measured.
-        adapter: its other fields (`r`, `lora_alpha`, ...); model: the base's (`model`, `dtype`, ...).
-        saved: what was saved, by name.
+        single_loop: losses with the adapter in one loop at a time; readout_losses: of each loop's readout with the adapter in
+            all loops, in nats per token.
+        single_loop_benchmarks, by_depth: results on the first benchmark with the adapter in loop 1, 2, ... K only, and by the
+            number of loops at inference.
+        adapter: its other fields (`r`, `lora_alpha`, ...); model: the base's; saved: what was saved, by name.
         rewards: of a training by reward: its mean over the first and over the last tenth of the log.
     """
 
@@ -84,28 +82,20 @@ def write_results(
 ) -> Path:
     """Write `results.json` (docs/runs.md) and `recipe.yaml`: what was measured, of what, and the settings that repeat it.
 
-    Args:
-        outcome, settings, output_dir: of the run.
-        run: its identity, by which it is known again.
-        processes: that trained it.
+    `run` is the run's identity, by which it is known again; `processes` trained it.
 
     Raises:
         WriteError: if the disk refuses; what was there before is untouched.
     """
     speed = outcome.num_tokens / outcome.step_seconds if outcome.step_seconds else None
     training = {name: getattr(outcome, name) for name in _TRAINING if name != "rewards" or outcome.rewards}
-    run_info = {
-        "settings": public_settings(settings),
-        "versions": library_versions(),
-        "device": device_name(),
-        "num_processes": processes,
-    }
+    run_info = {"settings": public_settings(settings), "versions": library_versions(), "device": device_name()}
     weights = [folder for name, folder in outcome.saved.items() if name in ("adapter", "merged model")]
     files = [file for folder in weights for file in sorted(Path(folder).glob("*.safetensors"))]
     report: dict[str, Any] = {
         "meta_info": {**outcome.model, "num_loops": outcome.num_loops, "adapter_path": str(output_dir)},
         "train_info": {**training, "tokens_per_second": speed, **outcome.adapter},
-        "run_info": run_info,
+        "run_info": {**run_info, "num_processes": processes},
         "run": dict(run),
         "base_benchmarks": {result.name: result.as_json() for result in outcome.base_benchmarks},
         "benchmarks": {result.name: result.as_json() for result in outcome.benchmarks},
@@ -115,9 +105,8 @@ def write_results(
         "saved": outcome.saved,
         "files": {file.relative_to(output_dir).as_posix(): sha256(file) for file in files},
     }
-    if outcome.single_loop is not None:
-        reductions = {"reductions_percent": outcome.single_loop.reductions}
-        report["single_loop"] = {**asdict(outcome.single_loop), **reductions}
+    if (losses := outcome.single_loop) is not None:
+        report["single_loop"] = {**asdict(losses), "reductions_percent": losses.reductions}
     text = json.dumps(_json(report), indent=1, ensure_ascii=False, allow_nan=False)
     with staged_files(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
         (folder / "recipe.yaml").write_text(settings_yaml(settings), encoding="utf-8")

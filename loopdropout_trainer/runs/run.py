@@ -13,8 +13,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
 
+import datasets
 from datasets import Dataset
 from tqdm.auto import tqdm
+from transformers import ProgressCallback
+from transformers.utils.logging import disable_progress_bar
 
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import (
@@ -29,7 +32,7 @@ from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.printing import plot_results, print_results
-from loopdropout_trainer.runs.progress import SHORT, hide_short_bars, show_log, show_training
+from loopdropout_trainer.runs.progress import TrainingProgress, show_log
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RunResult, read_results, write_results
 from loopdropout_trainer.saving.adapter_files import save_adapter_card
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
@@ -47,6 +50,9 @@ from loopdropout_trainer.training.memory import memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config
 from loopdropout_trainer.training.resources import device_name
 from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
+
+
+SHORT = 20_000  # examples; a bar over fewer of them is gone before anyone can read it
 
 
 class Run:
@@ -117,7 +123,9 @@ class Run:
         config = self.configs[0]
         template = getattr(config, "chat_template_path", None)  # SFT's
         self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, template)
-        hide_short_bars(self.data_args.num_train_examples or SHORT)
+        disable_progress_bar()  # of loading weights
+        if (self.data_args.num_train_examples or SHORT) < SHORT:
+            datasets.disable_progress_bars()
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, getattr(config, "max_length", None))
         for name in ("eval_on_start", "single_loop_batches", "live_diagnostics_steps"):
@@ -193,7 +201,9 @@ class Run:
         config, is_main = trainer.args, trainer.accelerator.is_main_process
         diverged = Path(config.output_dir, DIVERGED_FILE)
         try:
-            show_training(trainer, config.rule)
+            if not config.disable_tqdm:
+                trainer.remove_callback(ProgressCallback)
+                trainer.add_callback(TrainingProgress(config.rule))
             result = trainer.train(resume_from_checkpoint=checkpoint)
             progress = trainer.progress()
             trainer.save_model()  # before anything else can go wrong

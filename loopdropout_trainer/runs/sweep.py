@@ -76,7 +76,7 @@ class PartArguments:
         help="Rules and recipes (.yaml), or name: rule, recipe, or fields on top of `recipe`; in a part, names.",
     )
     seeds: list[int] = HfArg(
-        default_factory=lambda: [101, 102, 103], help="Training seeds; the first of them choose the learning rate."
+        default_factory=lambda: [101, 102, 103], help="Training seeds; the first choose the rate."
     )
     full_grid: bool = HfArg(default=False, help="Train every seed at every rate; so it is with one rate.")
     settings: dict[str, Any] | None = HfArg(
@@ -116,17 +116,15 @@ class SweepArguments(PartArguments):
     only: list[str] | None = HfArg(default=None, help="Parts to do. Default: all.")
     rate_factors: dict[str, float] | None = HfArg(default=None, help="Factors on learning rates by method (JSON).")
     select_on: str = HfArg(
-        default="development", help="Benchmark whose score chooses the rate; `development`: held-out rows."
+        default="development", help="Benchmark that chooses the rate; `development`: held-out rows."
     )
     selection_seeds: int = HfArg(default=1, help="How many of a part's first seeds choose the rate.")
     minutes: dict[str, float] | None = HfArg(
-        default=None, help="Minutes of a training by method, and `default`, for the plan."
+        default=None, help="Minutes of a training by method or `default`, to plan."
     )
     device: str = HfArg(default="one GPU", help="What the minutes were measured on.")
     output_dir: str = HfArg(default="outputs/sweep", help="Folder of all runs.")
-    storage: str | None = HfArg(
-        default=None, help="URL of a database that several machines share. Default: sweep.db in `output_dir`."
-    )
+    storage: str | None = HfArg(default=None, help="URL of a database that machines share. Default: a file, sweep.db.")
     launcher: str = HfArg(default="", help="What starts a training, e.g. `accelerate launch`. Default: a fork.")
     workers: int = HfArg(default=1, help="Runs at a time on this machine, each on a GPU of its own.")
     print_commands: bool = HfArg(default=False, help="Print the commands that a scheduler can start now, and stop.")
@@ -183,8 +181,6 @@ def load_runs(output_dir: str | Path) -> list[dict[str, Any]]:
 class Sweep:
     """The runs of a sweep, and what is done of them; `scripts` is the folder of the training scripts.
 
-    `methods` are resolved recipes by name, frozen here: no recipe's file is read again. `parts` have all of their fields.
-
     Raises:
         ValueError: for a method, part or field that there is not, or a recipe that cannot be read.
     """
@@ -192,7 +188,7 @@ class Sweep:
     def __init__(self, arguments: SweepArguments, scripts: Path) -> None:
         self.arguments, self.output_dir = arguments, Path(arguments.output_dir)
         self.script, self.launcher = scripts / f"{arguments.script}.py", shlex.split(arguments.launcher)
-        self.methods: dict[str, dict[str, Any]] = {}
+        self.methods: dict[str, dict[str, Any]] = {}  # resolved recipes, frozen here: no file is read again
         self.parts: dict[str, PartArguments] = {}
         self._measure: dict[str, dict[str, Any]] = {}
         self.study: optuna.Study | None = None
@@ -419,7 +415,7 @@ class Sweep:
             self.work()
             return
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-        shared, spawn = (_work, self.arguments, self.script.parent), multiprocessing.get_context("spawn")
+        spawn, shared = multiprocessing.get_context("spawn"), (_work, self.arguments, self.script.parent, self._known)
         workers = [spawn.Process(target=work_on_gpu, args=(gpus[i % len(gpus)], *shared)) for i in range(number)]
         status = run_processes(workers)
         self._refresh()
@@ -487,6 +483,7 @@ class Sweep:
             trial.set_user_attr("error", error)
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
             raise SweepError("\n  ".join([error, *[line for line in lines if line.strip()][-12:]]))
+        self._refresh()  # others have worked in the meantime
         jobs = {each for part in self._parts_to_do() for each in self._jobs_of(part)} - {job}
         done = 1 + sum(each.learning_rate is not None and self.is_done(each) for each in jobs)
         text = ", ".join(f"{name} {score:.2f}%" for name, score in outcome.get("benchmarks", {}).items())
@@ -560,10 +557,11 @@ class Sweep:
         return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.2f}".format)
 
 
-def _work(arguments: SweepArguments, scripts: Path) -> None:
+def _work(arguments: SweepArguments, scripts: Path, known: int) -> None:
     """Be one of several workers of a sweep that another process has checked."""
     sweep = Sweep(arguments, scripts)
     sweep.start(check=False)
+    sweep._known = known  # another worker may have failed before this one began
     sweep.work()
 
 
