@@ -18,7 +18,7 @@ from loopdropout_trainer.diagnostics.run import FOLDER, run_diagnostics
 from loopdropout_trainer.evaluation.run import EvaluationArguments
 from loopdropout_trainer.reports import ReportError, load_table
 from loopdropout_trainer.reports.report import numbers_by_method, write_figures
-from loopdropout_trainer.runs.result import show_log
+from loopdropout_trainer.runs.progress import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe
