@@ -190,12 +190,7 @@ def load_results(path: str | Path, row: str | None = None) -> dict[str, Benchmar
 
 
 def add_result(
-    path: Path,
-    row: str,
-    row_info: Mapping[str, Any],
-    benchmark: str,
-    entry: Mapping[str, Any],
-    averages: Mapping[str, Sequence[str]],
+    path: Path, row: str, row_info: Mapping, benchmark: str, entry: Mapping, averages: Mapping[str, Sequence[str]]
 ) -> None:
     """Write a benchmark's entry to a row of the results file, beside what other evaluations may have written since."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,12 +203,7 @@ def add_result(
 
 
 def averages_of(benchmarks: Mapping[str, Any], averages: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return the plain means of metrics' scores, in percent, for those averages whose metrics are all there.
-
-    Args:
-        benchmarks: entries of the results file.
-        averages: name -> metrics.
-    """
+    """Return the plain means of metrics' scores in a row of the results file, for averages whose metrics are all there."""
     scores = {name: metric["score"] for entry in benchmarks.values() for name, metric in entry["metrics"].items()}
     return {
         name: {"score": sum(scores[metric] for metric in metrics) / len(metrics), "metrics": list(metrics)}

@@ -45,17 +45,14 @@ class EvaluationArguments(BenchmarkArguments):
         "merged), which is the default.",
     )
     at_depths: list[int] | None = HfArg(
-        default=None,
-        help="Recurrence depths, each a row of its own. Default: `num_loops`, or the model's own.",
+        default=None, help="Recurrence depths, each a row of its own. Default: `num_loops`, or the model's own."
     )
     gates: list[str] | None = HfArg(
         default=None,
         help="Gate of the adapter in each loop, such as 1-0-0-0; several are several rows. `single_loop`: a row for each "
         "loop, with the adapter in this loop alone. Default: ones.",
     )
-    readout: int | None = HfArg(
-        default=None, help="Loop, from 1, whose readout gives the logits. Default: the last one."
-    )
+    readout: int | None = HfArg(default=None, help="Loop, from 1, whose readout gives the logits. Default: the last.")
     averages: dict[str, list[str]] | str | None = HfArg(
         default=None, help="Averages of metrics, as a mapping name: [metric, ...] (JSON on the command line)."
     )
@@ -125,12 +122,9 @@ def check_averages(averages: Mapping[str, list[str]]) -> None:
 
 
 def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dict[str, list[BenchmarkResult]]:
-    """Evaluate each row on every benchmark, over all processes, and write the results file.
+    """Evaluate each row on every benchmark, over all processes, and write the results file; return the results by row.
 
     Answers that are on disk are not computed again.
-
-    Returns:
-        The results by row.
 
     Raises:
         ValueError: if model, adapter or a benchmark cannot be loaded, or gates or chat template do not fit.
@@ -167,8 +161,7 @@ def _evaluate_model(
     with state.main_process_first():
         loaded, tokenizer = load_model(model, adapter)
     looped = find_looped_model(loaded.to(state.device))
-    added = ("lora_", "loop_gates")
-    sizes = [p.numel() for name, p in looped.named_parameters() if not any(part in name for part in added)]
+    sizes = [p.numel() for name, p in looped.named_parameters() if not ("lora_" in name or "loop_gates" in name)]
     identity = from_main_process(lambda: model_identity(model, loaded, adapter))
     rows = {name: None} if adapter is None else arguments.gate_rows(name, looped.config.num_loops)
     subjects = {

@@ -70,7 +70,7 @@ class Subject:
     @torch.no_grad()
     def _check_readout(self) -> None:
         """Check that the model has the loop `readout`, and that a run of as many loops gives the same states after it."""
-        name, readout = type(self.looped).__name__, self.readout
+        readout = self.readout
         if not isinstance(readout, int) or not 1 <= readout <= self.num_loops:
             raise ValueError(f"`readout` must be one of the loops 1 to {self.num_loops}; got {readout!r}.")
         inputs = {"input_ids": torch.arange(2, 10, device=self.looped.device).unsqueeze(0)}
@@ -79,12 +79,12 @@ class Subject:
             got = self.looped.base_model(**inputs, use_cache=False).last_hidden_state.float()
         if (got - want).norm() > 1e-2 * want.norm():
             raise ValueError(
-                f"The readout of {name} after loop {readout} of {self.num_loops} is not that of a run of {readout} loops: "
+                f"The readout of {type(self.looped).__name__} after loop {readout} is not that of a run of {readout} loops: "
                 f"leave `readout` out, or set `num_loops` to {readout}."
             )
 
     def running(self):
-        """Run the model inside the block under its gates and to its readout."""
+        """Run the model inside the block under its gates and to its readout; see `run_as`."""
         return run_as(self.model, self.gates, self.readout)
 
     def in_turns(self, protocol: bool) -> bool:
@@ -160,17 +160,15 @@ def parse_gates(gates: str | float | Sequence[float], num_loops: int) -> list[fl
         numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
         as_gate_matrix(numbers, num_loops)
     except (TypeError, ValueError):
-        valid = "-".join("1" * num_loops)
         raise ValueError(
-            f"`gates` must be one for each of the {num_loops} loops, as {valid}; got {gates!r}."
+            f"`gates` must be one for each of the {num_loops} loops, as 1-0-0-0; got {gates!r}."
         ) from None
     return None if all(number == 1 for number in numbers) else numbers
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the special token that the chat template puts after what the assistant says, if there is one."""
-    said = "said"
-    turns = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
-    rest = apply_chat_template(tokenizer, turns, tokenize=False).rpartition(said)[2]
+    turns = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said"}]
+    rest = apply_chat_template(tokenizer, turns, tokenize=False).rpartition("said")[2]
     added = tokenizer.get_added_vocab()
     return min((token for token in added if token in rest), key=rest.find, default=None)
