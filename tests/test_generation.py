@@ -270,7 +270,7 @@ def test_a_step_that_cannot_be_compiled_runs_without(tokenizer, monkeypatch, log
     want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
     monkeypatch.setattr(decoding, "_compiled", lambda device: fails)
     assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False, decoding="compiled") == want
-    (warning,) = [record.message for record in log.records if record.levelname == "WARNING"]
+    (warning,) = {record.message for record in log.records if record.levelname == "WARNING"}
     assert "cannot be compiled" in warning and warning.endswith("no compiler")
 
 
