@@ -24,12 +24,11 @@ from loopdropout_trainer.evaluation import (
     evaluate_subject,
     generate_greedy,
     load_benchmark,
-    load_result_rows,
     load_results,
     make_benchmark,
 )
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
-from loopdropout_trainer.evaluation.averages import averages_of
+from loopdropout_trainer.evaluation.results import averages_of
 from loopdropout_trainer.evaluation.subject import end_of_turn
 from loopdropout_trainer.settings.recipe import load_recipe
 
@@ -338,7 +337,6 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
     num_answers = answers_in(tmp_path)
     evaluate_script.main(first)
     assert (tmp_path / "evaluation.json").read_text() == content and answers_in(tmp_path) == num_answers
-    assert (tmp_path / "sessions.jsonl").read_text().count("\n") == 4
 
     deeper = [*first, "--num_loops", "2"]
     with pytest.raises(SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2.*NAME=PATH"):
@@ -349,7 +347,7 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
         evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--num_loops", "2"])
     evaluate_script.main([*deeper, "--adapter", "shallow=none"])
     evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--adapter", "none"])
-    rows = load_result_rows(tmp_path / "evaluation.json")
+    rows = {row: load_results(tmp_path / "evaluation.json", row) for row in ("base", "tuned", "shallow")}
     assert {row: list(results) for row, results in rows.items()} == {
         "base": ["truthfulqa_mc2", "arithmetic_test"],
         "tuned": ["truthfulqa_mc2"],
@@ -371,7 +369,7 @@ def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_pat
         done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / f"{count}/answers/tuned/mmlu/0000{count - 1}.jsonl").is_file()
-        found.append(load_result_rows(tmp_path / str(count) / "evaluation.json"))
+        found.append({row: load_results(tmp_path / f"{count}/evaluation.json", row) for row in ("base", "tuned")})
     one, *others = found
     for other in others:
         for row in ("base", "tuned"):

@@ -76,15 +76,15 @@ def compare_seeds(a: Sequence[dict], b: Sequence[dict], name: str) -> list[dict[
 
 def _compare(a: dict, b: dict, name: str) -> dict[str, Any]:
     before, after = (_result(run, name) for run in (a, b))
-    split = decompose_difference([before], [after])
+    both_extractable, missing_in_either = decompose_difference(before, after)
     flips = [(x.correct, y.correct) for x, y in zip(before.predictions, after.predictions, strict=True)]
     fixed = [place for place, pair in enumerate(flips) if pair == (False, True)]
     broken = [place for place, pair in enumerate(flips) if pair == (True, False)]
     return {
         "seeds": [a["seed"], b["seed"]],
-        "difference": split.total[0],
-        "both_extractable": split.both_extractable[0],
-        "missing_in_either": split.missing_in_either[0],
+        "difference": both_extractable + missing_in_either,
+        "both_extractable": both_extractable,
+        "missing_in_either": missing_in_either,
         "fixed": fixed,
         "broken": broken,
         "p_value": sign_test(len(fixed), len(broken)),

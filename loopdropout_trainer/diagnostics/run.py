@@ -24,9 +24,9 @@ from loopdropout_trainer.diagnostics.compared import ComparedModel, find_models
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic, GroupedBenchmark
 from loopdropout_trainer.diagnostics.rows import held_out_rows, load_rows_to_score, raw_rows
 from loopdropout_trainer.evaluation.answer_log import check_same
+from loopdropout_trainer.evaluation.benchmark import evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
-from loopdropout_trainer.evaluation.evaluator import evaluate_subject
 from loopdropout_trainer.evaluation.loading import load_model, model_identity
 from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
 from loopdropout_trainer.evaluation.results import BenchmarkResult

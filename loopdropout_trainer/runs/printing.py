@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loopdropout_trainer.evaluation import BenchmarkResult
-from loopdropout_trainer.evaluation.scorers import last_integer
+from loopdropout_trainer.evaluation.metrics import last_integer
 from loopdropout_trainer.evaluation.statistics import sign_test
 from loopdropout_trainer.reports import load_table, save_figure
 from loopdropout_trainer.reports.figures import overview_figure

@@ -13,9 +13,9 @@ from datasets import load_dataset
 from loopdropout_trainer.data.rows import BadRow, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
+from loopdropout_trainer.evaluation.metrics import load_metric
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
-from loopdropout_trainer.evaluation.scorers import load_metric
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_batches
 from loopdropout_trainer.saving.files import sha256_of_json

@@ -251,7 +251,7 @@ class LmEvalBenchmark(Benchmark):
     def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
         from lm_eval.evaluator import evaluate
 
-        from loopdropout_trainer.evaluation.logged_lm import LoggedLM
+        from loopdropout_trainer.evaluation.looped_lm import LoggedLM
 
         in_turns = subject.in_turns(self.spec.in_turns)
         with random_states_kept():
