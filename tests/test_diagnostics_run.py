@@ -17,11 +17,11 @@ from test_diagnostics_measures import adapted
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
 from loopdropout_trainer.diagnostics import DIAGNOSTICS, single_loop_activation
-from loopdropout_trainer.diagnostics.answers import compare_seeds
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.compared import find_models
+from loopdropout_trainer.diagnostics.completions import compare_seeds
+from loopdropout_trainer.diagnostics.losses import SingleLoop
 from loopdropout_trainer.diagnostics.rows import load_rows_to_score
-from loopdropout_trainer.diagnostics.single_loop import SingleLoop
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA
 from loopdropout_trainer.settings.recipe import RecipeError

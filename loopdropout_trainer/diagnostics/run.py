@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import json
-import sys
+import runpy
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,19 +19,20 @@ from tqdm.auto import tqdm
 from loopdropout_trainer.data import load_tokenizer
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.compared import ComparedModel, find_models
-from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic, GroupedBenchmark
-from loopdropout_trainer.diagnostics.rows import held_out_rows, load_rows_to_score, raw_rows
-from loopdropout_trainer.evaluation.answer_log import check_same
+from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
+from loopdropout_trainer.diagnostics.rows import held_out_rows, load_rows_to_score
+from loopdropout_trainer.evaluation.answer_log import AnswerLog, check_same
+from loopdropout_trainer.evaluation.benchmark import Benchmark
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.evaluation.evaluator import evaluate_subject
 from loopdropout_trainer.evaluation.loading import load_model, model_identity
 from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
 from loopdropout_trainer.evaluation.results import BenchmarkResult
-from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.evaluation.subject import Subject, run_as
 from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.resources import device_name
@@ -49,8 +48,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
     What an earlier run in the same folder measured of the same models on the same rows or benchmarks is not measured again.
 
     Raises:
-        RecipeError: if something that is named cannot be loaded or compared.
-        DataError: if there are no rows to measure on.
+        RecipeError, SetupError, DataError: if something that is named cannot be loaded or compared.
     """
     run = _Run(model, rows, arguments)
     of_models = [run.measure(each) for each in run.models]
@@ -59,31 +57,22 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
     return [content for content in files if content["runs"]]
 
 
-def choose(names: Sequence[str] | None, imports: Sequence[str] = ()) -> list[Diagnostic]:
-    """Import the user's own files, and return the diagnostics of these names; None: all.
+def choose(arguments: DiagnosticArguments) -> list[Diagnostic]:
+    """Import the user's own files, and return the diagnostics that are asked for and can be measured.
 
     Raises:
-        RecipeError: for a file that cannot be imported, or an unknown name.
+        RecipeError, SetupError: for a file that cannot be imported, an unknown name, or if benchmarks are missing.
     """
-    for given in imports:
-        try:
-            _import(given)
-        except Exception as error:  # whatever the file does
-            raise RecipeError(f"`import` names {given}, which cannot be imported: {error!r}.") from error
-    for name in names or ():
+    for given in arguments.imports:
+        with user_supplied(f"`import` names {given}, which cannot be imported"):
+            runpy.run_path(given) if given.endswith(".py") else importlib.import_module(given)
+    for name in arguments.diagnostics or ():
         if name not in DIAGNOSTICS:
             raise RecipeError(f"`diagnostics` must be among {', '.join(DIAGNOSTICS)}; got {name!r}.")
-    return [DIAGNOSTICS[name]() for name in (DIAGNOSTICS if names is None else dict.fromkeys(names))]
-
-
-def _import(given: str) -> None:
-    if not given.endswith(".py"):
-        importlib.import_module(given)
-        return
-    name = f"user_diagnostic_{Path(given).stem}"
-    spec = importlib.util.spec_from_file_location(name, given)
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
+        if DIAGNOSTICS[name].needs == "benchmarks" and not arguments.benchmarks:
+            raise RecipeError(f"`benchmarks` must name one or more: the diagnostic {name} generates completions.")
+    chosen = [DIAGNOSTICS[name]() for name in arguments.diagnostics or DIAGNOSTICS]
+    return [each for each in chosen if arguments.benchmarks or each.needs != "benchmarks"]
 
 
 class _Run:
@@ -93,118 +82,83 @@ class _Run:
         self.base, self.arguments = model, arguments
         self.folder = Path(arguments.output_dir) / FOLDER
         self.processes = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
-        self.diagnostics = choose(arguments.diagnostics, arguments.imports)
-        if not arguments.benchmarks:
-            if arguments.diagnostics and self._need("benchmarks"):
-                raise RecipeError(
-                    "`benchmarks` must name one or more: diagnostics that generate answers are asked for."
-                )
-            self.diagnostics = [each for each in self.diagnostics if each.needs != "benchmarks"]
-        files = arguments.benchmark_files or {}
+        self.diagnostics = choose(arguments)
+        needs = {each.needs for each in self.diagnostics}
+        files, self.batches = arguments.benchmark_files or {}, []
         with self.processes.main_process_first():
             self.models = find_models(arguments, model.model_name_or_path)
             self.tokenizer = load_tokenizer(model)
-            self.rows, self.benchmarks = None, []
-            try:
-                if self._need("rows"):
-                    self.rows = load_rows_to_score(rows, self.tokenizer, files.get(rows.rows))
-                if self._need("benchmarks"):
-                    self.benchmarks = [self._benchmark(name, files.get(name), rows) for name in arguments.benchmarks]
-            except OSError as error:
-                raise RecipeError(one_line(error)) from error
+            with user_supplied("The rows or benchmarks cannot be loaded"):
+                if "rows" in needs:
+                    self.batches, self.rows = load_rows_to_score(rows, self.tokenizer, files.get(rows.rows))
+                names = arguments.benchmarks if "benchmarks" in needs else ()
+                self.benchmarks = [self._benchmark(name, files.get(name), rows) for name in names]
+        self.log = AnswerLog(self.folder / "parts", self.processes.process_index)
+        self.log.found = from_main_process(lambda: self.log.read({}))
         self.settings: dict[str, Any] = {}  # of the base model, which comes first
         total = len(self.models) * len(self.diagnostics)
         self.progress = tqdm(total=total, unit="measurement", disable=not self.processes.is_main_process)
 
-    def _need(self, what: str) -> bool:
-        return any(diagnostic.needs == what for diagnostic in self.diagnostics)
-
-    def _benchmark(self, name: str, files: str | None, rows: RowArguments) -> GroupedBenchmark:
+    def _benchmark(self, name: str, file: str | None, rows: RowArguments) -> Benchmark:
         limit = self.arguments.benchmark_limit
         if name == DEVELOPMENT:
-            held_out = held_out_rows(rows, self.tokenizer)
-            return GroupedBenchmark(development_benchmark(held_out, rows.preparation, limit))
-        benchmark = load_benchmark(name, files, limit, self.arguments.confirm_run_unsafe_code)
-        published = raw_rows(name, files, limit)
-        columns = [
-            c for c in self.arguments.group_by if published and all(row.get(c) is not None for row in published)
-        ]
-        return GroupedBenchmark(benchmark, {column: [str(row[column]) for row in published] for column in columns})
+            return development_benchmark(held_out_rows(rows, self.tokenizer), rows.preparation, limit)
+        return load_benchmark(name, file, limit, self.arguments.confirm_run_unsafe_code)
 
     def measure(self, compared: ComparedModel) -> dict[str, dict[str, Any]]:
         """Return what every diagnostic finds of one model, by name; what was measured before is read."""
+        gc.collect()  # the model before
+        torch.cuda.empty_cache()
         adapter = compared.path if compared.kind == "adapter" else None
         merged = {"model_name_or_path": compared.path} if compared.kind == "merged" else {}
         arguments = replace(self.base, **merged)
         with self.processes.main_process_first():
             model, _ = load_model(arguments, adapter)
-        identity = from_main_process(lambda model=model: model_identity(arguments, model, adapter))
-        try:
+        identity = from_main_process(lambda: model_identity(arguments, model, adapter))
+        with user_supplied(f"`{compared.method}` cannot be evaluated"):  # such as a chat without a chat template
             subject = Subject.of(model.to(self.processes.device), self.tokenizer, self.arguments)
-            settings = {each.benchmark.name: each.benchmark.settings(subject) for each in self.benchmarks}
-        except ValueError as error:  # such as a chat without a chat template
-            raise RecipeError(one_line(error)) from error
+            settings = {each.name: each.settings(subject) for each in self.benchmarks}
         self.settings = self.settings or {**identity, "num_loops": subject.num_loops, "benchmarks": settings}
+        given = _given(compared, identity, settings)
+
+        def evaluate(benchmark: Benchmark, gates: Sequence[float] | None, depth: int | None) -> BenchmarkResult:
+            """Evaluate the model; completions are kept, so that none is generated twice."""
+            if depth in (None, subject.num_loops) and gates is None and benchmark.name in given:
+                return given[benchmark.name]
+            with run_as(model, readout=depth):
+                gated = replace(subject, gates=gates)
+                key = sha256_of_json({**identity, **benchmark.settings(gated)})[:20]
+                log_dir = self.folder / "parts" / "generated" / benchmark.name.replace("/", "_") / key
+                return evaluate_subject(gated, benchmark, log_dir, identity)
+
         depths = self.arguments.depths or list(range(1, 2 * subject.num_loops + 1))
-        context = Context(subject, compared.kind, self.rows, self.benchmarks, depths, self.processes)
-        context.evaluate = self._evaluation(context, identity, _given(compared, identity, settings))
+        context = Context(subject, compared.kind, self.batches, self.benchmarks, depths, evaluate)
+        facts = {"method": compared.method, "kind": compared.kind, "path": compared.path, **compared.facts}
         found = {}
-        for diagnostic in self.diagnostics:
-            self.progress.set_description(f"{compared.method}: {diagnostic.name}")
-            part = {"reason": diagnostic.skip_reason(context)}
-            if part["reason"] is None:
-                on = self.rows.identity if diagnostic.needs == "rows" else settings
-                key = {**identity, "num_loops": subject.num_loops, "on": on, **diagnostic.settings(context)}
-                part = self._remembered(diagnostic, context, key)
-            found[diagnostic.name] = {**compared.facts, **part}
+        for each in self.diagnostics:
+            self.progress.set_description(f"{compared.method}: {each.name}")
+            found[each.name] = facts | {"reason": each.skip_reason(context)}
+            if found[each.name]["reason"] is None:
+                on = self.rows if each.needs == "rows" else settings
+                key = {"diagnostic": each.name, **identity, "num_loops": subject.num_loops, "on": on}
+                key |= {"depths": depths} if each.runs_at_depths else {}
+                found[each.name] = facts | self._remembered(each, context, sha256_of_json(key))
             self.progress.update()
-        del model, subject, context
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
         return found
 
-    def _remembered(self, diagnostic: Diagnostic, context: Context, key: dict[str, Any]) -> dict[str, Any]:
-        """Return a measurement and its seconds: from a file, or measured now and written.
-
-        The file's name is a hash of all that the measurement depends on, so that none is taken for another one.
-        """
-        path = self.folder / "parts" / diagnostic.name / f"{sha256_of_json(key)[:20]}.json"
-
-        def read() -> dict[str, Any] | None:
-            with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
-                return json.loads(path.read_bytes())["found"]
-
-        part = from_main_process(read)
-        if part is None:
+    def _remembered(self, diagnostic: Diagnostic, context: Context, key: str) -> dict[str, Any]:
+        """Return a measurement and its seconds; the key is a hash of all that it depends on."""
+        if key not in self.log.found:
             began = time.perf_counter()
-            measured = json.loads(json.dumps(diagnostic.measure(context), allow_nan=False))  # as it will be read again
-            part = {"seconds": round(time.perf_counter() - began, 2), "measured": measured}
-            if self.processes.is_main_process:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, json.dumps({"settings": key, "found": part}, ensure_ascii=False) + "\n")
-        return part
-
-    def _evaluation(self, context: Context, identity: dict[str, Any], given: dict[str, BenchmarkResult]):
-        """Return the function that evaluates a model; answers are kept, so that none is generated twice."""
-
-        def evaluate(grouped: GroupedBenchmark, gates: Sequence[float] | None, depth: int | None) -> BenchmarkResult:
-            benchmark, own = grouped.benchmark, context.num_loops
-            if depth in (None, own) and gates is None and benchmark.name in given:
-                return given[benchmark.name]
-            with context.at_depth(depth or own):
-                subject = replace(context.subject, gates=gates)
-                key = sha256_of_json({**identity, **benchmark.settings(subject)})[:20]
-                log = self.folder / "parts" / "generated" / benchmark.name.replace("/", "_") / key
-                return evaluate_subject(subject, benchmark, log, identity)
-
-        return evaluate
+            measured = diagnostic.measure(context)
+            self.log.keep([(key, {"seconds": round(time.perf_counter() - began, 2), "measured": measured})])
+        return self.log.found[key]
 
     def publish(self, diagnostic: Diagnostic, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Write the JSON file of a diagnostic of all models, and return its content."""
         settings = {key: value for key, value in self.settings.items() if key not in ("adapter", "benchmarks")}
         if diagnostic.needs == "rows":
-            settings["rows"] = self.rows.identity
+            settings["rows"] = self.rows
         else:
             of_gates = ("benchmark", "num_loops", "gates", "readout")  # which differ within a diagnostic
             settings["benchmarks"] = {
@@ -225,7 +179,6 @@ class _Run:
             "num_processes": self.processes.num_processes,
         }
         if runs and self.processes.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
             write_atomically(self.folder / f"{diagnostic.name}.json", text)
         return content
@@ -235,15 +188,12 @@ def _given(compared: ComparedModel, identity: dict[str, Any], settings: dict[str
     """Return the results of a model's evaluation by benchmark, {} without one.
 
     Raises:
-        RecipeError, SettingsChangedError: if one is missing, or is of another model or other settings.
+        SetupError, SettingsChangedError: if one is missing, or is of another model or other settings.
     """
     found = {}
     for name, now in settings.items() if compared.evaluation else ():
         where = f"`evaluations`: the result of `{compared.method}` on `{name}`"
-        try:
-            before = dict(compared.evaluation[name]["settings"])
+        with user_supplied(f"{where} cannot be read"):
             found[name] = BenchmarkResult.from_json(name, compared.evaluation[name])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RecipeError(f"{where} cannot be read: {error!r}.") from error
-        check_same(before, json.loads(json.dumps({**identity, **now})), where)
+            check_same(compared.evaluation[name]["settings"], json.loads(json.dumps({**identity, **now})), where)
     return found

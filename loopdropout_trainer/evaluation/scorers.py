@@ -27,7 +27,7 @@ def load_metric(name: str) -> EvaluationModule:
     Raises:
         ValueError: for another name.
     """
-    if not (METRICS / name / f"{name}.py").is_file():
-        valid = sorted(path.parent.name for path in METRICS.glob("*/*.py") if path.stem == path.parent.name)
+    valid = sorted({path.stem for path in METRICS.glob("*.py")} - {"__init__", "answer_metric"})
+    if name not in valid:
         raise ValueError(f"`metric` must be one of {', '.join(valid)}; got {name!r}.")
-    return evaluate.load(str(METRICS / name), keep_in_memory=True)
+    return evaluate.load(str(METRICS / f"{name}.py"), keep_in_memory=True)

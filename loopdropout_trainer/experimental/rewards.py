@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict as strict
+from loopdropout_trainer.evaluation.metrics import gsm8k_strict as strict
 from loopdropout_trainer.evaluation.scorers import last_integer
 
 

@@ -1,4 +1,4 @@
-"""The references' scorers as `evaluate` metrics, one folder each: `evaluate.load(str(METRICS / name))` loads one.
+"""The references' scorers as `evaluate` metrics, one file each: `evaluate.load(str(METRICS / "NAME.py"))` loads one.
 
 The folder of a running script comes first on `sys.path`, and scripts are called `evaluate.py`: the library is imported
 here, around them.
