@@ -27,7 +27,7 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.diagnostics.rows import batched, labelled
 from loopdropout_trainer.diagnostics.states import linear_cka
-from loopdropout_trainer.evaluation import Subject, load_benchmark
+from loopdropout_trainer.evaluation import load_benchmark
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 
@@ -148,7 +148,7 @@ def adapted(model, seed=1, scale=0.2):
 
 
 def measure(name, model, batches=BATCHES, depths=(1, 2)):
-    context, diagnostic = Context(Subject(model, None), "adapter", batches, [], depths), DIAGNOSTICS[name]()
+    context, diagnostic = Context(model, "adapter", batches, depths), DIAGNOSTICS[name]()
     assert diagnostic.skip_reason(context) is None
     return diagnostic.measure(context)
 
@@ -203,7 +203,7 @@ def test_adapters_for_one_depth_are_left_out_of_the_depths():
     for rule in ("independent", "learned"):
         model = adapted(tiny_ouro())
         add_gates(model, rule=make_rule(rule))
-        context = Context(Subject(model, None), "adapter", BATCHES, [], (1, 2))
+        context = Context(model, "adapter", BATCHES, (1, 2))
         assert "for one depth only" in DIAGNOSTICS["depth"]().skip_reason(context)
         assert np.isfinite(measure("patterns", model)["frozen"])
 

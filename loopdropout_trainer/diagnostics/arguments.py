@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.settings.arguments import BenchmarkArguments, check_depths
+from loopdropout_trainer.settings.arguments import check_depths
 from loopdropout_trainer.settings.ranges import check_folder, check_integer, check_list
 
-
-BASE = "base"
-"""Name of the model without an adapter in every diagnostic."""
 
 HELD_OUT = "held_out"
 
@@ -24,6 +21,9 @@ class RowArguments(DataArguments):
     rows: str = HfArg(
         default=HELD_OUT,
         help="`held_out` for the recipe's held-out rows, or a benchmark for its prompts with reference solutions.",
+    )
+    benchmark_files: dict[str, str] | None = HfArg(
+        default=None, help="Local files of benchmarks, as a mapping name: path (JSON on the command line)."
     )
     num_rows: int = HfArg(default=500, help="At most so many rows, from the first on.")
     rows_batch_size: int = HfArg(default=8, help="Rows that one process computes at a time.")
@@ -43,7 +43,7 @@ class RowArguments(DataArguments):
 
 
 @dataclass
-class DiagnosticArguments(BenchmarkArguments):
+class DiagnosticArguments:
     """What is diagnosed, how, and where the results go."""
 
     adapters: list[str] = HfArg(
@@ -51,10 +51,6 @@ class DiagnosticArguments(BenchmarkArguments):
         help="Adapters as name=folder or name=Hub name; a name that comes again is another seed of that method.",
     )
     models: list[str] = HfArg(default_factory=list, help="Merged models, likewise as name=folder.")
-    evaluations: list[str] = HfArg(
-        default_factory=list,
-        help="Files of evaluate.py as name=FILE.json, whose results are taken instead of generating them.",
-    )
     diagnostics: list[str] | None = HfArg(default=None, help="Names of the diagnostics to run. Default: all.")
     imports: list[str] = HfArg(
         default_factory=list,
@@ -67,9 +63,8 @@ class DiagnosticArguments(BenchmarkArguments):
     output_dir: str = HfArg(default="outputs", help="Results go to its subfolder `diagnostics`.")
 
     def __post_init__(self):
-        super().__post_init__()
         check_folder("output_dir", self.output_dir)
-        for name in ("adapters", "models", "evaluations", "diagnostics", "imports"):
+        for name in ("adapters", "models", "diagnostics", "imports"):
             check_list(name, getattr(self, name))
         if not self.adapters and not self.models:
             raise ValueError("`adapters` must name one or more as name=path, or `models` a merged model.")

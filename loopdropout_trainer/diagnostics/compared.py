@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.diagnostics.arguments import BASE, DiagnosticArguments
+from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments
 from loopdropout_trainer.evaluation.loading import train_info
-from loopdropout_trainer.evaluation.results import read_evaluation
 from loopdropout_trainer.saving.adapter_files import adapter_folder
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
-_TRAINED_ON = (
+TRAINED_ON = (
     *("model_name_or_path", "model_revision", "preparation", "dataset_name", "dataset_config", "dataset_revision"),
     *("dataset_split", "train_files", "column_mapping", "num_train_examples", "split_seed", "prompt_template"),
     *("prompt_end", "chat_template", "max_length"),
@@ -34,32 +33,24 @@ class ComparedModel:
         kind: `base`, `adapter` or `merged`.
         path: folder or Hub name; None for the base.
         settings: of its training, as far as its folder tells.
-        facts: what else stands in the results: seed, rule, p and train_num_loops.
+        trained: as far as its adapter tells.
         weights: hash of its own weight files, or its name where they are not here.
-        evaluation: results by benchmark, of an `evaluation.json`, that are taken instead of generating them.
     """
 
     method: str
     kind: str
     path: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(("seed", "rule", "p", "train_num_loops")))
+    trained: Mapping[str, Any] = field(default_factory=dict)
     weights: str | None = None
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, method: str, kind: str, path: str) -> ComparedModel:
-        """Return what the folder of an adapter or a merged model tells."""
-        trained = train_info(path) if kind == "adapter" else {}
-        folder = adapter_folder(path) if kind == "adapter" else Path(path)
-        pattern = "adapter_model.safetensors" if kind == "adapter" else "*.safetensors"
-        results, settings = folder / "results.json", {}
-        if results.is_file():
-            with user_supplied(f"{results} is not the results file of a training"):
-                settings = dict(json.loads(results.read_bytes())["run_info"]["settings"])
-        facts = {name: trained.get(name, settings.get(name)) for name in ("rule", "p")}
-        facts |= {"seed": settings.get("seed"), "train_num_loops": trained.get("num_loops")}
-        return cls(method, kind, path, settings, facts, sha256(folder.glob(pattern)) if folder.is_dir() else path)
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What stands in the results beside the measurement."""
+        seed, depth = self.settings.get("seed"), self.trained.get("num_loops")
+        of = {name: self.trained.get(name, self.settings.get(name)) for name in ("rule", "p")}
+        found = {"method": self.method, "kind": self.kind, "path": self.path, "seed": seed, **of}
+        return {**found, "train_num_loops": depth}
 
 
 def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel]:
@@ -70,52 +61,48 @@ def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel
         base: name or folder of the base model.
 
     Raises:
-        RecipeError, SetupError: for another form, a name of the base's, something that is no adapter or is given twice,
-            adapters that cannot be compared, or an evaluation that belongs to none of them.
+        RecipeError, SetupError: for another form, a name of the base's, something that is no adapter or is given twice, or
+            adapters that cannot be compared.
     """
-    found = [ComparedModel(BASE, "base", settings={"model_name_or_path": base})]
+    found = [ComparedModel("base", "base", settings={"model_name_or_path": base})]
     for option, kind in (("adapters", "adapter"), ("models", "merged")):
-        for method, path in (_pair(option, given) for given in getattr(arguments, option)):
-            if any(each.method == method and each.kind != kind for each in found):
-                raise RecipeError(
-                    f"`{option}` names a model `{method}`, which is the name of another kind: choose another."
-                )
-            found.append(ComparedModel.read(method, kind, path))
-            _check_comparable(found)
-    for method, file in (_pair("evaluations", given) for given in arguments.evaluations):
-        model = next((each for each in found if each.method == method and not each.evaluation), None)
-        if model is None:
-            raise RecipeError(f"`evaluations` names {file} for `{method}`, which has no model left to belong to.")
-        with user_supplied(f"`evaluations` names {file}, which has no results of `{method}`"):
-            rows = read_evaluation(file)["rows"]
-            model.evaluation = dict((next(iter(rows.values())) if len(rows) == 1 else rows[method])["benchmarks"])
+        for given in getattr(arguments, option):
+            method, _, path = (part.strip() for part in given.partition("="))
+            if not (method and path) or any(each.method == method and each.kind != kind for each in found):
+                raise RecipeError(f"`{option}` takes name=path, with a name that no other kind has; got {given!r}.")
+            model = _read(method, kind, path)
+            for other in found:
+                _check_comparable(other, model)
+            found.append(model)
     return found
 
 
-def _pair(option: str, given: str) -> tuple[str, str]:
-    name, _, path = (part.strip() for part in given.partition("="))
-    if not (name and path):
-        raise RecipeError(f"`{option}` takes name=path; got {given!r}.")
-    return name, path
+def _read(method: str, kind: str, path: str) -> ComparedModel:
+    """Return what the folder of an adapter or a merged model tells."""
+    trained = train_info(path) if kind == "adapter" else {}
+    folder = adapter_folder(path) if kind == "adapter" else Path(path)
+    pattern = "adapter_model.safetensors" if kind == "adapter" else "*.safetensors"
+    results, settings = folder / "results.json", {}
+    if results.is_file():
+        with user_supplied(f"{results} is not the results file of a training"):
+            settings = dict(json.loads(results.read_bytes())["run_info"]["settings"])
+    weights = sha256(folder.glob(pattern)) if folder.is_dir() else path
+    return ComparedModel(method, kind, path, settings, trained, weights)
 
 
-def _check_comparable(models: Sequence[ComparedModel]) -> None:
-    """Refuse the last model if it was given before, or is an adapter of another base or other data than the one before.
+def _check_comparable(other: ComparedModel, model: ComparedModel) -> None:
+    """Refuse a model that was given before, or an adapter of another base model or other data.
 
     What an adapter's folder does not tell is not compared.
     """
-    model = models[-1]
-    for other in models[:-1]:
-        names = f"`{other.method}` ({other.path}) and `{model.method}` ({model.path})"
-        if model.weights == other.weights:
-            raise RecipeError(f"{names} hold the same weights: give each once.")
-        known = model.kind == "adapter" and model.settings and other.kind != "merged" and other.settings
-        for key in _TRAINED_ON[: None if other.kind == "adapter" else 1] if known else ():
-            before, now = other.settings.get(key), model.settings.get(key)
-            if _last_part(before) != _last_part(now):
-                raise RecipeError(
-                    f"{names} cannot be compared: `{key}` was {before!r} for one and {now!r} for the other."
-                )
+    names = f"`{other.method}` ({other.path}) and `{model.method}` ({model.path})"
+    if model.weights == other.weights:
+        raise RecipeError(f"{names} hold the same weights: give each once.")
+    known = model.kind == "adapter" and model.settings and other.kind != "merged" and other.settings
+    for key in TRAINED_ON[: None if other.kind == "adapter" else 1] if known else ():
+        before, now = other.settings.get(key), model.settings.get(key)
+        if _last_part(before) != _last_part(now):
+            raise RecipeError(f"{names} cannot be compared: `{key}` was {before!r} for one and {now!r} for the other.")
 
 
 def _last_part(value: Any) -> Any:

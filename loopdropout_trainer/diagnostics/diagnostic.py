@@ -1,11 +1,11 @@
-"""What a diagnostic is: something measured on one model, and a table of all of them.
+"""What a diagnostic is: something measured on one model.
 
 A subclass of `Diagnostic` with a name is found by that name: one file is one diagnostic, and nothing else has to know it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,9 +14,7 @@ from torch import nn
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS
 from loopdropout_trainer.diagnostics.scores import Batch, Scores, score
-from loopdropout_trainer.evaluation.benchmark import Benchmark
-from loopdropout_trainer.evaluation.results import BenchmarkResult
-from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.looped import find_looped_model
 
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {}
@@ -27,30 +25,21 @@ class Context:
     """One model, and what it is measured on.
 
     Attributes:
-        subject: the model as evaluation sees it, at its own depth and unit gates.
+        model: the looped model, with its adapter if it has one.
         kind: `base`, `adapter` or `merged`.
         batches: teacher-forced rows, as model inputs with `labels` [B, S].
-        benchmarks: to be evaluated by generation.
         depths: that the depth diagnostics run at.
-        evaluate: evaluates the model on a benchmark by greedy generation (benchmark, gates or None, depth or None).
     """
 
-    subject: Subject
+    model: nn.Module
     kind: str
     batches: Sequence[Batch]
-    benchmarks: Sequence[Benchmark]
     depths: Sequence[int]
-    evaluate: Callable[[Benchmark, Sequence[float] | None, int | None], BenchmarkResult] | None = None
-
-    @property
-    def model(self) -> nn.Module:
-        """The looped model, with its adapter if it has one."""
-        return self.subject.model
 
     @property
     def num_loops(self) -> int:
         """Depth K that the model runs at."""
-        return self.subject.num_loops
+        return find_looped_model(self.model).config.num_loops
 
     def scores(self, gates: Sequence[float] | torch.Tensor | None = None) -> Scores:
         """Return the final loop's scores on all rows, under gates [K] or at unit gates."""
@@ -63,14 +52,12 @@ class Diagnostic:
     Class attributes:
         name: of its files, and on the command line.
         title: of what it measures, for its file.
-        needs: `rows` (teacher-forced targets) or `benchmarks` (evaluated by generation).
         needs_adapter: whether it gates an update, which the base and a merged model do not have apart from the weights.
         runs_at_depths: whether it runs the model at all `context.depths`.
     """
 
     name: ClassVar[str] = ""
     title: ClassVar[str] = ""
-    needs: ClassVar[str] = "rows"
     needs_adapter: ClassVar[bool] = False
     runs_at_depths: ClassVar[bool] = False
 
@@ -93,7 +80,3 @@ class Diagnostic:
     def measure(self, context: Context) -> dict[str, Any]:
         """Measure one model, in all processes at once; return what JSON can hold, the same in each of them."""
         raise NotImplementedError
-
-    def compare(self, runs: Sequence[dict[str, Any]]) -> Any:
-        """Return what can only be told from several models' measurements together, as the file holds them, or None."""
-        return None

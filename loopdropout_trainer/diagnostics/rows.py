@@ -97,14 +97,9 @@ def labelled(
 
 
 def load_rows_to_score(
-    arguments: RowArguments, tokenizer: PreTrainedTokenizerBase, files: str | None = None
+    arguments: RowArguments, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Batch], dict[str, Any]]:
     """Load the recipe's held-out rows, or a benchmark's prompts with their reference solutions.
-
-    Args:
-        arguments: which rows, and how many.
-        tokenizer: of the model, with the chat template that training uses.
-        files: local file of the benchmark.
 
     Returns:
         Batches padded on the right, and what measurements on them depend on: `source`, `num_rows`, `num_tokens` (targets)
@@ -114,14 +109,16 @@ def load_rows_to_score(
         DataError, ValueError: if there are no such rows.
     """
     if arguments.rows == HELD_OUT:
-        rows = held_out_rows(arguments, tokenizer)
+        of_training = DataArguments(**{f.name: getattr(arguments, f.name) for f in fields(DataArguments)})
+        rows = load_data(of_training, tokenizer, arguments.max_length).eval  # the same ones as in training
         if rows is None:
             raise DataError(
                 "The recipe holds no rows out: set `num_eval_examples` or `eval_files`, or name a benchmark with `rows`."
             )
         rows = islice(rows, arguments.num_rows)
     else:
-        benchmark = load_benchmark(arguments.rows, files, arguments.num_rows)
+        files = arguments.benchmark_files or {}
+        benchmark = load_benchmark(arguments.rows, files.get(arguments.rows), arguments.num_rows)
         published = getattr(benchmark, "rows", [])
         columns = [name for name in ("solution", "answer") if published and isinstance(published[0].get(name), str)]
         if not columns:
@@ -133,12 +130,6 @@ def load_rows_to_score(
     content = sha256_of_json([[row["input_ids"], row["labels"]] for row in rows])
     identity = {"source": arguments.rows, "num_rows": len(rows), "num_tokens": num_tokens, "sha256": content}
     return batched(rows, arguments.rows_batch_size, tokenizer.pad_token_id), identity
-
-
-def held_out_rows(arguments: RowArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset | None:
-    """Return the rows that the recipe holds out; the same ones as in training."""
-    of_training = DataArguments(**{f.name: getattr(arguments, f.name) for f in fields(DataArguments)})
-    return load_data(of_training, tokenizer, arguments.max_length).eval
 
 
 def _with_completions(prompts: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:

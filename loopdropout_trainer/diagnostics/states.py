@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters import use_gates
@@ -23,24 +25,26 @@ class _OfStates(Diagnostic):
     """A function of the states at all n target tokens: `of_batch` gives arrays [n, ...], `summary` their JSON."""
 
     def measure(self, context: Context) -> dict[str, Any]:
-        self.context = context
-        self.carried = isinstance(find_looped_model(context.model).base_model, LoopedBackbone)
-        parts = over_batches(context.model, context.batches, self.of_batch, over_processes=True)
+        of_batch = partial(self.of_batch, context)
+        parts = over_batches(context.model, context.batches, of_batch, over_processes=True)
         found = self.summary(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return {"states": "carried" if self.carried else "readout", **found}
+        return {"states": "carried" if carries_states(context.model) else "readout", **found}
 
-    def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states and the readouts after each loop where a target token is predicted, [K, n, H] each.
 
-        Of a described model only the readouts are known; they take the place of the states.
-        """
-        looped, inputs, labels = split_batch(self.context.model, batch)
-        if self.carried:
-            output = looped.base_model(**inputs, use_cache=False, output_readouts=True)
-            groups = (output.loop_states, output.readouts)
-        else:
-            groups = (looped.loop_readouts(**inputs),) * 2
-        return tuple(torch.stack([each[:, :-1][labels != -100] for each in group]) for group in groups)
+def carries_states(model: nn.Module) -> bool:
+    """Return whether the model tells the states that it carries; of a described model only the readouts are known."""
+    return isinstance(find_looped_model(model).base_model, LoopedBackbone)
+
+
+def states_and_readouts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states (or what takes their place) and the readouts after each loop at the n target tokens, [K, n, H]."""
+    looped, inputs, labels = split_batch(model, batch)
+    if carries_states(model):
+        output = looped.base_model(**inputs, use_cache=False, output_readouts=True)
+        groups = (output.loop_states, output.readouts)
+    else:
+        groups = (looped.loop_readouts(**inputs),) * 2
+    return tuple(torch.stack([each[:, :-1][labels != -100] for each in group]) for group in groups)
 
 
 class Settling(_OfStates):
@@ -49,12 +53,12 @@ class Settling(_OfStates):
     name = "settling"
     title = "Distance of each loop to the last one"
 
-    def of_batch(self, batch: Batch) -> tuple[np.ndarray, ...]:
+    def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, ...]:
         """Return distances, divergences and agreements, [n, K] each."""
-        states, readouts = self.states(batch)
+        states, readouts = states_and_readouts(context.model, batch)
         states = states.float()
         distances = (states - states[-1]).norm(dim=-1) / states[-1].norm(dim=-1)
-        head = find_looped_model(self.context.model).get_output_embeddings()
+        head = find_looped_model(context.model).get_output_embeddings()
         last = F.log_softmax(head(readouts[-1]).float(), dim=-1)  # [n, V]
         divergences, agreements = [], []
         for readout in readouts:  # one loop's logits at a time
@@ -96,10 +100,10 @@ class Similarity(_OfStates):
     name = "similarity"
     title = "Linear CKA of the loops' states"
 
-    def of_batch(self, batch: Batch) -> tuple[np.ndarray]:
+    def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray]:
         """Return the states [n, K, H] of at most a batch's share of target tokens, evenly spaced."""
-        states, _ = self.states(batch)
-        n, most = states.shape[1], max(1, MOST_TOKENS // len(self.context.batches))
+        states, _ = states_and_readouts(context.model, batch)
+        n, most = states.shape[1], max(1, MOST_TOKENS // len(context.batches))
         chosen = torch.linspace(0, n - 1, min(most, n)).round().long()
         return (states[:, chosen].transpose(0, 1).float().cpu().numpy(),)
 
@@ -120,13 +124,13 @@ class Updates(_OfStates):
     title = "Effect of the update in each loop, relative to the state"
     needs_adapter = True
 
-    def of_batch(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return relative sizes [n, K] and cosines [n, K, K]."""
-        with_update, _ = self.states(batch)  # [K, n, H]
+        with_update, _ = states_and_readouts(context.model, batch)  # [K, n, H]
         without = []
-        for loop, one_hot in enumerate(torch.eye(self.context.num_loops)):
-            with use_gates(self.context.model, 1 - one_hot):
-                without.append(self.states(batch)[0][loop])
+        for loop, one_hot in enumerate(torch.eye(context.num_loops)):
+            with use_gates(context.model, 1 - one_hot):
+                without.append(states_and_readouts(context.model, batch)[0][loop])
         without = torch.stack(without).float()
         effects = with_update.float() - without
         sizes = effects.norm(dim=-1) / without.norm(dim=-1)  # [K, n]

@@ -23,6 +23,9 @@ from loopdropout_trainer.saving.files import sha256_of_json
 
 Row = dict[str, Any]
 
+GROUPS = ("subject", "level", "num_steps")
+"""Columns of published rows by which correct answers are counted, where a benchmark has them."""
+
 
 @dataclass(frozen=True)
 class GeneratedBenchmark(Benchmark):
@@ -99,7 +102,14 @@ def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str])
     verdicts = load_metric(benchmark.metric).compute(predictions=completions, references=benchmark.references)
     fields = (benchmark.prompts, completions, benchmark.references)
     fields += (verdicts["extracted"], verdicts["correct"], verdicts["errors"], map(str, range(len(completions))))
-    return BenchmarkResult(benchmark.name, [Prediction(*row) for row in zip(*fields, strict=True)])
+    predictions = [Prediction(*row) for row in zip(*fields, strict=True)]
+    columns = [name for name in GROUPS if benchmark.rows and all(row.get(name) is not None for row in benchmark.rows)]
+    groups: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in columns}
+    for name in columns:
+        for row, correct in zip(benchmark.rows, verdicts["correct"], strict=True):
+            group = groups[name].setdefault(str(row[name]), {"correct": 0, "total": 0})
+            group["correct"], group["total"] = group["correct"] + correct, group["total"] + 1
+    return BenchmarkResult(benchmark.name, predictions, extra={"groups": groups} if groups else {})
 
 
 @dataclass(frozen=True)
