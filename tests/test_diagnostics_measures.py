@@ -27,7 +27,6 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.diagnostics.rows import batched, labelled
 from loopdropout_trainer.diagnostics.states import linear_cka
-from loopdropout_trainer.evaluation import load_benchmark
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 
@@ -118,12 +117,10 @@ def test_labels_are_the_trainers(form, losses, merging_tokenizer, config):
         assert 258 not in mine[0]["input_ids"]
 
 
-def test_a_benchmark_becomes_labelled_batches(merging_tokenizer):
-    benchmark = load_benchmark("arithmetic_test", limit=5)
-    batches = labelled_batches(benchmark, merging_tokenizer, batch_size=2)
-    assert [len(batch["labels"]) for batch in batches] == [2, 2, 1]
+def test_rows_become_labelled_batches(merging_tokenizer):
+    batches = labelled_batches(FORMATS["prompt and completion"], merging_tokenizer, batch_size=2)
     texts = [merging_tokenizer.decode(row[row != -100]) for batch in batches for row in batch["labels"]]
-    assert texts == [f" {reference}<eos>" for reference in benchmark.references]
+    assert texts == [" 0<eos>", " 2<eos>", " 4<eos>"] and [len(batch["labels"]) for batch in batches] == [2, 1]
 
 
 # Computations of their own

@@ -27,6 +27,7 @@ from loopdropout_trainer.evaluation import (
     load_result_rows,
     load_results,
     make_benchmark,
+    score_completions,
 )
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.averages import averages_of
@@ -144,6 +145,14 @@ def test_a_missing_tokenizer_of_ifeval_is_refused_before_anything_is_generated(f
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert "`ifeval` needs NLTK's data `punkt_tab`" in done.stderr.splitlines()[-1]
     assert "python -m nltk.downloader punkt_tab" in done.stderr
+
+
+def test_correct_answers_are_counted_by_the_columns_of_the_rows():
+    benchmark = load_benchmark("arithmetic_test", limit=20)
+    steps = [row["num_steps"] for row in benchmark.rows]
+    result = score_completions(benchmark, [*benchmark.references[:10], *[""] * 10])
+    want = {str(n): {"correct": steps[:10].count(n), "total": steps.count(n)} for n in set(steps)}
+    assert result.as_json()["groups"] == {"num_steps": want}
 
 
 # Asking

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import islice
 from types import SimpleNamespace
@@ -18,29 +18,20 @@ from loopdropout_trainer.data.gsm8k import without_calculator
 from loopdropout_trainer.diagnostics.arguments import HELD_OUT, RowArguments
 from loopdropout_trainer.diagnostics.scores import Batch
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
-from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
 
 
 def labelled_batches(
-    source: GeneratedBenchmark | Iterable[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    batch_size: int = 8,
-    **losses: bool,
+    rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, batch_size: int = 8, **losses: bool
 ) -> list[Batch]:
     """Return rows as padded batches with labels, for `single_loop_activation` and `readout_losses`.
 
     Args:
-        source: a benchmark, whose references (after a space) are the completions of its prompts; or rows in one of TRL's
-            formats, such as a dataset with `prompt` and `completion`.
-        tokenizer: of the model, with the chat template that training uses.
+        rows, tokenizer, losses: see `labelled`.
         batch_size: rows of a batch.
-        losses: `completion_only_loss` and `assistant_only_loss`, as in `SFTConfig`.
     """
-    if isinstance(source, GeneratedBenchmark):
-        source = _with_completions(source.prompts, source.references)
-    return batched(labelled(source, tokenizer, **losses), batch_size, tokenizer.pad_token_id)
+    return batched(labelled(rows, tokenizer, **losses), batch_size, tokenizer.pad_token_id)
 
 
 def evaluation_batches(trainer: Trainer, num_rows: int) -> list[Batch]:
@@ -123,17 +114,13 @@ def load_rows_to_score(
         columns = [name for name in ("solution", "answer") if published and isinstance(published[0].get(name), str)]
         if not columns:
             raise DataError(f"`rows: {arguments.rows}` has no string column `solution` or `answer`.")
-        solutions = [without_calculator(str(row[columns[0]])) for row in published]
-        rows = _with_completions(benchmark.prompts, solutions)
+        solutions = [f" {without_calculator(str(row[columns[0]]))}" for row in published]
+        rows = [{"prompt": p, "completion": c} for p, c in zip(benchmark.prompts, solutions, strict=True)]
     rows = labelled(rows, tokenizer, arguments.completion_only_loss, arguments.assistant_only_loss)
     num_tokens = sum(label != -100 for labels in rows["labels"] for label in labels[1:])
     content = sha256_of_json([[row["input_ids"], row["labels"]] for row in rows])
     identity = {"source": arguments.rows, "num_rows": len(rows), "num_tokens": num_tokens, "sha256": content}
     return batched(rows, arguments.rows_batch_size, tokenizer.pad_token_id), identity
-
-
-def _with_completions(prompts: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:
-    return [{"prompt": prompt, "completion": f" {answer}"} for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def batched(rows: Iterable[dict[str, Any]], batch_size: int, pad_token_id: int | None) -> list[Batch]:

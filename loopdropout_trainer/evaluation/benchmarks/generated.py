@@ -103,11 +103,10 @@ def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str])
     fields = (benchmark.prompts, completions, benchmark.references)
     fields += (verdicts["extracted"], verdicts["correct"], verdicts["errors"], map(str, range(len(completions))))
     predictions = [Prediction(*row) for row in zip(*fields, strict=True)]
-    columns = [name for name in GROUPS if benchmark.rows and all(row.get(name) is not None for row in benchmark.rows)]
-    groups: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in columns}
-    for name in columns:
+    groups: dict[str, dict[str, dict[str, int]]] = {}
+    for name in (name for name in GROUPS if benchmark.rows and all(name in row for row in benchmark.rows)):
         for row, correct in zip(benchmark.rows, verdicts["correct"], strict=True):
-            group = groups[name].setdefault(str(row[name]), {"correct": 0, "total": 0})
+            group = groups.setdefault(name, {}).setdefault(str(row[name]), {"correct": 0, "total": 0})
             group["correct"], group["total"] = group["correct"] + correct, group["total"] + 1
     return BenchmarkResult(benchmark.name, predictions, extra={"groups": groups} if groups else {})
 
