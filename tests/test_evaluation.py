@@ -39,9 +39,7 @@ from loopdropout_trainer.evaluation import (
 )
 from loopdropout_trainer.evaluation.answer_log import AnswerLog, SettingsChangedError
 from loopdropout_trainer.evaluation.loading import load_model
-from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict
-from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
-from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
+from loopdropout_trainer.evaluation.metrics import gsm8k_strict, metamath_gsm8k, metamath_math
 from loopdropout_trainer.evaluation.run import EvaluationArguments
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import parse_recipe

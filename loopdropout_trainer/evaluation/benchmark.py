@@ -53,10 +53,8 @@ class Task(ABC):
     part_of: str | None = None
 
     @abstractmethod
-    def load(
-        self, name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
-    ) -> Benchmark:
-        """Return the benchmark with its problems, from local files or as published.
+    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> Benchmark:
+        """Return the benchmark with its problems, from local files or as published; for the arguments see `load_benchmark`.
 
         Raises:
             ValueError, OSError: for a file that cannot be read or a bad row (the message names file and row), or if

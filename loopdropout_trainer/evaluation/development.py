@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
-from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
+from loopdropout_trainer.evaluation.metrics import metamath_gsm8k
 
 
 DEVELOPMENT = "development"

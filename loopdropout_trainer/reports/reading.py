@@ -165,6 +165,12 @@ def benchmark_rows(content: Any, path: Sequence[Any], name: str, **how: Any) -> 
         value = take(content, (*at, "score"), NUMBER) if correct is None else 100 * correct / total
         of = {"metric": metric, "value": value, "total": total, "correct": correct}
         yield {**shared, **of, "verdicts": _verdicts(listed, metric, place == 0) if len(listed) == total else None}
+    for column, groups in take(content, (*path, "groups"), MAPPING, {}).items():
+        for group in groups:
+            at = (*path, "groups", column, group)
+            total, correct = take(content, (*at, "total"), TOTAL), take(content, (*at, "correct"), COUNT)
+            of = {"metric": f"by_{column}", "group": group, "value": 100 * correct / total, "total": total}
+            yield {**shared, **of, "correct": correct}
     missing = take(content, (*path, "missing"), COUNT, 0)
     if missing or "missing" in measured:
         total = take(content, (*path, "total"), TOTAL)

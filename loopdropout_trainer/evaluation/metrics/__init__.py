@@ -1,4 +1,4 @@
-"""The references' scorers as `evaluate` metrics, one folder each: `evaluate.load(str(METRICS / name))` loads one.
+"""The references' scorers as `evaluate` metrics, one file each: `evaluate.load(str(METRICS / "NAME.py"))` loads one.
 
 The folder of a running script comes first on `sys.path`, and scripts are called `evaluate.py`: the library is imported
 here, around them.
@@ -34,7 +34,7 @@ def load_metric(name: str) -> evaluate.EvaluationModule:
     Raises:
         ValueError: for another name.
     """
-    valid = sorted(path.parent.name for path in METRICS.glob("*/__init__.py"))
+    valid = sorted({path.stem for path in METRICS.glob("*.py")} - {"__init__", "answer_metric"})
     if name not in valid:
         raise ValueError(f"`metric` must be one of {', '.join(valid)}; got {name!r}.")
-    return evaluate.load(str(METRICS / name), keep_in_memory=True)
+    return evaluate.load(str(METRICS / f"{name}.py"), keep_in_memory=True)
