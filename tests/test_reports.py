@@ -263,6 +263,7 @@ def only_cell(folder, options="", method="LoRA"):
     return build_table(load_spec(path), load_table([folder])).iloc[0]
 
 
+TWO = "{label: tab:x, title: X, made_by: [sweeps/x.yaml], columns: {B: {metric: b}}, rows: [[LoRA], [Loop Dropout]]}"
 BASIC = {"rule": "lora", "p": 0.5, "model_name_or_path": "x/m", "learning_rate": 1e-3}
 
 
@@ -324,7 +325,7 @@ def test_results_that_were_evaluated_differently_are_not_compared(runs, tmp_path
     for seed in (1, 2):
         evaluate_again(runs / "lora" / str(seed), chat_template="other")
     path = tmp_path / "two.yaml"
-    path.write_text("label: tab:x\ntitle: X\ncolumns: {B: {metric: b}}\nrows: [[LoRA], [Loop Dropout]]\n")
+    path.write_text(TWO)
     with pytest.raises(ReportError, match="chat_template"):
         build_table(load_spec(path), load_table([runs]))
     accuracy = summary_tables(load_table([runs]))[0]
@@ -455,61 +456,56 @@ def test_any_diagnostic_is_in_the_table_and_drawn(tmp_path):
     assert numbers.loc["last_two.loss", "–", "–"]["mine"] == "1.0000 ± 0.7071"
 
 
-FAULTS = {
-    "cut off": lambda text: text[:-20],
-    "no JSON": lambda text: "hello",
-    "not UTF-8": lambda text: b"\xff\xfe\x00",
-    "a list": lambda text: "[]",
-    "deep": lambda text: "[" * 100_000,
-    "null": lambda text: "null",
-    "`rows` must": lambda text: changed(text, rows=[]),
-    "`rows.1` must": lambda text: changed(text, rows={"1": 3}),
-    "`rows.1.benchmarks` must": lambda text: changed(text, "benchmarks", ["b"]),
-    "`rows.1.meta_info` must": lambda text: changed(text, "meta_info", None),
-    "num_loops": lambda text: changed(text, "meta_info", {"model": "m", "num_loops": "four"}),
-    "adapter_path": lambda text: changed(text, "meta_info", {"model": "m", "num_loops": 4, "adapter_path": 5}),
-    "gates": lambda text: changed(text, "meta_info", {"model": "m", "num_loops": 4, "gates": "1-0"}),
-    "b.metrics": lambda text: text.replace('"metrics": {', '"metrics": 7, "x": {'),
-    "total": lambda text: text.replace('"total": 30', '"total": "many"'),
-    "zero": lambda text: text.replace('"total": 30', '"total": 0'),
-    "predictions": lambda text: text.replace('"predictions": [', '"predictions": {"a": 1}, "y": ['),
-    "prompt": lambda text: text.replace('"prompt": "b 3"', '"prompt": 3'),
-    "missing` must": lambda text: text.replace('"missing": 0', '"missing": "none"'),
-}
+def entry(key, value):
+    return lambda content: content["rows"]["1"].update({key: value})
 
 
-def changed(text, key=None, value=None, **fields):
-    content = json.loads(text)
-    if key is not None:
-        content["rows"]["1"][key] = value
-    return json.dumps(content | fields)
+def result(key, value):
+    return lambda content: content["rows"]["1"]["benchmarks"]["b"].update({key: value})
+
+
+EVALUATION, TRAINING, DIAGNOSTIC = "test/evaluation.json", "results.json", "diagnostics/single_loop.json"
+FAULTS = {  # what the sentence names: file, and its text or a change of its content
+    "Expecting": (EVALUATION, "hello"),
+    "decode": (EVALUATION, b"\xff\xfe\x00"),
+    "the file": (EVALUATION, "[]"),
+    "recursion": (EVALUATION, "[" * 100_000),
+    "`rows`": (EVALUATION, '{"rows": []}'),
+    "`rows.1`": (EVALUATION, '{"rows": {"1": 3}}'),
+    "`rows.1.benchmarks`": (EVALUATION, entry("benchmarks", ["b"])),
+    "`rows.1.meta_info`": (EVALUATION, entry("meta_info", None)),
+    "num_loops": (EVALUATION, entry("meta_info", {"num_loops": "four"})),
+    "adapter_path": (EVALUATION, entry("meta_info", {"num_loops": 4, "adapter_path": 5})),
+    "gates": (EVALUATION, entry("meta_info", {"num_loops": 4, "gates": "1-0"})),
+    "b.metrics": (EVALUATION, result("metrics", 7)),
+    "b.total": (EVALUATION, result("total", "many")),
+    "division": (EVALUATION, result("total", 0)),
+    "b.missing": (EVALUATION, result("missing", "none")),
+    "b.predictions": (EVALUATION, result("predictions", {})),
+    "b.predictions.0.prompt": (EVALUATION, result("predictions", [{"prompt": 3}])),
+    "run_info": (TRAINING, "{}"),
+    "run_info.settings": (TRAINING, '{"run_info": {"settings": 3}, "train_info": {}}'),
+    "two": (TRAINING, '{"run_info": {"settings": {}}, "train_info": {"num_loops": 4}, "by_depth": {"two": {}}}'),
+    "`diagnostic`": (DIAGNOSTIC, "{}"),
+    "loss of": (DIAGNOSTIC, '{"diagnostic": "single_loop", "settings": {"num_loops": 4}, "runs": '
+                            '[{"method": "x", "measured": {"only": [1, "x"]}}]}'),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_file_that_cannot_be_read_is_named_with_its_fault_and_left_out(runs, fault, tmp_path):
-    file = runs / "lora" / "1" / "test" / "evaluation.json"
-    text = FAULTS[fault](file.read_text())
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    table = load_table([runs])
-    (sentence,) = table.attrs["skipped"]
-    assert str(file) in sentence and "\n" not in sentence
-    assert fault in sentence or "`" not in sentence + fault or fault in ("a list", "null", "deep")
-    assert set(table["source"]).isdisjoint({str(file)}) and len(select(table, {"metric": "b"})) == 3
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["{}", '{"run_info": {}}', '{"run_info": {"settings": 3}, "train_info": {}}',
-     '{"run_info": {"settings": {}}, "train_info": {"num_loops": 4}, "by_depth": {"two": {}}}',
-     '{"run_info": {"settings": {}}, "train_info": {"num_loops": 4}, "single_loop": {"frozen": 1, "only": 2}}'],
-)  # fmt: skip
-@pytest.mark.parametrize("name", ["results.json", "diagnostics/single_loop.json"])
-def test_a_damaged_training_or_diagnostic_is_left_out_too(runs, name, content):
+def test_a_file_that_cannot_be_read_is_named_with_its_fault_and_left_out(runs, fault):
+    name, change = FAULTS[fault]
     file = runs / "lora" / "1" / name
     file.parent.mkdir(exist_ok=True)
-    file.write_text(content)
+    if callable(change):
+        content = json.loads(file.read_text())
+        change(content)
+        change = json.dumps(content)
+    file.write_bytes(change if isinstance(change, bytes) else change.encode())
     table = load_table([runs])
-    assert len(table.attrs["skipped"]) == 1 and str(file) in table.attrs["skipped"][0]
+    (sentence,) = table.attrs["skipped"]
+    assert str(file) in sentence and "\n" not in sentence and fault in sentence
+    assert str(file) not in set(table["source"]) and len(select(table, {"metric": "b"})) == (3 if name == EVALUATION else 4)
 
 
 # --- files of tables ----------------------------------------------------------------------------------------------------
@@ -517,9 +513,7 @@ def test_a_damaged_training_or_diagnostic_is_left_out_too(runs, name, content):
 
 def test_what_is_missing_is_named_and_not_invented(runs, tmp_path):
     path = tmp_path / "two.yaml"
-    path.write_text(
-        "label: tab:x\ntitle: X\nmade_by: [sweeps/x.yaml]\ncolumns: {B: {metric: b}}\nrows: [[LoRA], [Loop Dropout]]\n"
-    )
+    path.write_text(TWO)
     (runs / "lora" / "2" / "test" / "evaluation.json").unlink()
     filled = build_table(load_spec(path), load_table([runs]))
     assert filled["text"][0] == "36.67"  # one seed is one seed
@@ -528,10 +522,7 @@ def test_what_is_missing_is_named_and_not_invented(runs, tmp_path):
     filled = build_table(load_spec(path), load_table([runs]))
     assert (filled["text"][0], len(missing_of(filled))) == ("–", 1)
     markdown = specs.markdown(filled)
-    assert (
-        "no run with method LoRA" in markdown.replace("metric b, ", "")
-        and "loopdropout sweep sweeps/x.yaml" in markdown
-    )
+    assert "no run with method LoRA" in markdown and "loopdropout sweep sweeps/x.yaml" in markdown
 
 
 @pytest.mark.parametrize(
