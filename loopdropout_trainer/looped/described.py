@@ -116,8 +116,10 @@ def _empty(added: type, own: type) -> nn.Module:
 
 
 class _Announcing:
-    """Announces the running loop in `forward`, by inheritance and not by a hook: transformers checkpoints the outermost `forward` of a layer, so that this one runs
-    inside the checkpoint and is recomputed with it. A hook on the layer would run outside.
+    """Announces the running loop in `forward`, by inheritance and not by a hook.
+
+    transformers checkpoints the outermost `forward` of a layer, so that this one runs inside the checkpoint and is recomputed
+    with it. A hook on the layer would run outside.
     """
 
     looped_model: tuple[LoopDescription]  # in a tuple: nn.Module would take the model for a part of its layer

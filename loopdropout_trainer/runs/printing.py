@@ -12,8 +12,6 @@ from rich.table import Table
 from loopdropout_trainer.evaluation import BenchmarkResult
 from loopdropout_trainer.evaluation.metrics import last_integer
 from loopdropout_trainer.evaluation.statistics import sign_test
-from loopdropout_trainer.reports import load_table, save_figure
-from loopdropout_trainer.reports.figures import overview_figure
 from loopdropout_trainer.runs.result import RunResult
 
 
@@ -138,5 +136,8 @@ def correct_by_last_number(result: BenchmarkResult) -> int:
 
 def plot_results(outcomes: Sequence[RunResult], path: str | Path) -> Path:
     """Save one figure of finished runs, as PNG, PDF and SVG: accuracy by depth, and what the adapter does in one loop only."""
+    from loopdropout_trainer.reports.plots import overview_figure, save_figure
+    from loopdropout_trainer.reports.reading import load_table
+
     table = load_table([outcome.saved["adapter"] for outcome in outcomes])
     return save_figure(overview_figure(table), Path(path).with_suffix(""))[0]
