@@ -9,8 +9,7 @@ import pytest
 
 from loopdropout_trainer import command_line
 from loopdropout_trainer.command_line import commands, main
-from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
-from loopdropout_trainer.settings.shipped import recipe_path, recipes_folder
+from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, recipe_path, recipes_folder
 
 
 ROOT = Path(__file__).parents[1]

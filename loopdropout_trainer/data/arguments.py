@@ -20,7 +20,6 @@ PREPARATIONS = {
 }
 """Each preparation's file in this folder, and its class there: the one place that lists them."""
 
-
 MOST_GENERATED = 10_000_000
 """Arithmetic problems that a run may ask for; a process generates some 20,000 in a second, and keeps them in memory."""
 
@@ -93,40 +92,26 @@ class DataArguments:
         check_list("eval_files", self.eval_files)
         check_choice("preparation", self.preparation, (None, *PREPARATIONS))
         check_choice("bad_rows", self.bad_rows, ("error", "skip"))
-        if not self.train_files and self.dataset_name is None and not str(self.preparation).startswith("arithmetic"):
+        generates = str(self.preparation).startswith("arithmetic")
+        if not (self.train_files or self.dataset_name or generates):
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
-        if str(self.preparation).startswith("arithmetic"):
-            for name in ("dataset_name", "train_files", "eval_files"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"`{name}` and `preparation: {self.preparation}`, which generates its rows, exclude each other: give "
-                        "one of them."
-                    )
-            if isinstance(self.num_train_examples, int) and self.num_train_examples > MOST_GENERATED:
+        for name in ("dataset_name", "train_files", "eval_files"):
+            if generates and getattr(self, name):
                 raise ValueError(
-                    f"`num_train_examples` must be at most {MOST_GENERATED:,} with `preparation: {self.preparation}`, which "
-                    f"generates its rows; got {self.num_train_examples:,}."
+                    f"`{name}` and `preparation: {self.preparation}`, which generates its rows, exclude each other."
                 )
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
-        self._check_arithmetic_steps()
-        for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), least)
+        if self.num_train_examples is not None:
+            check_integer("num_train_examples", self.num_train_examples, most=MOST_GENERATED if generates else None)
+        if self.num_eval_examples is not None:
+            check_integer("num_eval_examples", self.num_eval_examples, least=0)
         check_integer("split_seed", self.split_seed, least=-(2**63))
-
-    def _check_arithmetic_steps(self) -> None:
-        steps = self.arithmetic_steps
-        if steps is None:
-            return
-        if self.preparation not in ("arithmetic", "arithmetic_pairs"):
-            raise ValueError(
-                "`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`; got "
-                f"`preparation: {self.preparation}`."
-            )
-        good = isinstance(steps, (list, tuple)) and [type(number) for number in steps] == [int, int]
-        if not (good and 1 <= steps[0] <= steps[1] <= MOST_TRAINED_STEPS):
-            raise ValueError(
-                f"`arithmetic_steps` must be the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]; "
-                f"got {shown(steps)}."
-            )
+        if self.arithmetic_steps is not None:
+            if self.preparation not in ("arithmetic", "arithmetic_pairs"):
+                raise ValueError("`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`.")
+            match self.arithmetic_steps:
+                case [int(fewest), int(most)] if 1 <= fewest <= most <= MOST_TRAINED_STEPS:
+                    return
+            valid = f"the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]"
+            raise ValueError(f"`arithmetic_steps` must be {valid}; got {shown(self.arithmetic_steps)}.")

@@ -11,8 +11,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.data.preparation import Preparation, Unwanted, target, text
-from loopdropout_trainer.data.report import DataReport
+from loopdropout_trainer.data.preparation import DataReport, Preparation, Unwanted, target, text
 
 
 class MetaMathGSM(Preparation):

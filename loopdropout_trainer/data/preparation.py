@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +18,6 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.arguments import PREPARATIONS, DataArguments
-from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, Row, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
 from loopdropout_trainer.settings.ranges import shown
@@ -24,6 +25,38 @@ from loopdropout_trainer.settings.ranges import shown
 
 class Unwanted(Exception):
     """A sound row that the preparation leaves out; the text is the reason."""
+
+
+@dataclass
+class DataReport:
+    """What became of the rows; `print` shows the counts as a table.
+
+    Attributes:
+        source: where the rows came from.
+        read, train, held_out: rows read, kept to train on, and kept to evaluate on.
+        train_tokens: tokens of the training examples, each counted once; longest: most tokens of one of them.
+        unused: usable rows beyond the number to train on.
+        dropped: number of dropped rows by reason.
+        bad_rows: the first few bad rows that were skipped, with their places.
+    """
+
+    source: str = ""
+    read: int = 0
+    train: int = 0
+    held_out: int = 0
+    train_tokens: int = 0
+    longest: int = 0
+    unused: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    bad_rows: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = {"read": self.read, "  to train on": self.train, "  held out": self.held_out}
+        counts |= {"  not used": self.unused} if self.unused else {}
+        counts |= {f"  dropped: {reason}": count for reason, count in sorted(self.dropped.items())}
+        width = max(map(len, counts))
+        lines = [f"{name:<{width}} {count:>11,}" for name, count in counts.items()]
+        return "\n".join([f"Rows of {self.source}", *lines, *(f"    {bad}" for bad in self.bad_rows)])
 
 
 class Preparation:
@@ -38,9 +71,6 @@ class Preparation:
         columns: that are read of a row, beside those of a prompt template.
         prompt_columns: that a prompt template may name; None: any of the row's.
 
-    Args:
-        args: settings of the run.
-
     Raises:
         ValueError: if `prompt_template` names no column or one that is never filled, or `column_mapping` one never read.
     """
@@ -48,37 +78,36 @@ class Preparation:
     title: ClassVar[str] = ""
     num_eval_examples: ClassVar[int] = 0
     prompt_template: ClassVar[str | None] = None
-    columns: ClassVar[Collection[str]] = (
-        *("prompt", "completion", "messages", "conversations", "text", "chosen", "rejected"),
-    )
+    columns: ClassVar[Collection[str]] = [
+        "prompt",
+        "completion",
+        "messages",
+        "conversations",
+        "text",
+        "chosen",
+        "rejected",
+    ]
     prompt_columns: ClassVar[Collection[str] | None] = None
 
     def __init__(self, args: DataArguments) -> None:
         self.args = args
-        self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
         self.num_held_out = self.num_eval_examples if args.num_eval_examples is None else args.num_eval_examples
         if args.eval_files:
             self.num_held_out = 0
-        self._check_columns()
-
-    def _check_columns(self) -> None:
-        """Refuse a prompt template that is the same for every row or cannot be filled, and a mapping that is never read."""
-        columns, fields = set(self.columns), [] if self.template is None else prompt_fields(self.template)
-        if self.template is not None and self.prompt_columns is None:
-            columns = {"completion", *fields}
-        fillable = fields if self.prompt_columns is None else self.prompt_columns
-        if self.template is not None and not (fields and set(fields) <= set(fillable)):
-            names = ", ".join(f"{{{name}}}" for name in fillable or ["column"])
-            other = f" and no others with `preparation: {self.args.preparation}`" if self.prompt_columns else ""
-            raise ValueError(
-                f"`prompt_template` must be {', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {names}{other}; got "
-                f"{shown(self.template)}."
-            )
-        unknown = sorted(set(self.args.column_mapping or ()) - columns)
-        if unknown:
-            raise ValueError(
-                f"`column_mapping` maps `{unknown[0]}`, which is never read; it may map {', '.join(sorted(columns))}."
-            )
+        columns = set(self.columns)
+        self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
+        if self.template is not None:  # it must differ from row to row, and its fields be filled
+            fields = prompt_fields(self.template)
+            fillable = fields if self.prompt_columns is None else self.prompt_columns
+            if not fields or not set(fields) <= set(fillable):
+                names = ", ".join(f"{{{name}}}" for name in fillable or ["column"])
+                valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {names}"
+                raise ValueError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
+            if self.prompt_columns is None:
+                columns = {"completion", *fields}
+        for name in sorted(set(args.column_mapping or ()) - columns):
+            valid = ", ".join(sorted(columns))
+            raise ValueError(f"`column_mapping` maps `{name}`, which is never read; it may map {valid}.")
 
     def rows(self) -> list[Row] | None:
         """Return generated rows, for a preparation that reads none."""
@@ -91,9 +120,7 @@ class Preparation:
             BadRow: if the row cannot be used.
             Unwanted: if the preparation leaves such rows out.
         """
-        if self.template is not None:
-            return self.prompted(row, target(row, "completion"))
-        return standard_example(row)
+        return standard_example(row) if self.template is None else self.prompted(row, target(row, "completion"))
 
     def prompted(self, columns: Mapping[str, Any], completion: str) -> dict[str, Any]:
         """Return the example whose prompt is the template filled from these columns."""
@@ -124,8 +151,7 @@ class Preparation:
         held_out = np.sort(first[: self.num_held_out])
         rest = np.flatnonzero(~np.isin(ranks, distinct[: self.num_held_out]))
         repeated = len(ranks) - len(rest) - len(held_out)
-        if repeated:
-            report.dropped["repeats a held-out row"] += repeated
+        report.dropped += Counter({"repeats a held-out row": repeated})
         return rest[: self.args.num_train_examples], held_out
 
 
@@ -174,9 +200,6 @@ def messages(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
     return [_message(turn, f"{column}[{index}]") for index, turn in enumerate(turns)]
 
 
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-
-
 def _message(turn: Mapping[str, Any], place: str) -> dict[str, str]:
     if turn.get("tool_calls"):
         raise BadRow("tool calls are not supported", f" (in {place})")
@@ -186,7 +209,7 @@ def _message(turn: Mapping[str, Any], place: str) -> dict[str, str]:
         role, content = text(turn, "role"), text(turn, "content")
     except BadRow as error:
         raise BadRow(f"{error.kind} in a message", f" ({place})") from None
-    role = _SHAREGPT_ROLES.get(role, role)
+    role = {"human": "user", "gpt": "assistant"}.get(role, role)
     if role not in ("system", "user", "assistant"):
         raise BadRow("a role is not system, user or assistant", f" ({role!r} in {place})")
     return {"role": role, "content": content}

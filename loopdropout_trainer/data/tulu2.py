@@ -10,8 +10,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.data.preparation import Preparation, Unwanted, has_target, messages
-from loopdropout_trainer.data.report import DataReport
+from loopdropout_trainer.data.preparation import DataReport, Preparation, Unwanted, has_target, messages
 from loopdropout_trainer.data.rows import DataError
 
 

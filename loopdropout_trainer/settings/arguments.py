@@ -9,14 +9,7 @@ from typing import Any
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.looped.model import MOST_LOOPS
-from loopdropout_trainer.settings.ranges import (
-    check_choice,
-    check_distinct,
-    check_integer,
-    check_list,
-    check_number,
-    shown,
-)
+from loopdropout_trainer.settings.ranges import check_choice, check_distinct, check_integer, check_list, check_number
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
@@ -46,10 +39,8 @@ class ModelArguments:
     )
 
     def __post_init__(self):
-        if not isinstance(self.model_name_or_path, str) or not self.model_name_or_path.strip():
-            raise ValueError(
-                f"`model_name_or_path` must be a Hub name or a folder; got {shown(self.model_name_or_path)}."
-            )
+        if not str(self.model_name_or_path).strip():
+            raise ValueError("`model_name_or_path` must be a Hub name or a folder; got ''.")
         if self.num_loops is not None:
             check_integer("num_loops", self.num_loops, 1, MOST_LOOPS)
         if self.model_name_or_path == "tiny-ouro":
@@ -64,14 +55,16 @@ class ModelArguments:
     @property
     def init_kwargs(self) -> dict[str, Any]:
         """The keywords of `from_pretrained`; pickled weights are refused, since they can run code."""
-        fields = {
+        names = (
+            ("dtype", "attn_implementation")
+            if self.num_loops is None
+            else ("dtype", "attn_implementation", "num_loops")
+        )
+        return {
             "revision": self.model_revision,
-            "dtype": self.dtype,
-            "attn_implementation": self.attn_implementation,
-            "num_loops": self.num_loops,
             "use_safetensors": True,
+            **{name: getattr(self, name) for name in names},
         }
-        return {key: value for key, value in fields.items() if value is not None}
 
 
 def check_depths(name: str, depths: list[int] | None) -> None:
@@ -104,14 +97,9 @@ class AdapterArguments:
     @property
     def lora_fields(self) -> dict[str, Any]:
         """The fields of PEFT's `LoraConfig`."""
-        fields = {
-            "r": self.lora_r,
-            "lora_alpha": self.lora_alpha,
-            "lora_dropout": self.lora_dropout,
-            "target_modules": self.lora_target_modules,
-            "use_rslora": self.use_rslora,
-        }
-        return {key: value for key, value in fields.items() if value is not None}
+        targets = {} if self.lora_target_modules is None else {"target_modules": self.lora_target_modules}
+        names = ("lora_alpha", "lora_dropout", "use_rslora")
+        return {"r": self.lora_r, **{name: getattr(self, name) for name in names}, **targets}
 
 
 @dataclass
@@ -131,8 +119,7 @@ class BenchmarkArguments:
     )
     decoding: str = HfArg(
         default="eager",
-        help="How completions are decoded: `eager`, `compiled` (the same, with compiled steps) or `generate` "
-        "(transformers' own).",
+        help="Decode as `eager`, `compiled` (the same, with compiled steps) or `generate` (transformers' own).",
         metadata={"choices": ["eager", "compiled", "generate"]},
     )
     apply_chat_template: bool | None = HfArg(
@@ -147,17 +134,14 @@ class BenchmarkArguments:
 
     confirm_run_unsafe_code: bool = HfArg(
         default=False,
-        help="Run the programs that the model writes for code benchmarks also where bubblewrap cannot contain them. Command "
-        "line only.",
+        help="Run programs that the model writes also where bubblewrap cannot contain them. Command line only.",
     )
 
     def __post_init__(self):
         check_list("benchmarks", self.benchmarks)
-        check_integer("benchmark_batch_size", self.benchmark_batch_size)
-        if self.benchmark_limit is not None:
-            check_integer("benchmark_limit", self.benchmark_limit)
-        if self.max_new_tokens is not None:
-            check_integer("max_new_tokens", self.max_new_tokens)
+        for name in ("benchmark_batch_size", "benchmark_limit", "max_new_tokens"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
         check_choice("decoding", self.decoding, ("eager", "compiled", "generate"))
 
 
@@ -181,8 +165,7 @@ class RunArguments(BenchmarkArguments):
     )
     live_diagnostics_steps: int = HfArg(
         default=0,
-        help="Measure and log what the adapter does in each loop every so many steps and at the end, on a few evaluation rows "
-        "(docs/diagnostics.md); 0: never. Training is the same with and without it.",
+        help="Log what the adapter does in each loop every so many steps and at the end (docs/diagnostics.md); 0: never.",
     )
     live_diagnostics_rows: int = HfArg(
         default=16, help="Evaluation rows, from the first on, that the live diagnostics measure on."
@@ -194,9 +177,8 @@ class RunArguments(BenchmarkArguments):
     def __post_init__(self):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
-        check_integer("single_loop_batches", self.single_loop_batches, 0)
-        check_integer("live_diagnostics_steps", self.live_diagnostics_steps, 0)
-        check_integer("live_diagnostics_rows", self.live_diagnostics_rows)
+        for name, least in (("single_loop_batches", 0), ("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
+            check_integer(name, getattr(self, name), least)
         check_depths("depths", self.depths)
 
 
@@ -206,8 +188,7 @@ class RewardArguments:
 
     rewards: list[str] = HfArg(
         default_factory=lambda: ["gsm8k_strict"],
-        help="Rewards, which are added by `reward_weights`: `gsm8k_strict`, `gsm8k_format`, `last_number` or "
-        "`math_verify`, each 1 or 0 (docs/reinforcement.md).",
+        help="`gsm8k_strict`, `gsm8k_format`, `last_number` or `math_verify`: each 1 or 0, added by `reward_weights`.",
     )
 
     def __post_init__(self):

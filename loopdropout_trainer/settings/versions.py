@@ -22,11 +22,10 @@ LIBRARIES = (
 
 def library_versions() -> dict[str, str | None]:
     """Return the version of Python and of each library; None for one that is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions
