@@ -19,7 +19,7 @@ from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, DataError, chat_template, load_data
 from loopdropout_trainer.data.__main__ import main as show
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
-from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
+from loopdropout_trainer.data.preparations import MetaMathGSM
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 
 
@@ -474,9 +474,8 @@ def test_prepared_data_is_cached(write, tokenizer, bpe_tokenizer, cache, monkeyp
     path = write("a.jsonl", [{"text": "x" * i} for i in range(1, 9)])
     fields = {"num_eval_examples": 2, "max_length": 6}
     first = load(None, path, tokenizer, **fields)
-    tokenizer("changes nothing", truncation=True, max_length=3, padding="max_length")
     with monkeypatch.context() as context:
-        context.setattr("loopdropout_trainer.data.load._prepare_into", None)
+        context.setattr("loopdropout_trainer.data.load._prepare", None)
         second = load(None, path, tokenizer, **fields)
     assert (second.train.to_list(), second.eval.to_list()) == (first.train.to_list(), first.eval.to_list())
     assert str(second.report) == str(first.report)

@@ -416,7 +416,7 @@ def test_an_adapter_says_at_which_depths_and_with_which_loss_it_was_trained(
     metadata = json.loads(path.read_text())
     for name, wrong in (("num_loops", "4"), ("depths", 4), ("depths", [2]), ("depths", ["2", "6"])):
         path.write_text(json.dumps({**metadata, name: wrong}))
-        with pytest.raises(ValueError, match=f"`{name}` in .*loop_dropout.json must be"):
+        with pytest.raises(ValueError, match="loop_dropout.json is not what was saved with the adapter"):
             load_adapter(tiny_ouro(), args.output_dir)
 
 

@@ -7,18 +7,9 @@ from dataclasses import dataclass
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
+from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.settings.ranges import check_choice, check_integer, check_list, shown
 
-
-PREPARATIONS = {
-    "arithmetic": "gsm8k.Arithmetic",
-    "arithmetic_pairs": "gsm8k.ArithmeticPairs",
-    "arithmetic_short": "gsm8k.ArithmeticShort",
-    "gsm8k": "gsm8k.GSM8K",
-    "metamath_gsm": "metamath_gsm.MetaMathGSM",
-    "tulu2": "tulu2.Tulu2",
-}
-"""Each preparation's file in this folder, and its class there: the one place that lists them."""
 
 MOST_GENERATED = 10_000_000
 """Arithmetic problems that a run may ask for; a process generates some 20,000 in a second, and keeps them in memory."""
@@ -34,8 +25,7 @@ class DataArguments:
 
     preparation: str | None = HfArg(
         default=None,
-        help="Named preparation of the rows. Default: rows in one of TRL's formats (`prompt` and `completion`, `messages`, or "
-        "`text`), or a `prompt_template` over their columns.",
+        help="Named preparation of the rows. Default: rows in TRL's formats, or a `prompt_template` over their columns.",
         metadata={"choices": list(PREPARATIONS)},
     )
     dataset_name: str | None = HfArg(default=None, help="Name of a dataset on the Hub, or its folder.")
@@ -43,37 +33,28 @@ class DataArguments:
     dataset_revision: str | None = HfArg(default=None, help="Branch, tag or commit of the Hub dataset.")
     dataset_split: str = HfArg(default="train", help="Split of the Hub dataset.")
     train_files: list[str] | None = HfArg(
-        default=None,
-        help="Local JSONL, JSON, CSV or Parquet files (the text formats also as .gz); read instead of `dataset_name`.",
+        default=None, help="Local JSONL, JSON, CSV (also .gz) or Parquet files instead."
     )
-    eval_files: list[str] | None = HfArg(
-        default=None, help="Local files to evaluate on, instead of held-out training rows."
-    )
+    eval_files: list[str] | None = HfArg(default=None, help="Local files to evaluate on, instead of held-out rows.")
     column_mapping: dict[str, str] | None = HfArg(
         default=None,
-        help="Where the expected columns are found in the rows, as {expected name: name in the rows}, e.g. "
-        "{completion: answer} (JSON on the command line).",
+        help="{expected column: its name in the rows}, e.g. {completion: answer} (JSON on the command line).",
     )
     num_train_examples: int | None = HfArg(
-        default=None, help="Number of rows to train on. Default: all that are not held out."
+        default=None, help="Number of rows to train on. Default: all that are left."
     )
     num_eval_examples: int | None = HfArg(
-        default=None,
-        help="Number of rows to hold out, the same ones in every run. Default: the preparation's own, else 0.",
+        default=None, help="Number of rows to hold out, the same in every run. Default: the preparation's own, else 0."
     )
-    split_seed: int = HfArg(
-        default=0, help="Seed of the choice of rows (held out, drawn). It is not the seed of training."
-    )
+    split_seed: int = HfArg(default=0, help="Seed of the choice of rows (held out, drawn); not the seed of training.")
     prompt_template: str | None = HfArg(
         default=None,
-        help="`alpaca`, `question`, or a text with {column} fields: how the prompt is made from a row. Default: the "
-        "preparation's own, else the row's `prompt`.",
+        help="`alpaca`, `question`, or a text with {column} fields. Default: the preparation's own, else none.",
     )
     prompt_end: str = HfArg(default="", help="Text between the prompt template and the target; part of the prompt.")
     arithmetic_steps: list[int] | None = HfArg(
         default=None,
-        help="Fewest and most steps of a problem of `preparation: arithmetic` (or `arithmetic_pairs`), such as 1 3 for the "
-        "problems of `arithmetic_easy_test`. Default: 3 5.",
+        help="Fewest and most steps of a problem of `preparation: arithmetic` or `arithmetic_pairs`. Default: 3 5.",
         metadata={"nargs": 2},
     )
     bad_rows: str = HfArg(

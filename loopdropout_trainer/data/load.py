@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.boundary import token_lengths
-from loopdropout_trainer.data.preparation import DataReport, Preparation, Unwanted, preparation_class, random_order
+from loopdropout_trainer.data.preparation import TRL_COLUMNS, DataReport, Preparation, Unwanted, random_order
+from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, read_files
 from loopdropout_trainer.settings.command import one_line, user_supplied
 from loopdropout_trainer.settings.ranges import check_integer
@@ -61,7 +62,7 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
     """
     if max_length is not None:
         check_integer("max_length", max_length)
-    preparation = preparation_class(args.preparation)(args)
+    preparation = PREPARATIONS.get(args.preparation, Preparation)(args)
     name, fingerprint, rows = _source(args, preparation)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokens = (backend.to_str() if backend else tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token)
@@ -151,9 +152,8 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
 
 
 def _kind(example: dict[str, Any]) -> str:
-    names = ("prompt", "completion", "messages", "text", "chosen", "rejected")
-    named = {name: " as messages" if isinstance(example[name], list) else "" for name in names if name in example}
-    return " and ".join(name + form for name, form in named.items())
+    names = [name for name in TRL_COLUMNS if name in example]
+    return " and ".join(f"{name} as messages" if isinstance(example[name], list) else name for name in names)
 
 
 def _usable(rows: Iterable[Row], preparation: Preparation, report: DataReport) -> Iterator[dict[str, Any]]:

@@ -6,21 +6,25 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.data.arguments import PREPARATIONS, DataArguments
 from loopdropout_trainer.data.rows import BadRow, Row, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
 from loopdropout_trainer.settings.ranges import shown
+
+
+if TYPE_CHECKING:
+    from loopdropout_trainer.data.arguments import DataArguments
+
+TRL_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 
 
 class Unwanted(Exception):
@@ -78,15 +82,7 @@ class Preparation:
     title: ClassVar[str] = ""
     num_eval_examples: ClassVar[int] = 0
     prompt_template: ClassVar[str | None] = None
-    columns: ClassVar[Collection[str]] = [
-        "prompt",
-        "completion",
-        "messages",
-        "conversations",
-        "text",
-        "chosen",
-        "rejected",
-    ]
+    columns: ClassVar[Collection[str]] = (*TRL_COLUMNS, "conversations")
     prompt_columns: ClassVar[Collection[str] | None] = None
 
     def __init__(self, args: DataArguments) -> None:
@@ -133,19 +129,14 @@ class Preparation:
     def split(
         self, examples: Dataset, ranks: np.ndarray, tokenizer: PreTrainedTokenizerBase, report: DataReport
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the training and the held-out examples, before any is dropped for its length.
+        """Return indices of training and of held-out examples, in source order, before any is dropped for its length.
 
         Rows with the smallest ranks are held out, so that the choice depends on the rows and `split_seed` alone: not on
         their order, the training seed, or the model. Repetitions of a held-out row are not trained on.
 
         Args:
-            examples: all N examples in source order.
-            ranks: [N], pseudo-random numbers that depend on a row's identity and `split_seed`.
-            tokenizer: of the model.
+            examples, ranks: all N examples in source order; random numbers [N], of a row's identity and `split_seed`.
             report: to note dropped examples.
-
-        Returns:
-            Indices of training and of held-out examples, each in source order.
         """
         distinct, first = np.unique(ranks, return_index=True)
         held_out = np.sort(first[: self.num_held_out])
@@ -153,14 +144,6 @@ class Preparation:
         repeated = len(ranks) - len(rest) - len(held_out)
         report.dropped += Counter({"repeats a held-out row": repeated})
         return rest[: self.args.num_train_examples], held_out
-
-
-def preparation_class(name: str | None) -> type[Preparation]:
-    """Return the class of a preparation by its name in `PREPARATIONS`; None: rows as they are."""
-    if name is None:
-        return Preparation
-    module, class_name = PREPARATIONS[name].split(".")
-    return getattr(importlib.import_module(f"loopdropout_trainer.data.{module}"), class_name)
 
 
 def random_order(identity: str, seed: int) -> int:

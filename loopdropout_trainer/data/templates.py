@@ -78,12 +78,12 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
         )
-    if model.chat_template is not None and chat_template_path is not None:
+    given = {"chat_template": model.chat_template, "chat_template_path": chat_template_path}
+    named = {field: name for field, name in given.items() if name is not None}
+    if len(named) == 2:
         raise ValueError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
-    if model.chat_template is not None:
-        set_chat_template(tokenizer, model.chat_template)
-    elif chat_template_path is not None:
-        set_chat_template(tokenizer, chat_template_path, "chat_template_path")
+    for field, name in named.items():
+        set_chat_template(tokenizer, name, field)
     if tokenizer.eos_token is None:
         raise ValueError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
     if tokenizer.pad_token is None:

@@ -14,7 +14,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import DataArguments, DataError, load_data
 from loopdropout_trainer.data.boundary import common_prefix, prompt_completion_ids
-from loopdropout_trainer.data.gsm8k import without_calculator
+from loopdropout_trainer.data.preparations import without_calculator
 from loopdropout_trainer.data.rows import read_files
 from loopdropout_trainer.data.templates import apply_chat_template
 from loopdropout_trainer.diagnostics.arguments import HELD_OUT, RowArguments

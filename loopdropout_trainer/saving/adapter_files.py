@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.dataclasses import type_validator
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,9 +16,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter, check_peft_config
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, model_card
+from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, is_hub_name, model_card
 from loopdropout_trainer.saving.files import check_safetensors, sha256_of_weights
-from loopdropout_trainer.saving.hub_code import is_hub_name
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import shown
 
@@ -58,15 +58,10 @@ def adapter_metadata(folder: str | Path) -> dict:
     file = Path(folder) / ADAPTER_METADATA
     if not file.exists():
         return {}
-    try:
+    with user_supplied(f"{file} is not what was saved with the adapter"):
         metadata = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is not the JSON object that was saved with the adapter: {error}.") from None
-    num_loops, depths = metadata.get("num_loops"), metadata.get("depths")
-    if num_loops is not None and type(num_loops) is not int:
-        raise ValueError(f"`num_loops` in {file} must be an integer; got {num_loops!r}.")
-    if depths is not None and (not isinstance(depths, list) or [type(depth) for depth in depths] != [int, int]):
-        raise ValueError(f"`depths` in {file} must be the least and the greatest depth of training; got {depths!r}.")
+        type_validator("num_loops", metadata.get("num_loops"), int | None)
+        type_validator("depths", tuple(metadata.get("depths") or (1, 1)), tuple[int, int])
     return metadata
 
 
@@ -151,10 +146,8 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
         old, new = getattr(saved, field), getattr(running, field)
         if old != new:
-            shown = (sorted(old), sorted(new)) if field == "target_modules" else (old, new)
             raise ValueError(
-                f"The adapter in {folder} has `{field}` {shown[0]}, this run's has {shown[1]}: resume with the settings that "
-                "the run was started with."
+                f"The adapter in {folder} has `{field}` {old}, this run's has {new}: set what the run began with."
             )
     check_shapes(model.get_base_model(), weights)
     num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
@@ -187,40 +180,28 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         ValueError: if there is none, or weights are missing or in another format than safetensors.
     """
     folder = Path(folder)
-    if not (folder / "adapter_config.json").is_file():
+    path = folder / "adapter_config.json"
+    if not path.is_file():
         raise ValueError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
     if not (folder / _WEIGHTS).is_file():
         pickled = "; a pickled .bin file is not read, since it could run code" if any(folder.glob("*.bin")) else ""
         raise ValueError(f"{folder} holds no {_WEIGHTS}{pickled}.")
-    with user_supplied(f"{folder / 'adapter_config.json'} cannot be read"):
+    with user_supplied(f"{path} cannot be read"):
         config = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
-    _replace_patterns(config, folder)
-    return config
-
-
-def _replace_patterns(config: LoraConfig, folder: Path) -> None:
-    """Take the names of the adapted layers from the weights, where the configuration gives a pattern to find them by.
-
-    PEFT matches patterns against every module's name; a malicious one takes hours.
-
-    Raises:
-        ValueError: for a pattern that names nothing else.
-    """
+    # PEFT matches regular expressions against every module's name; a malicious one takes hours.
     if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
-        names = check_safetensors(Path(folder) / _WEIGHTS)
+        names = check_safetensors(folder / _WEIGHTS)
         config.target_modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
         config.exclude_modules = None
-    patterns = [config.exclude_modules] if isinstance(config.exclude_modules, str) else []
-    patterns += [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern or []
-    patterns += [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
-    for pattern in patterns:
-        if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):
-            raise ValueError(
-                f"{folder / 'adapter_config.json'} holds the regular expression {shown(pattern)}, which could take for ever "
-                "to match: only plain names of modules are read."
-            )
+    for given in (config.exclude_modules, config.layers_pattern, config.rank_pattern, config.alpha_pattern):
+        for pattern in [given] if isinstance(given, str) else given or ():
+            if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):
+                raise ValueError(
+                    f"{path} holds the regular expression {shown(pattern)}: only plain names of modules are read."
+                )
+    return config
 
 
 def check_shapes(base: nn.Module, folder: str | Path) -> None:

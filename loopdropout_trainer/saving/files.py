@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 _UMASK = os.umask(0o022)  # it can only be read by setting it, so it is read once, before there are threads
 os.umask(_UMASK)
-
-_known: dict[tuple[Path, int, int], str] = {}  # SHA-256 by path, size and time
 
 
 def sha256(content: str | bytes | Path | Iterable[Path]) -> str:
@@ -48,19 +46,17 @@ def sha256_of_weights(files: Iterable[Path]) -> str:
 
     A file in the Hub's cache is not read at all: the cache names it by its SHA-256.
     """
-    return sha256_of_json({file.name: _sha256_of_large(file.resolve()) for file in files})
+    digests = {}
+    for file in files:
+        real = file.resolve()
+        is_named = re.fullmatch("[0-9a-f]{64}", real.name)
+        digests[file.name] = real.name if is_named else _sha256(real, real.stat().st_size, real.stat().st_mtime_ns)
+    return sha256_of_json(digests)
 
 
-def _sha256_of_large(file: Path) -> str:
-    if re.fullmatch("[0-9a-f]{64}", file.name):
-        return file.name
-    facts = file.stat()
-    key = (file, facts.st_size, facts.st_mtime_ns)
-    if (
-        key not in _known or time.time() - facts.st_mtime < 2
-    ):  # it may be written twice within the resolution of its time
-        _known[key] = sha256(file)
-    return _known[key]
+@functools.cache
+def _sha256(file: Path, size: int, time: int) -> str:
+    return sha256(file)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:

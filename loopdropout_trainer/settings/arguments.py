@@ -21,7 +21,7 @@ class ModelArguments:
     """Which looped model to train."""
 
     model_name_or_path: str = HfArg(
-        help="Hub name or local folder of a looped model; `tiny-ouro` is the small one inside this package."
+        help="Hub name or folder of a looped model; `tiny-ouro` is the small one in this package."
     )
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the Hub.")
     num_loops: int | None = HfArg(default=None, help="Recurrence depth K to train at. Default: the model's own.")
@@ -30,12 +30,9 @@ class ModelArguments:
         help="Dtype of the frozen weights; adapters are float32.",
         metadata={"choices": ["bfloat16", "float16", "float32"]},
     )
-    attn_implementation: str = HfArg(
-        default="sdpa", help="Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ..."
-    )
+    attn_implementation: str = HfArg(default="sdpa", help="sdpa, eager, flex_attention, flash_attention_2, ...")
     chat_template: str | None = HfArg(
-        default=None,
-        help="Chat template instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file.",
+        default=None, help="Instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file."
     )
 
     def __post_init__(self):
@@ -107,34 +104,27 @@ class BenchmarkArguments:
     """Which benchmarks to evaluate on, by greedy generation, and how."""
 
     benchmarks: list[str] | None = HfArg(
-        default=None,
-        help="Benchmarks to evaluate on, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval.",
+        default=None, help="Benchmarks to evaluate on, such as `gsm8k`; `lm_eval:TASK` for any task of lm-eval."
     )
     benchmark_files: dict[str, str] | None = HfArg(
-        default=None, help="Local files or folders of benchmarks, as a mapping name: path (JSON on the command line)."
+        default=None, help="Local files or folders of benchmarks, {name: path} (JSON on the command line)."
     )
     benchmark_limit: int | None = HfArg(default=None, help="Number of problems of each benchmark. Default: all.")
-    benchmark_batch_size: int = HfArg(
-        default=16, help="Problems that one process decodes at a time; no completion depends on it."
-    )
+    benchmark_batch_size: int = HfArg(default=16, help="Problems that one process decodes at a time.")
     decoding: str = HfArg(
         default="eager",
         help="Decode as `eager`, `compiled` (the same, with compiled steps) or `generate` (transformers' own).",
         metadata={"choices": ["eager", "compiled", "generate"]},
     )
     apply_chat_template: bool | None = HfArg(
-        default=None, help="Pose every problem in the chat template. Default: as each benchmark's protocol has it."
+        default=None, help="Pose problems in the chat template. Default: as each benchmark's protocol has it."
     )
-    system_instruction: str | None = HfArg(
-        default=None, help="Text of a system turn, with `apply_chat_template: true`."
-    )
+    system_instruction: str | None = HfArg(default=None, help="System turn, with `apply_chat_template: true`.")
     max_new_tokens: int | None = HfArg(
-        default=None, help="Greatest length of a completion in tokens. Default: as each benchmark's protocol has it."
+        default=None, help="At most so many tokens of a completion. Default: as each benchmark's protocol has it."
     )
-
     confirm_run_unsafe_code: bool = HfArg(
-        default=False,
-        help="Run programs that the model writes also where bubblewrap cannot contain them. Command line only.",
+        default=False, help="Run a model's programs also where bubblewrap cannot contain them. Command line only."
     )
 
     def __post_init__(self):
@@ -150,26 +140,23 @@ class RunArguments(BenchmarkArguments):
     """What happens around the training; the benchmarks are evaluated before and after it."""
 
     compare_with: list[str] | None = HfArg(
-        default=None, help="Other rules to train from the same initial adapter, data order and seed, for comparison."
+        default=None, help="Other rules to train from the same initial adapter, data order and seed."
     )
     evaluate_base: bool = HfArg(default=True, help="Evaluate on the benchmarks before training, too: the base model.")
     single_loop_batches: int = HfArg(
-        default=0, help="Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+        default=0, help="Evaluation batches to measure with the adapter in one loop at a time."
     )
     single_loop_accuracy: bool = HfArg(
         default=False, help="Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."
     )
     depths: list[int] | None = HfArg(
-        default=None,
-        help="Recurrence depths at which the first benchmark is evaluated after training, beside the training depth.",
+        default=None, help="Other depths at which the first benchmark is evaluated after training."
     )
     live_diagnostics_steps: int = HfArg(
         default=0,
         help="Log what the adapter does in each loop every so many steps and at the end (docs/diagnostics.md); 0: never.",
     )
-    live_diagnostics_rows: int = HfArg(
-        default=16, help="Evaluation rows, from the first on, that the live diagnostics measure on."
-    )
+    live_diagnostics_rows: int = HfArg(default=16, help="Evaluation rows that the live diagnostics measure on.")
     merge: bool = HfArg(default=False, help="Save the merged model in `output_dir`/merged.")
     push_merged_to_hub: bool = HfArg(default=False, help="Merge, and push the merged model to `hub_model_id`.")
     dry_run: bool = HfArg(default=False, help="Check everything, say what would be done, and stop.")

@@ -43,8 +43,7 @@ def check_number(
 def check_choice(name: str, value: Any, valid: Sequence[str | None]) -> None:
     """Raise ValueError unless a setting is one of the valid values; None among them: it may be left out."""
     if value not in valid:
-        names = ", ".join("empty" if each is None else each for each in valid)
-        raise ValueError(f"`{name}` must be one of {names}; got {shown(value)}.")
+        raise ValueError(f"`{name}` must be one of {', '.join(filter(None, valid))}; got {shown(value)}.")
 
 
 def check_list(name: str, value: Any) -> None:
