@@ -58,11 +58,7 @@ def list_recipes() -> None:
 
 
 def copy_recipes(destination: Path) -> None:
-    """Copy scripts and recipes into a new folder.
-
-    Raises:
-        SetupError: if it cannot be made, or there is something of that name, which is left as it is.
-    """
+    """Copy scripts and recipes into a new folder; something of that name is left as it is, with SetupError."""
     try:
         shutil.copytree(recipes_folder(), destination, ignore=shutil.ignore_patterns("__pycache__", "__init__.py"))
     except OSError as error:

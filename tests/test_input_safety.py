@@ -49,9 +49,6 @@ def load(tokenizer, path, preparation=None, **fields):
     return load_data(DataArguments(preparation=preparation, train_files=[str(path)], **fields), tokenizer, 4096)
 
 
-# --- what is trained on -----------------------------------------------------------------------------------------------
-
-
 def test_no_trained_token_holds_the_end_of_a_prompt(config, merging_tokenizer):
     tokenizer = merging_tokenizer
     row = {"prompt": "Answer:", "completion": "The end"}
@@ -98,16 +95,6 @@ def test_damaged_prepared_data_is_named(tmp_path, tokenizer, cache):
         load(tokenizer, path)
 
 
-def test_a_cell_may_be_a_long_document(tmp_path, tokenizer):
-    path = tmp_path / "a.csv"
-    path.write_text(f"prompt,completion\na,{'b' * 200_000}\n")
-    data = load_data(DataArguments(train_files=[str(path)]), tokenizer)
-    assert len(data.train["completion"][0]) == 200_000
-
-
-# --- adapters ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("targets", [None, "all-linear"])
 def test_an_adapter_without_named_layers_goes_on_the_recurrent_block(config, dataset, tokenizer, targets):
     mine = LoraConfig(r=3, target_modules=targets)
@@ -128,30 +115,19 @@ def test_an_adapter_without_named_layers_goes_on_the_recurrent_block(config, dat
         ({"lora_alpha": float("nan")}, "`lora_alpha` .*; got nan"),
         ({"lora_dropout": 1.0}, "`lora_dropout` .*; got 1.0"),
         ({"target_modules": ["nothing"]}, "recurrent block .*; got 'nothing'"),
+        ("frozen", "The adapter is frozen, so nothing would be trained"),
+        ("masked", "`train_dataset` has no token to train on"),
     ],
 )
-def test_an_adapter_that_trains_nothing_is_refused(config, dataset, tokenizer, fields, message):
+def test_a_run_that_trains_nothing_is_refused(config, dataset, tokenizer, fields, message):
+    model = tiny_ouro()
+    if fields == "frozen":
+        model = get_peft_model(model, default_peft_config(model)).requires_grad_(False)
+    if fields == "masked":
+        dataset = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [IGNORED] * 3}] * 4)
+    lora = LoraConfig(**fields) if isinstance(fields, dict) else None
     with pytest.raises(ValueError, match=message):
-        LoopDropoutSFTTrainer(
-            tiny_ouro(),
-            config(),
-            train_dataset=dataset,
-            processing_class=tokenizer,
-            peft_config=LoraConfig(**fields),
-        )
-
-
-def test_a_frozen_adapter_is_refused(config, dataset, tokenizer):
-    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()))
-    model.requires_grad_(False)
-    with pytest.raises(ValueError, match="The adapter is frozen, so nothing would be trained"):
-        LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
-
-
-def test_data_without_a_token_to_train_on_is_refused(config, tokenizer):
-    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [IGNORED] * 3}] * 4)
-    with pytest.raises(ValueError, match="`train_dataset` has no token to train on: every label is masked"):
-        LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=rows, processing_class=tokenizer)
+        LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer, peft_config=lora)
 
 
 def test_a_pattern_that_takes_for_ever_is_not_matched(tmp_path):
@@ -165,9 +141,6 @@ def test_a_pattern_that_takes_for_ever_is_not_matched(tmp_path):
     assert time.monotonic() - began < 20
     names = {name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name}
     assert len(names) == len(tiny_ouro().recurrent_linears())
-
-
-# --- secrets ----------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_of_text_are_kept_and_those_of_the_hub_are_not(monkeypatch):
@@ -186,17 +159,10 @@ def test_tokens_of_text_are_kept_and_those_of_the_hub_are_not(monkeypatch):
     assert hide_secrets(words) == re.sub(r"secret\d", "***", words)
 
 
-# --- scoring ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_long_answer_is_scored_in_linear_time():
     began = time.monotonic()
     assert normalize("#### " + "\n7" * 500_000) == "\n7" * 500_000
     assert score("#### 7", "x" * 1_000_000 + "#### 7").correct
     assert time.monotonic() - began < 5
-    assert [normalize(text) for text in ("#### $1,000.", "a #### b #### C.", "5.\n", "..")] == [
-        "1000",
-        "c",
-        "5\n",
-        ".",
-    ]
+    for text, answer in (("#### $1,000.", "1000"), ("a #### b #### C.", "c"), ("5.\n", "5\n"), ("..", ".")):
+        assert normalize(text) == answer

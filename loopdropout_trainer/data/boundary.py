@@ -21,16 +21,10 @@ from loopdropout_trainer.data.templates import apply_chat_template
 def prompt_completion_ids(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str]
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the token ids of each prompt with its completion, and how many of them are the prompt's.
+    """Return the token ids of each prompt with its completion (and its end token's text), and how many are the prompt's.
 
-    Args:
-        tokenizer: of the model, with its own special tokens.
-        prompts: as evaluation gives them to the model.
-        completions: with the end token's text, if one is trained on.
-
-    Returns:
-        Lists of ids, and the number of prompt ids at the start of each. Where both halves cannot be written one after the
-        other (a tokenizer that begins every text with a space of its own), the ids are those of the joined text.
+    Where both halves cannot be written one after the other (a tokenizer that begins every text with a space of its own),
+    the ids are those of the joined text.
     """
     if not prompts:
         return [], []
@@ -57,16 +51,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def token_lengths(examples: Dataset, tokenizer: PreTrainedTokenizerBase, batch_size: int = 512) -> np.ndarray:
-    """Return the number of tokens [N] of each example, as `SFTTrainer` tokenises it, with the end token that it appends.
-
-    Args:
-        examples: in one of TRL's formats.
-        tokenizer: with the chat template that training uses.
-        batch_size: examples tokenised at once.
-
-    Raises:
-        DataError: if the examples are conversations and the tokenizer has no chat template.
-    """
+    """Return the number of tokens [N] of each example, as `SFTTrainer` tokenises it, with the end token that it appends."""
     lengths: list[int] = []
     for start in tqdm(range(0, len(examples), batch_size), "Counting tokens", unit="batch", disable=None):
         batch = examples[start : start + batch_size]

@@ -32,19 +32,12 @@ _CACHE_VERSION = 4  # to be raised when the same settings give other examples
 
 @dataclass
 class LoadedData:
-    """Examples ready for the trainer.
+    """Examples ready for the trainer."""
 
-    Attributes:
-        train: examples in one of TRL's formats: `prompt` and `completion`, `messages`, or `text`.
-        eval: held-out examples or None; the named preparations add `question` and `answer`.
-        report: rows kept and dropped, with the reasons; print it.
-        description: one line for a model card.
-    """
-
-    train: Dataset
-    eval: Dataset | None
-    report: DataReport
-    description: str
+    train: Dataset  # in one of TRL's formats: `prompt` and `completion`, `messages`, or `text`
+    eval: Dataset | None  # held-out examples; the named preparations add `question` and `answer`
+    report: DataReport  # rows kept and dropped, with the reasons; print it
+    description: str  # one line for a model card
 
 
 def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> LoadedData:
@@ -189,10 +182,8 @@ def _split(
     asked = preparation.args.num_train_examples
     if asked is not None and len(train) < asked or len(held_out) < preparation.num_held_out:
         report.train, report.held_out = len(train), len(held_out)
-        raise DataError(
-            f"Too few rows for `num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`: "
-            f"{len(train):,} and {len(held_out):,} are left; ask for fewer.\n{report}"
-        )
+        wanted = f"`num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`"
+        raise DataError(f"Too few rows for {wanted}: {len(train):,} and {len(held_out):,} are left.\n{report}")
     report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
     return examples.select(train), examples.select(held_out)
 

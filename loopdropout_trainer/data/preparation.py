@@ -33,26 +33,17 @@ class Unwanted(Exception):
 
 @dataclass
 class DataReport:
-    """What became of the rows; `print` shows the counts as a table.
-
-    Attributes:
-        source: where the rows came from.
-        read, train, held_out: rows read, kept to train on, and kept to evaluate on.
-        train_tokens: tokens of the training examples, each counted once; longest: most tokens of one of them.
-        unused: usable rows beyond the number to train on.
-        dropped: number of dropped rows by reason.
-        bad_rows: the first few bad rows that were skipped, with their places.
-    """
+    """What became of the rows; `print` shows the counts as a table."""
 
     source: str = ""
     read: int = 0
     train: int = 0
     held_out: int = 0
-    train_tokens: int = 0
-    longest: int = 0
-    unused: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    bad_rows: list[str] = field(default_factory=list)
+    train_tokens: int = 0  # of the training examples, each counted once
+    longest: int = 0  # most tokens of one of them
+    unused: int = 0  # usable rows beyond the number to train on
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    bad_rows: list[str] = field(default_factory=list)  # the first few that were skipped, with their places
 
     def __str__(self) -> str:
         counts = {"read": self.read, "  to train on": self.train, "  held out": self.held_out}
@@ -110,12 +101,7 @@ class Preparation:
         return None
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the example that a row gives.
-
-        Raises:
-            BadRow: if the row cannot be used.
-            Unwanted: if the preparation leaves such rows out.
-        """
+        """Return the example that a row gives; BadRow if it gives none, Unwanted if it is left out on purpose."""
         return standard_example(row) if self.template is None else self.prompted(row, target(row, "completion"))
 
     def prompted(self, columns: Mapping[str, Any], completion: str) -> dict[str, Any]:

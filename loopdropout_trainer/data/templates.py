@@ -70,9 +70,6 @@ def load_tokenizer(
         model: whose tokenizer.
         trust_remote_code: whether the tokenizer may run code of its own; nobody is asked.
         chat_template_path: of `SFTConfig`: another name for `chat_template`.
-
-    Raises:
-        ValueError: if there is none, it cannot be read, it names no end token, or the template's turns do not end with it.
     """
     with user_supplied(f"The tokenizer of {model.model_name_or_path} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -94,13 +91,9 @@ def load_tokenizer(
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, field: str = "chat_template") -> None:
     """Give a tokenizer a chat template, and the special tokens that belong to it; both are saved with the tokenizer.
 
-    Args:
-        tokenizer: to be changed.
-        name_or_path: a template of this package, or a Jinja file.
-        field: setting that names it, for errors.
-
     Raises:
-        ValueError: if the template is broken, the tokenizer lacks a token of it, or its turns do not end with the end token.
+        ValueError: if the template is broken, the tokenizer lacks a token of it, or its turns do not end with the end token;
+            it names the setting `field`.
     """
     tokenizer.chat_template = chat_template(name_or_path, field)
     for role, token in CHAT_TOKENS.get(name_or_path, {}).items():
@@ -143,12 +136,9 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: list, **optio
 
 
 def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the last token that a chat template trains in an assistant's turn is the one that generation stops at.
+    """Raise ValueError unless the last token that a template trains in an assistant's turn is the one generation stops at.
 
     A template without generation marks is rendered, and its end left unchecked.
-
-    Raises:
-        ValueError: naming both tokens, or saying what the template does not do.
     """
     marks = "generation" in (tokenizer.chat_template or "")
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -159,8 +149,5 @@ def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
         else []
     )
     if marks and trained[-1:] != [tokenizer.eos_token_id]:
-        last = tokenizer.decode(trained[-1:]) or "nothing"
-        raise ValueError(
-            f"The chat template ends an assistant's turn with {last!r}, and generation stops at {tokenizer.eos_token!r}: set "
-            "`eos_token` in the recipe to the template's."
-        )
+        ends = f"{tokenizer.decode(trained[-1:])!r}, and generation stops at {tokenizer.eos_token!r}"
+        raise ValueError(f"The chat template ends an assistant's turn with {ends}: set `eos_token` to the template's.")

@@ -38,13 +38,13 @@ def base_sha256(base: PreTrainedModel) -> str | None:
     if is_hub_name(name):
         config = try_to_load_from_cache(name, "config.json", revision=getattr(base.config, "_commit_hash", None))
         name = str(Path(config).parent) if isinstance(config, str) else ""
-    single, index = Path(name, SAFE_WEIGHTS_NAME), Path(name, SAFE_WEIGHTS_INDEX_NAME)
-    if name and single.is_file():
-        return sha256_of_weights([single])
-    if name and index.is_file():  # the shards that it names, whatever else lies there
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return sha256_of_weights(Path(name, shard) for shard in set(shards))
-    return None
+    files, index = {SAFE_WEIGHTS_NAME}, Path(name, SAFE_WEIGHTS_INDEX_NAME)
+    if (
+        name and not Path(name, SAFE_WEIGHTS_NAME).is_file() and index.is_file()
+    ):  # the shards, whatever else lies there
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    found = [Path(name, file) for file in files if name and Path(name, file).is_file()]
+    return sha256_of_weights(found) if found else None
 
 
 def save_adapter_metadata(model: PeftModel, folder: str | Path, **facts: Any) -> None:
@@ -66,11 +66,7 @@ def adapter_metadata(folder: str | Path) -> dict:
 
 
 def adapter_folder(adapter: str | Path) -> Path:
-    """Return the folder of an adapter, downloaded if it is on the Hub.
-
-    Raises:
-        SetupError: if it is in neither place.
-    """
+    """Return the folder of an adapter, downloaded if it is on the Hub."""
     if Path(adapter).is_dir():
         return Path(adapter)
     with user_supplied(f"The adapter {adapter} cannot be loaded"):
@@ -122,13 +118,10 @@ def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, fold
     names_differ = bool(base and trained_on and base != trained_on)
     before = metadata.get("base_sha256")
     now = base_sha256(model) if before else None
-    is_other = before != now if now else names_differ and is_hub_name(base) and is_hub_name(trained_on)
-    if is_other:
-        raise ValueError(
-            f"The adapter in {folder} was trained on {'' if names_differ else 'other weights than those of '}"
-            f"{trained_on or 'another base model'}, not on {base}: load that base, or pass `another_base=True` to "
-            "`load_adapter`."
-        )
+    if before != now if now else names_differ and is_hub_name(base) and is_hub_name(trained_on):
+        name = f"{'' if names_differ else 'other weights than those of '}{trained_on or 'another base model'}"
+        advice = "load that base, or pass `another_base=True` to `load_adapter`"
+        raise ValueError(f"The adapter in {folder} was trained on {name}, not on {base}: {advice}.")
     if names_differ and not now:
         logger.warning(f"The adapter in {folder} was trained on {trained_on}; it is put on {base}.")
 
@@ -146,29 +139,20 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
         old, new = getattr(saved, field), getattr(running, field)
         if old != new:
-            raise ValueError(
-                f"The adapter in {folder} has `{field}` {old}, this run's has {new}: set what the run began with."
-            )
+            raise ValueError(f"The adapter in {folder} has `{field}` {old}, this run's has {new}.")
     check_shapes(model.get_base_model(), weights)
     num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
     if trained is not None and trained != num_loops:
+        advice = f"set `num_loops` to {trained}, or start a new run with `load_adapter`"
         raise ValueError(
-            f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: set `num_loops` to "
-            f"{trained} to resume it, or start a new run from its adapter with `load_adapter`."
+            f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: {advice}."
         )
 
 
 def save_adapter_card(
     model: PeftModel, folder: str | Path, repo_id: str | None = None, facts: ModelCardFields | None = None
 ) -> None:
-    """Write the card of a saved adapter over the one that PEFT or TRL wrote, which knows neither base nor rule.
-
-    Args:
-        model: with the adapter.
-        folder: that the adapter was saved in.
-        repo_id: its name on the Hub, if it is going there.
-        facts: of the run; base model, depth and adapter are filled in from `model`.
-    """
+    """Write the card of a saved adapter over the one that PEFT or TRL wrote, which knows neither base nor rule."""
     card = model_card(card_fields(model, facts), repo_id or str(folder), find_looped_model(model).config, merged=False)
     card.save(Path(folder) / "README.md")
 
@@ -216,15 +200,10 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
         name, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
         if any(kind.is_own(key) for kind in ADAPTER_KINDS.values()):
             continue
-        linear = modules.get(name)
+        linear, what = modules.get(name), f"The adapter in {folder} is for another base model"
         if not hasattr(linear, "in_features"):
-            raise ValueError(
-                f"The adapter in {folder} is for another base model: this one has no linear map `{name}`."
-            )
+            raise ValueError(f"{what}: this one has no linear map `{name}`.")
         # [r, in] and [out, r], or [K, r, in] and [K, out, r] if each loop has its own.
         width, side = (shape[-1], "in_features") if factor.startswith("A") else (shape[-2], "out_features")
         if width != getattr(linear, side):
-            raise ValueError(
-                f"The adapter in {folder} is for another base model: its `{name}` has {side} {width}, this model's has "
-                f"{getattr(linear, side)}."
-            )
+            raise ValueError(f"{what}: its `{name}` has {side} {width}, this model's has {getattr(linear, side)}.")

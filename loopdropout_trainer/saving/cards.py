@@ -38,29 +38,20 @@ class CardScore(NamedTuple):
 
 @dataclass
 class ModelCardFields:
-    """What a model card states about the run behind a model; unknown facts are left out of the card.
+    """What a model card states about the run behind a model; unknown facts are left out of the card."""
 
-    Attributes:
-        base_model: hub name or path of the model that was fine-tuned; license: the base's, as its own card names it.
-        rule, p: gate rule and drop probability; rank, alpha: of the adapter; num_loops: recurrence depth K.
-        depths: least and greatest depth of a training step; loop_loss: which loops the training loss scored.
-        recipe: YAML text of the run's settings.
-        data: name of the training data.
-        results: scores by benchmark.
-    """
-
-    base_model: str | None = None
+    base_model: str | None = None  # hub name or path of the model that was fine-tuned
     rule: str | None = None
     p: float | list[float] | None = None
     rank: int | None = None
     alpha: int | None = None
-    num_loops: int | None = None
-    depths: Sequence[int] | None = None
-    loop_loss: str | None = None
-    recipe: str | None = None
-    data: str | None = None
-    license: Mapping[str, str] | None = None
-    results: dict[str, CardScore] = field(default_factory=dict)
+    num_loops: int | None = None  # recurrence depth K
+    depths: Sequence[int] | None = None  # least and greatest depth of a training step
+    loop_loss: str | None = None  # which loops the training loss scored
+    recipe: str | None = None  # YAML text of the run's settings
+    data: str | None = None  # name of the training data
+    license: Mapping[str, str] | None = None  # of the base, as its own card names it
+    results: dict[str, CardScore] = field(default_factory=dict)  # by benchmark
 
 
 def card_fields(model: PeftModel, given: ModelCardFields | None = None) -> ModelCardFields:
@@ -98,11 +89,9 @@ def model_card(
     """Write the card of an adapter or of a merged model, from the template `card.jinja`.
 
     Args:
-        fields: of the run.
+        fields, config: of the run and of the looped model, which says what other programs read it.
         name: hub name or folder that the card's code loads.
-        config: of the looped model: it says which other programs read it.
-        merged: whether the card is of a merged model.
-        has_code: whether the merged model finds its base's own code.
+        merged, has_code: whether it is of a merged model, and one that finds its base's own code.
     """
     base, license_fields = fields.base_model, fields.license or {}
     on_hub = is_hub_name(base)

@@ -97,12 +97,8 @@ def flush_to_disk(path: str | Path) -> None:
 def check_safetensors(path: str | Path, finite: bool = False) -> dict[str, list[int]]:
     """Return the shapes of the tensors in a safetensors file, after checking that their bytes are all there.
 
-    Args:
-        path: of the file.
-        finite: also read every tensor, and refuse NaN and infinity.
-
     Raises:
-        ValueError: if the file cannot be read, is cut off, or holds a number that is not finite; one sentence.
+        ValueError: if the file cannot be read or is cut off, or (with `finite`) holds NaN or infinity; one sentence.
     """
     try:
         with safe_open(str(path), framework="pt") as file:  # it compares the header with the length of the file
@@ -123,15 +119,8 @@ class WriteError(RuntimeError):
 def staged_files(folder: str | Path, what: str, advice: str = "Free some space and try again.") -> Iterator[Path]:
     """Give a folder to write into, whose files take their places in `folder` when all of them have reached the disk.
 
-    Files of the same name are replaced, all others stay. If writing fails, `folder` is as it was.
-
-    Args:
-        folder: made if need be.
-        what: is written, as the beginning of the error.
-        advice: the end of the error.
-
-    Raises:
-        WriteError: if the disk refuses; one sentence.
+    Files of the same name are replaced, all others stay. If the disk refuses, `folder` is as it was, and WriteError begins
+    with `what` and ends with `advice`.
     """
     folder = Path(folder)
     partial = folder / "_partial"  # in the same file system; what begins with an underscore is not pushed to the Hub
@@ -150,10 +139,8 @@ def staged_files(folder: str | Path, what: str, advice: str = "Free some space a
     except (OSError, RuntimeError, SafetensorError) as error:
         if not is_about_files(error):
             raise
-        reason = " ".join(str(error).split())
-        raise WriteError(
-            f"{what} could not be written to {folder} ({reason}); what was there before is untouched. {advice}"
-        ) from error
+        reason = f"({' '.join(str(error).split())}); what was there before is untouched"
+        raise WriteError(f"{what} could not be written to {folder} {reason}. {advice}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

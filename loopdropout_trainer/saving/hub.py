@@ -60,16 +60,14 @@ def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
 
 def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tensor) -> torch.Tensor:
     if type(layer) is not LoraLinear or not weight.is_floating_point():
+        kind = f"a {type(layer).__name__} over {weight.dtype} weights"
         raise ValueError(
-            f"`{name}` is a {type(layer).__name__} over {weight.dtype} weights: load the base model unquantised, put the "
-            "saved adapter on it with `PeftModel.from_pretrained`, and merge that."
+            f"`{name}` is {kind}: load the base model unquantised, put the saved adapter on it, and merge that."
         )
     delta = merged_update(layer, adapter)
     if weight.shape != delta.shape:
-        raise ValueError(
-            f"`{name}` holds {list(weight.shape)} of a {list(delta.shape)} weight: it is sharded over processes. Save the "
-            "adapter, and merge it in one process."
-        )
+        held = f"{list(weight.shape)} of a {list(delta.shape)} weight"
+        raise ValueError(f"`{name}` is sharded over processes, {held}: save the adapter, and merge it in one process.")
     return (weight.float() + delta.float()).to(weight.dtype)
 
 
@@ -119,11 +117,7 @@ def merge_and_save(
 
 
 def check_merge_target(folder: str | Path, model: PeftModel) -> None:
-    """Refuse a folder that holds weights, unless they are those of an earlier merge into the same base model.
-
-    Raises:
-        ValueError: naming the weights.
-    """
+    """Raise ValueError for a folder that holds weights, unless those of an earlier merge into the same base model."""
     folder, base = Path(folder), model.get_base_model().config.name_or_path
     weights = sorted(file.name for file in folder.glob("*") if file.suffix in _WEIGHTS)
     is_base = bool(base) and folder.resolve() == Path(base).resolve()
@@ -188,9 +182,8 @@ def push_merged_to_hub(
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        return str(
-            api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload merged model").repo_url
-        )
+        commit = api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload merged model")
+        return str(commit.repo_url)
     except Exception as error:  # whatever the Hub's client raises, offline or refused: nothing may be lost here
         raise push_error(error, repo_id, f"The merged model is safe in {folder}", token) from None
 
@@ -200,7 +193,5 @@ def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -
     reason = " ".join(str(error).split())
     for token in filter(None, tokens):
         reason = reason.replace(token, "***")
-    return PushError(
-        f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). {safe}; log in with `hf auth login` or set "
-        "HF_TOKEN, then push it again."
-    )
+    advice = "log in with `hf auth login` or set HF_TOKEN, then push it again"
+    return PushError(f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). {safe}; {advice}.")

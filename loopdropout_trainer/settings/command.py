@@ -36,14 +36,8 @@ class SetupError(ValueError):
 def run_command(main: Callable[[], None], name: str | None = None, interrupted: str = "interrupted.") -> None:
     """Run a script's `main`, and end the process with one sentence, its last line, after a user error.
 
-    Args:
-        main: the script without its command line's errors.
-        name: what the user typed, before the sentence; default: the script's file name.
-        interrupted: what to say after Ctrl-C.
-
-    Raises:
-        SystemExit: with code 2 and the sentence on standard error (once, however many processes were launched), with 130
-            if the user interrupted it, or with 143 if it was asked to terminate.
+    The exit code is 2, 130 if the user interrupted it, or 143 if it was asked to terminate. The sentence goes to standard
+    error (once, however many processes were launched), after `name`: what the user typed.
     """
     name = program_name() if name is None else name
     _typed.append(name)

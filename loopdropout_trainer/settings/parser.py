@@ -83,11 +83,7 @@ class RecipeParser(TrlParser):
         self.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
 
     def read_command_line(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Return the fields that a command line sets.
-
-        Raises:
-            RecipeError: for an unknown option, or a value of another type.
-        """
+        """Return the fields that a command line sets; RecipeError for an unknown option or a value of another type."""
         given, unknown = self.parse_known_args(list(argv))
         if unknown:
             option = unknown[0].split("=")[0]
@@ -98,15 +94,7 @@ class RecipeParser(TrlParser):
         return vars(given)
 
     def read_recipe(self, recipe: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-        """Return the fields that a recipe sets, with an integer for a float and one value for a list of one made such.
-
-        Args:
-            recipe: values by field, as YAML has them.
-            path: of the file, for errors.
-
-        Raises:
-            RecipeError: for an unknown field, or a value of another type.
-        """
+        """Return the fields that a recipe sets; RecipeError, which names `path`, for an unknown one or one of another type."""
         settings = {}
         for name, value in recipe.items():
             if name not in self.hints:
@@ -133,9 +121,7 @@ class RecipeParser(TrlParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print with a page of usage."""
         about = re.match(r"argument (--\w+)[^:]*: (.*)", message, re.DOTALL)
-        if about is None:
-            raise RecipeError(f"The command line cannot be read: {message}.")
-        option, reason = about.groups()
+        option, reason = about.groups() if about else ("the command line", message)
         raise RecipeError(f"`{option}` cannot be read" + ("." if is_secret(option) else f": {reason}."))
 
 

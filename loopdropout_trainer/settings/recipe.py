@@ -21,12 +21,11 @@ from yaml.constructor import ConstructorError
 
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.settings.command import one_line
-from loopdropout_trainer.settings.parser import RecipeError, RecipeParser
+from loopdropout_trainer.settings.parser import RecipeError as RecipeError
+from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.secrets import hide_secrets, public_settings
 
-
-__all__ = ["RecipeError", "build", "load_recipe", "parse_recipe", "public_settings", "settings_yaml"]
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -98,11 +97,9 @@ def recipes_folder() -> Path:
 
 
 def recipe_path(name: str) -> str:
-    """Return the path of a recipe: a file of the user's, or one that ships with the package.
+    """Return the path of a recipe: a file of the user's, or one that ships, as `loopdropout recipes` lists it.
 
-    Args:
-        name: a path; or a name as `loopdropout recipes` lists them, with or without `recipes/` before it. `./name.yaml` and
-            an absolute path are the user's own file or none.
+    `recipes/` may stand before a shipped name; `./name.yaml` and an absolute path are the user's own file or none.
     """
     shipped = recipes_folder() / name.removeprefix("recipes/")
     is_name = not {"", ".", ".."} & set(name.split("/"))
@@ -185,15 +182,13 @@ def parse_recipe(
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
         argv: arguments after the script's name; default: the process's.
         description: shown by `--help`.
-        unread_types: whose fields may stand in the recipe too, without a meaning for this script: one recipe then serves
-            several scripts.
+        unread_types: whose fields may stand in the recipe too: one recipe serves several scripts.
 
     Returns:
         One instance for each type, and the settings that were given (recipe and command line together).
 
     Raises:
-        RecipeError: for an unknown or misspelt key (the nearest valid one is named), a wrong type, a missing field, or a
-            value that a dataclass refuses.
+        RecipeError: for an unknown key, a wrong type, a missing field, or a value that a dataclass refuses.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
@@ -209,11 +204,7 @@ def parse_recipe(
 
 
 def build(cls: type, settings: Mapping[str, Any]) -> Any:
-    """Return an instance of the dataclass `cls` from those of the settings that are its fields.
-
-    Raises:
-        RecipeError: for a missing field, or a value that the dataclass refuses.
-    """
+    """Return an instance of the dataclass `cls` from those of the settings that are its fields."""
     fields = [f for f in dataclasses.fields(cls) if f.init]
     for f in fields:
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

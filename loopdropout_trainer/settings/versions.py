@@ -5,18 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 LIBRARIES = (
-    *(
-        "loopdropout-trainer",
-        "torch",
-        "transformers",
-        "trl",
-        "peft",
-        "accelerate",
-        "datasets",
-        "evaluate",
-        "tokenizers",
-    ),
-    *("lm-eval", "evalplus"),
+    *("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate"),
+    *("datasets", "evaluate", "tokenizers", "lm-eval", "evalplus"),
 )
 
 
