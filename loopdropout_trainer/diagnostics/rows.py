@@ -14,7 +14,7 @@ from trl import get_training_chat_template
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import DataArguments, DataError, load_data
-from loopdropout_trainer.data.gsm8k import without_calculator
+from loopdropout_trainer.data.preparations import without_calculator
 from loopdropout_trainer.diagnostics.arguments import HELD_OUT, RowArguments
 from loopdropout_trainer.diagnostics.scores import Batch
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
