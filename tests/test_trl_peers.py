@@ -36,7 +36,6 @@ COMMON = {
     "per_device_train_batch_size": 4,
     "learning_rate": 1e-2,
     "logging_steps": 1,
-    "report_to": "none",
     "save_strategy": "no",
     "bf16": False,
     "use_cpu": True,
@@ -324,3 +323,8 @@ def test_sft(tokenizer, tmp_path, monkeypatch, feature):
     for mine, other in zip(log, map(without_times, their_log), strict=True):
         assert {name: mine[name] for name in other} == pytest.approx(other, rel=1e-6)
     has_trained(ours)
+
+
+def test_layers_to_transform_choose_among_all_linear_layers_of_the_block():
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro(), layers_to_transform=[1]))
+    assert [".layers.1." in name for name in get_peft_model_state_dict(model)] == [True] * 14
