@@ -1,7 +1,7 @@
 """Runs that lose nothing: sealed checkpoints, whose run they are of, resuming, stopping, and what must not be saved."""
 
 from loopdropout_trainer.training.checkpoints.identity import differences
-from loopdropout_trainer.training.checkpoints.mixin import CheckpointsMixin, NonFiniteLossError, PeerLostError
+from loopdropout_trainer.training.checkpoints.mixin import CheckpointsMixin, NonFiniteLossError
 from loopdropout_trainer.training.checkpoints.sealing import CheckpointError
 from loopdropout_trainer.training.checkpoints.signals import TrainingInterrupted
 
@@ -10,7 +10,6 @@ __all__ = [
     "CheckpointError",
     "CheckpointsMixin",
     "NonFiniteLossError",
-    "PeerLostError",
     "TrainingInterrupted",
     "differences",
 ]
