@@ -1,6 +1,6 @@
 """Make the tables and figures of docs/replication.md from finished studies.
 
-    python docs/replication/make.py collect outputs/studies/small outputs/studies/map ...   # runs -> runs.csv.gz
+    python docs/replication/make.py collect outputs/studies/small outputs/studies/map ...   # adds runs to runs.csv.gz
     python docs/replication/make.py write                                                   # runs.csv.gz -> the document
 
 `collect` keeps one row for each number that a run measured, so that every number of the document is in one small file:
@@ -18,7 +18,6 @@ paired by seed and problem.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
+from loopdropout_trainer.runs.sweep import load_runs
 
 
 HERE = Path(__file__).parent
@@ -38,31 +39,33 @@ DRAWS = 10_000
 # From runs to rows.
 
 
-def rows_of(run: Path, study: str) -> Iterator[dict]:
-    """Yield the rows of one run's folder, STUDY/METHOD/lr_RATE/seed_SEED."""
-    method, rate, seed = (
-        run.parts[-3],
-        float(run.parts[-2].removeprefix("lr_")),
-        int(run.parts[-1].removeprefix("seed_")),
-    )
-    name, _, part = method.partition("@")  # a part with settings of its own: METHOD@PART
+def rows_of(run: dict, study: str) -> Iterator[dict]:
+    """Yield the rows of one run as `load_runs` gives it."""
+    method, _, part = run["method"].partition("@")  # a part with settings of its own: METHOD@PART
     if part == "second_base":
-        study, method = "two_layers", name
-    elif part == "rates":  # further rates of methods that other parts have
-        method = name
-    elif part and study == "small":
-        method = f"{part}_lora" if name == "lora" else part
-    results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+        study = "two_layers"
+    elif study == "small" and part not in (
+        "",
+        "rates",
+    ):  # `rates` adds learning rates to methods that other parts have
+        method = f"{part}_lora" if method == "lora" else part
+    elif study == "map":
+        method = run["method"]
+    results = run["results"]
     trained = results["train_info"]
     settings = results["run_info"]["settings"]
     easiest, hardest = settings.get("arithmetic_steps") or (3, 5)
     known = {
-        "study": study, "method": method, "learning_rate": rate, "seed": seed, "num_loops": trained["num_loops"],
-        "examples": trained["examples"], "steps": trained["steps"], "difficulty": f"{easiest} to {hardest}",
+        "study": study, "method": method, "learning_rate": run["learning_rate"], "seed": run["seed"],
+        "num_loops": trained["num_loops"], "examples": trained["examples"],
+        "steps": trained["steps"], "difficulty": f"{easiest} to {hardest}",
     }  # fmt: skip
-    for name, measured in results["benchmarks"].items():
-        metric = "development" if name == "development" else "accuracy"
-        yield {**known, "metric": metric, "depth": trained["num_loops"], **counted(measured, metric == "accuracy")}
+    if run["selection_score"] is not None:
+        yield {**known, "metric": "development", "depth": trained["num_loops"], "value": run["selection_score"]}
+    if not run["final"]:
+        return
+    for measured in results["benchmarks"].values():
+        yield {**known, "metric": "accuracy", "depth": trained["num_loops"], **counted(measured)}
     for depth, measured in results["by_depth"].items():
         if int(depth) != trained["num_loops"]:
             yield {**known, "metric": "accuracy", "depth": int(depth), **counted(measured)}
@@ -78,20 +81,27 @@ def rows_of(run: Path, study: str) -> Iterator[dict]:
         yield {**known, "metric": "readout_loss", "loop": loop, "value": loss}
 
 
-def counted(measured: dict, keep_verdicts: bool = True) -> dict:
+def counted(measured: dict) -> dict:
     """Return accuracy in percent, and the verdicts as hexadecimal digits, the first problem in the highest bit."""
     bits = "".join(str(int(prediction["correct"])) for prediction in measured["predictions"])
     digits = f"{int(bits + '0' * (-len(bits) % 4), 2):0{-(-len(bits) // 4)}x}"
-    return {"value": measured["score"], "problems": len(bits), "verdicts": digits if keep_verdicts else None}
+    return {"value": measured["score"], "problems": len(bits), "verdicts": digits}
 
 
 def collect(folders: Iterable[str]) -> pd.DataFrame:
-    """Return the rows of all finished runs of some studies."""
+    """Return the rows of all finished runs of some sweeps, and those of the file that are of other runs."""
     rows = []
     for folder in map(Path, folders):
-        for path in sorted(folder.glob("*/lr_*/seed_*/results.json")):
-            rows += rows_of(path.parent, folder.name)
-    return pd.DataFrame(rows)
+        runs = {run["folder"]: run for run in load_runs(folder) if not run["diverged"]}  # some are in several parts
+        for run in runs.values():
+            rows += rows_of(run, folder.name)
+    table = pd.DataFrame(rows)
+    if RUNS.exists():
+        key = ["study", "method", "learning_rate", "seed"]
+        known = pd.read_csv(RUNS)
+        is_new = pd.MultiIndex.from_frame(known[key]).isin(pd.MultiIndex.from_frame(table[key]))
+        table = pd.concat([known[~is_new], table])
+    return table
 
 
 # From rows to numbers.
