@@ -6,10 +6,4 @@ from loopdropout_trainer.training.checkpoints.sealing import CheckpointError
 from loopdropout_trainer.training.checkpoints.signals import TrainingInterrupted
 
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointsMixin",
-    "NonFiniteLossError",
-    "TrainingInterrupted",
-    "differences",
-]
+__all__ = ["CheckpointError", "CheckpointsMixin", "NonFiniteLossError", "TrainingInterrupted", "differences"]
