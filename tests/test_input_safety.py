@@ -17,7 +17,7 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load
 from loopdropout_trainer.data import DataArguments, load_data
 from loopdropout_trainer.data.boundary import prompt_completion_ids
 from loopdropout_trainer.data.lengths import token_lengths
-from loopdropout_trainer.evaluation.metrics.gsm8k_strict.gsm8k_strict import normalize, score
+from loopdropout_trainer.evaluation.metrics.gsm8k_strict import normalize, score
 from loopdropout_trainer.settings.recipe import settings_yaml
 from loopdropout_trainer.settings.secrets import public_settings, public_words
 

@@ -18,9 +18,8 @@ from trl.trainer.utils import RepeatSampler
 
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.streams import ExampleId
-from loopdropout_trainer.generation.decoding import why_unsupported
+from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
-from loopdropout_trainer.generation.sampling import Sampler
 from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.distributed import shards_weights
