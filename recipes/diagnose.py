@@ -16,9 +16,7 @@ from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.run import FOLDER, run_diagnostics
 from loopdropout_trainer.evaluation.run import EvaluationArguments
-from loopdropout_trainer.reports import ReportError, load_table
-from loopdropout_trainer.reports.report import numbers_by_method, write_figures
-from loopdropout_trainer.runs.result import show_log
+from loopdropout_trainer.runs.progress import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe
@@ -36,10 +34,14 @@ def main(argv: list[str] | None = None) -> None:
     if IS_FIRST:
         folder = Path(arguments.output_dir) / FOLDER
         try:
+            from loopdropout_trainer.reports import load_table, save_figure
+            from loopdropout_trainer.reports.report import automatic_figures, numbers_by_method
+
             table = load_table([folder])
             print(numbers_by_method(table).to_string())
-            write_figures(table, folder / "figures")
-        except ReportError as error:  # after hours of measuring
+            for name, figure in automatic_figures(table).items():
+                save_figure(figure, folder / "figures" / name)
+        except (ImportError, ValueError) as error:  # after hours of measuring
             print(f"No figures: {error}")
         print(f"Everything is in {folder}")
 

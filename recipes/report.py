@@ -17,10 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loopdropout_trainer.reports.reading import ReportError
-from loopdropout_trainer.reports.report import write_report
-from loopdropout_trainer.reports.specs import FinishedTable, grid, notes
 from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.recipe import RecipeError
 
 
 TABLES = Path(__file__).parent / "tables"
@@ -39,22 +37,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output_dir", default="report", help="folder for the report (default: %(default)s)")
     parser.add_argument("--title", default="Report", help="of the page")
     arguments = parser.parse_args(argv)
-    written = write_report(arguments.folders, table_files(arguments.tables), arguments.output_dir, arguments.title)
+    from loopdropout_trainer.reports.report import write_report
+    from loopdropout_trainer.reports.specs import grid, notes
+
+    tables, summary = write_report(
+        arguments.folders, table_files(arguments.tables), arguments.output_dir, arguments.title
+    )
     console = Console()
-    for table in written.tables:
-        console.print(console_table(table))
-    console.print(written.summary, highlight=False, soft_wrap=True)
-
-
-def console_table(table: FinishedTable) -> Table:
-    """Return a table for the terminal."""
-    texts = grid(table)
-    out = Table(title=table.spec.title, title_justify="left", caption="\n".join(notes(table)), caption_justify="left")
-    for place, name in enumerate(texts):
-        out.add_column(name, justify="left" if place < len(table.spec.heads) else "right")
-    for row in texts.itertuples(index=False):
-        out.add_row(*row)
-    return out
+    for cells in tables:
+        texts, spec = grid(cells), cells.attrs["spec"]
+        out = Table(title=spec.title, title_justify="left", caption="\n".join(notes(cells)), caption_justify="left")
+        for place, name in enumerate(texts):
+            out.add_column(name, justify="left" if place < len(spec.heads) else "right")
+        for row in texts.itertuples(index=False):
+            out.add_row(*row)
+        console.print(out)
+    console.print(summary, highlight=False, soft_wrap=True)
 
 
 def table_files(names: list[str]) -> list[Path]:
@@ -69,7 +67,7 @@ def table_files(names: list[str]) -> list[Path]:
         elif Path(name).is_file():
             files.append(Path(name))
         else:
-            raise ReportError(f"`--tables` must name a file or one of all, {', '.join(known)}; got {name!r}.")
+            raise RecipeError(f"`--tables` must name a file or one of all, {', '.join(known)}; got {name!r}.")
     return files
 
 

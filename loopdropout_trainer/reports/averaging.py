@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from loopdropout_trainer.reports.reading import OUTCOMES, ReportError
+from loopdropout_trainer.reports.reading import OUTCOMES, PLACES, Missing, ReportError
 
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate", "total", "evaluation.num_rows")
-"""Settings that runs are told apart by before any others."""
-
-PLACES = ("depth", "loop", "other_loop", "dose", "group", "early", "late", "step")
-"""Columns that say where in a measurement a number is, and are drawn along an axis."""
+"""What runs are told apart by before anything else."""
 
 DRAWS = 2000
 
 
-@dataclass(frozen=True)
-class Average:
-    """One setting over its seeds: `values` in the order of `seeds`, which is None for runs that had no seed of their own.
-
-    NaN in one seed makes the mean NaN: it is shown, and not left out.
-    """
-
-    values: tuple[float, ...]
-    seeds: tuple[Any, ...]
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.values))
-
-    @property
-    def sd(self) -> float:
-        """Sample standard deviation over seeds (n - 1), NaN for one seed."""
-        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
-
-    def text(self, decimals: int) -> str:
-        """Return `mean ± SD`, or the mean alone for one seed."""
-        return f"{self.mean:.{decimals}f}" + ("" if math.isnan(self.sd) else f" ± {self.sd:.{decimals}f}")
+def mean_sd(values: pd.Series, decimals: int) -> str:
+    """Return `mean ± SD` of values by seed (n - 1), or the mean alone of one; NaN in one seed is not left out."""
+    spread = f" ± {values.std(skipna=False):.{decimals}f}" if len(values) > 1 else ""
+    return f"{values.mean(skipna=False):.{decimals}f}{spread}"
 
 
 def is_protocol(name: str) -> bool:
@@ -54,73 +30,21 @@ def is_protocol(name: str) -> bool:
 
 
 def settings_of(rows: pd.DataFrame) -> list[str]:
-    """Return the columns that are settings: all but the outcomes."""
-    return [name for name in rows if name not in OUTCOMES]
+    """Return the columns that are settings of the run: all but its outcomes, and what was measured where and how."""
+    other = {*OUTCOMES, *PLACES, "benchmark", "metric", "method"}
+    return [name for name in rows if name not in other and not is_protocol(name)]
 
 
 def varying(rows: pd.DataFrame, names: Iterable[str]) -> list[str]:
     """Return those columns that hold more than one value; that a setting is not known counts as a value."""
-    return [name for name in names if len(set(_texts(rows[name]))) > 1]
-
-
-def _texts(values: Iterable[Any]) -> list[str]:
-    """Return values as texts that are equal where the values are: 1 and 1.0, None and NaN."""
-    return [repr(float(each)) if isinstance(each, (int, float)) else str(each) for each in map(known, values)]
-
-
-def known(value: Any) -> Any:
-    """Return a value, None for the NaN that pandas puts where there is none."""
-    return None if value is None or value != value else value
-
-
-def groups(rows: pd.DataFrame, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield the parts of rows that are equal in some columns, in their order, with the values of these."""
-    if not names or not len(rows):
-        yield {}, rows
-        return
-    for _, part in rows.groupby([_texts(rows[name]) for name in names], sort=False):
-        yield {name: known(value) for name, value in part[list(names)].iloc[0].items()}, part
-
-
-def average(rows: pd.DataFrame, what: str) -> Average:
-    """Return mean and SD over seeds of rows that are equal in every other setting.
-
-    Args:
-        rows: of the long table.
-        what: they are, for the errors.
-
-    Raises:
-        ReportError: if they are not, naming the settings that differ; or if two of them are of one seed.
-    """
-    different = varying(rows, settings_of(rows))
-    if different:
-        values = "; ".join(
-            f"`{name}`: {', '.join(shown(each) for each in _few(rows[name]))}" for name in different[:4]
-        )
-        raise ReportError(
-            f"{what} would average runs of different settings ({values}): filter them, or tell them apart."
-        )
-    by_seed: dict[Any, Any] = {}
-    for place, seed in enumerate(map(known, rows["seed"] if "seed" in rows else [None] * len(rows))):
-        if seed in by_seed:
-            files = ", ".join(_few(rows["source"].iloc[[by_seed[seed], place]])) if "source" in rows else "two rows"
-            raise ReportError(f"{what} has two results of seed {seed} ({files}): leave one of them out.")
-        by_seed[seed] = place
-    seeds = sorted(by_seed, key=str)
-    return Average(tuple(float(rows["value"].iloc[by_seed[seed]]) for seed in seeds), tuple(seeds))
-
-
-def _few(values: pd.Series) -> list[Any]:
-    return list(dict.fromkeys(values.map(str)))[:3]
+    return [name for name in names if rows[name].nunique(dropna=False) > 1]
 
 
 def telling(rows: pd.DataFrame, names: Iterable[str], beside: Sequence[str] = ()) -> list[str]:
     """Return as few of the columns as tell apart, beside those of `beside`, all rows that all the columns tell apart."""
-    order = sorted(varying(rows, names), key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
-    texts = {name: _texts(rows[name]) for name in (*beside, *order)}
-    number = lambda names: len(set(zip(*(texts[name] for name in names), strict=True))) if names else 1
+    number = lambda names: len(rows[names].drop_duplicates()) if names else 1
     found: list[str] = []
-    for name in order:
+    for name in sorted(varying(rows, names), key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
         if number([*beside, *found, name]) > number([*beside, *found]):
             found.append(name)
     return found
@@ -130,7 +54,7 @@ def shown(value: Any) -> str:
     """Return a value of a column for people: small numbers as 1e-4, long text by its beginning."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(shown, value))
-    if value is None or value != value:
+    if pd.isna(value):
         return "–"
     if isinstance(value, float):
         small = 0 < abs(value) < 1e-3
@@ -139,35 +63,42 @@ def shown(value: Any) -> str:
     return text if len(text) <= 32 else f"{text[:24]}..."
 
 
+def listed(rows: pd.DataFrame, name: str) -> str:
+    """Return the first values of a column, for an error."""
+    return f"`{name.removeprefix('evaluation.')}`: {', '.join(map(shown, rows[name].unique()[:3]))}"
+
+
 def select(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     """Return the rows whose columns have the wanted values, or one of a list of them; None: not known."""
-    for name, value in wanted.items():
-        if name not in rows:
-            return rows.iloc[:0] if value is not None else rows
-        found = [known(each) for each in rows[name]]
-        fits = {each: _is(each, value) for each in set(found)}
-        rows = rows.loc[[fits[each] for each in found]]
+    for name, value in wanted.items():  # a list in a setting stands in the table as its JSON
+        values = [*value, json.dumps(value)] if isinstance(value, list) else [value]
+        rows = rows[rows[name].isin(values)] if name in rows else rows if None in values else rows.iloc[:0]
     return rows
 
 
-def _is(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, list) and found != str(wanted):  # a list in a setting stands in the table as its JSON
-        return any(_is(found, each) for each in wanted)
-    if isinstance(wanted, float) and isinstance(found, (int, float)):
-        return math.isclose(found, wanted, rel_tol=1e-6)
-    return found == (str(wanted) if isinstance(wanted, list) else wanted)
+def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
+    """Return the values by seed of rows that are equal in every other setting, and so may be averaged.
+
+    Args:
+        rows: of the long table.
+        what: they are, for the errors.
+        column: that holds the values.
+
+    Raises:
+        ReportError: if they are not, naming the settings that differ; or if two of them are of one seed.
+    """
+    if different := varying(rows, [name for name in rows if name not in OUTCOMES]):
+        values = "; ".join(listed(rows, name) for name in different[:4])
+        raise ReportError(f"{what} would average runs of different settings ({values}): filter or tell them apart.")
+    values = rows.assign(seed=rows.get("seed")).set_index("seed")[column].sort_index(key=lambda seeds: seeds.map(str))
+    if values.index.has_duplicates:
+        seed = values.index[values.index.duplicated()][0]
+        raise ReportError(f"{what} has two results of seed {shown(seed)} ({listed(rows, 'source')}): leave one out.")
+    return values
 
 
-@dataclass(frozen=True)
-class Difference(Average):
-    """b - a by seed, with a 95% interval over seeds and problems (None for a single seed)."""
-
-    low: float | None = None
-    high: float | None = None
-
-
-def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = None) -> Difference:
-    """Return the mean of b - a, paired by seed.
+def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = None) -> pd.Series:
+    """Return b - a by seed; `attrs["interval"]` is the 95% interval of the mean over seeds and problems.
 
     Args:
         b, a: rows of one setting each.
@@ -178,28 +109,23 @@ def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = N
     Raises:
         ReportError: if either side is not one setting, they have different seeds, or were not evaluated alike.
     """
-    import pandas as pd
-
-    mine, other = average(b, what), average(a, what)
-    if mine.seeds != other.seeds:
-        raise ReportError(f"{what} compares the seeds {shown(mine.seeds)} with {shown(other.seeds)}.")
-    both = pd.concat([b.dropna(axis=1, how="all"), a.dropna(axis=1, how="all")])
-    check_alike(both, what)
-    pairs = []
-    for seed in mine.seeds:
-        pairs.append([select(side, {"seed": seed}).iloc[0] for side in (b, a)])
-    have = all(isinstance(side.get("verdicts"), np.ndarray) for pair in pairs for side in pair)
-    if not have and part is not None:
-        raise ReportError(f"{what} needs every prediction, which these results do not hold.")
-    if not have:
-        gains = (np.array(mine.values) - np.array(other.values))[:, None]  # [seeds, 1]
-    else:
-        gains = 100.0 * np.stack([one["verdicts"] - two["verdicts"] for one, two in pairs])  # [seeds, problems]
+    values = [average(side, what) for side in (b, a)]
+    if list(values[0].index) != list(values[1].index):
+        seeds = (shown(tuple(each.index)) or "none" for each in values)
+        raise Missing(f"{what} compares the seeds {' with '.join(seeds)}.")
+    check_alike(pd.concat([b, a]), what)
+    gains = (values[0] - values[1]).to_numpy(dtype=float)[:, None]  # [seeds, 1]
+    if all("verdicts" in side and side["verdicts"].notna().all() for side in (b, a)):
+        ours, other = (np.stack(average(side, what, "verdicts")) for side in (b, a))
+        gains = 100 * (ours - other)  # [seeds, problems]
+    elif part is not None:
+        raise Missing(f"{what} needs every prediction, which these results do not hold.")
     if part is not None:
-        answered = np.stack([one["answered"] & two["answered"] for one, two in pairs])
-        gains = gains * (answered if part == "both_extractable" else ~answered)
-    low, high = interval(gains)
-    return Difference(tuple(gains.mean(axis=1).tolist()), mine.seeds, low, high)
+        ours, other = (np.stack(average(side, what, "answered")) for side in (b, a))
+        gains = gains * (ours & other if part == "both_extractable" else ~(ours & other))
+    found = pd.Series(gains.mean(axis=1), values[0].index)
+    found.attrs["interval"] = interval(gains)
+    return found
 
 
 def check_alike(rows: pd.DataFrame, what: str) -> None:
@@ -208,32 +134,24 @@ def check_alike(rows: pd.DataFrame, what: str) -> None:
     Raises:
         ReportError: naming what differs.
     """
-    models = ("evaluation.model", "evaluation.weights", "evaluation.dtype", "evaluation.attn_implementation")
-    for _, part in groups(rows, ["benchmark", "metric"]):
-        different = varying(part, [name for name in part if is_protocol(name) and name not in models])
-        if different:
-            name = next((each for each in different if each != "problems"), "problems")
-            text = f"`{name.removeprefix('evaluation.')}`: {', '.join(shown(each) for each in _few(part[name]))}"
-            raise ReportError(
-                f"{what} would compare results on {part['metric'].iloc[0]} that were evaluated differently ({text})."
-            )
+    of_model = {f"evaluation.{name}" for name in ("model", "weights", "dtype", "attn_implementation")}
+    names = [name for name in rows if is_protocol(name) and name not in of_model]
+    for (_, metric), part in rows.groupby(["benchmark", "metric"], sort=False):
+        if different := sorted(varying(part, names), key=lambda name: name == "problems"):
+            how = listed(part, different[0])
+            raise ReportError(f"{what} would compare results on {metric} that were evaluated differently ({how}).")
 
 
 def interval(gains: np.ndarray) -> tuple[float | None, float | None]:
     """Return the 95% percentile bootstrap interval of the mean of gains [seeds, problems]; Nones for a single seed.
 
-    Seeds and problems are drawn with replacement, each of their own (crossed), in 2,000 draws: the interval is about the mean
-    over other seeds and other problems of the same kind. With one number for each seed, only seeds are drawn.
+    Seeds and problems are drawn with replacement, each of their own (crossed): the interval is about the mean over other seeds
+    and other problems of the same kind. With one number for each seed, only seeds are drawn.
     """
-    from scipy import stats
-
-    seeds, problems = gains.shape
-    if seeds < 2 or not np.isfinite(gains).all():
+    if len(gains) < 2 or not np.isfinite(gains).all():
         return None, None
-    axes = (np.arange(seeds), np.arange(problems))
-    means = lambda chosen, of=None: gains[np.ix_(chosen, np.arange(problems) if of is None else of)].mean()
-    found = stats.bootstrap(
-        axes if problems > 1 else axes[:1], means, vectorized=False, paired=False, n_resamples=DRAWS, method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval  # fmt: skip
-    return float(found.low), float(found.high)
+    generator = np.random.default_rng(0)
+    weights = [generator.multinomial(n, np.full(n, 1 / n), size=DRAWS) / n for n in gains.shape]
+    means = ((weights[0] @ gains) * weights[1]).sum(axis=1)  # [draws, seeds] @ [seeds, problems] -> [draws]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)

@@ -6,124 +6,125 @@ Loop Dropout is the thick blue line and LoRA the orange dashed one, wherever the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
+from functools import partial
+from importlib.resources import files
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
-from loopdropout_trainer.reports.averaging import average, difference, groups, known, shown
-from loopdropout_trainer.reports.reading import BASE, ReportError, check_extra
+import matplotlib as mpl
+import pandas as pd
+import plotnine as p9
+import yaml
+from matplotlib import pyplot
+
+from loopdropout_trainer.gates import RULES, Draw, make_rule
+from loopdropout_trainer.reports.averaging import average, difference, is_protocol, select, settings_of, shown, telling
+from loopdropout_trainer.reports.reading import ALL, BASE, NONE, TRAINING, ReportError
+from loopdropout_trainer.reports.specs import as_trained
+from loopdropout_trainer.settings.methods import method_title
 
 
-if TYPE_CHECKING:
-    import pandas as pd
-    from plotnine import ggplot
+ORANGE, BLUE, GREY = "#E69F00", "#0072B2", "#7a7a7a"
 
-GREY, BLACK, ORANGE, BLUE = "#7a7a7a", "#000000", "#E69F00", "#0072B2"
-GREEN, PURPLE, RED, SKY = "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
+AUTOMATIC = yaml.safe_load((files("loopdropout_trainer.reports") / "figures.yaml").read_text(encoding="utf-8"))
+MOST_LINES = 8
+"""In one panel; where there are more, what tells runs of one method apart becomes panels."""
 
 LOOKS = {  # method: colour, line, marker, width of the line
     BASE: (GREY, "dotted", "x", 0.9),
     "LoRA": (ORANGE, "dashed", "o", 1.3),
     "Loop Dropout": (BLUE, "solid", "s", 1.6),
 }
-"""How the methods look that every figure is about."""
+"""How the methods look; the others have the same look in every figure, too."""
 
-OTHERS = [
+_MORE = [
     (color, line, marker, 0.9)
     for line, markers in (("solid", "^Dv*XPp"), ("dashed", "DvX*P^p"), ("dashdot", "vXP^*Dp"), ("dotted", "XP^Dv*p"))
-    for color, marker in zip((GREEN, PURPLE, RED, SKY, BLACK, GREY, "#8c6d1f"), markers, strict=True)
+    for color, marker in zip(
+        ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", GREY, "#8c6d1f"), markers, strict=True
+    )
 ]
-"""Looks of the others, in the order of their names."""
-
-TITLES = ("CoTo", "Dose control", "Independent", "Input dropout", "LoRA Dropout", "LoRA+", "Low-rank weight noise")
-_RC = {"svg.hashsalt": "loopdropout", "pdf.fonttype": 42}  # the same numbers give the same file; letters stay letters
+_KNOWN = ("LoRA+", "rsLoRA", "Input dropout", *(method_title({"rule": rule}) for rule in RULES))
+_METHODS = [title for title in _KNOWN if title not in LOOKS]
+LOOKS |= zip(_METHODS, _MORE, strict=False)
 
 
 def looks(names: Sequence[str]) -> dict[str, tuple[str, str, str, float]]:
-    """Return colour, line, marker and width of each method; a known one looks the same in every figure."""
-    fixed = LOOKS | dict(zip(TITLES, OTHERS, strict=False))
-    free = iter(OTHERS[len(TITLES) :] * (1 + len(names)))
-    return {name: fixed.get(name) or next(free) for name in sorted(set(names), key=_order)}
-
-
-def _order(name: str) -> tuple[int, str]:
-    first = (BASE, "LoRA", "Loop Dropout")
-    return next((place for place, each in enumerate(first) if name == each), len(first)), name
+    """Return colour, line, marker and width of each method, the known ones first."""
+    order, free = list(LOOKS), cycle(_MORE[len(_METHODS) :])
+    names = sorted(set(names), key=lambda name: (order.index(name) if name in LOOKS else len(LOOKS), name))
+    return {name: LOOKS.get(name) or next(free) for name in names}
 
 
 def theme() -> Any:
     """Return the theme of all figures: letters that can be read in a page of 800 pixels, and one legend above."""
-    import plotnine as p9
-
-    axis = p9.element_line(color="#555555", size=0.5)
+    axis, nothing = p9.element_line(color="#555555", size=0.5), p9.element_blank()
     return p9.theme_minimal(base_size=11) + p9.theme(
         plot_title=p9.element_text(size=13, ha="left", weight="bold"),
         plot_background=p9.element_rect(fill="white", color="white"),
         legend_position="top",
-        legend_title=p9.element_blank(),
+        legend_title=nothing,
         legend_text=p9.element_text(size=11),
         legend_key_width=34,
-        panel_grid_minor=p9.element_blank(),
-        panel_grid_major_x=p9.element_blank(),
+        panel_grid_minor=nothing,
+        panel_grid_major_x=nothing,
         panel_grid_major_y=p9.element_line(color="#e4e4e4", size=0.5),
         axis_line_x=axis,
         axis_ticks_major_x=axis,
         axis_text=p9.element_text(color="#222222", size=10),
         strip_text=p9.element_text(size=11, weight="bold", ha="left", linespacing=1.3),
-        strip_background=p9.element_blank(),
+        strip_background=nothing,
     )
 
 
-def points(rows: pd.DataFrame, x: str, by: str, panel: str | None) -> pd.DataFrame:
-    """Return mean, low and high (one SD over seeds) at every x of every method in every panel.
+def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str) -> pd.DataFrame:
+    """Return mean, low and high (one SD over seeds) of every group of rows.
+
+    Args:
+        rows: of the long table.
+        minus: rows to subtract, paired by seed.
+        by: name in the result = the column that tells the groups apart.
 
     Raises:
         ReportError: if a point would average runs that differ in another setting than the seed; it names the settings.
     """
-    import pandas as pd
-
-    rows = rows[rows[x].notna()].assign(panel="" if panel is None else rows[panel], by=rows[by])
-    if not len(rows):
-        raise ReportError(f"There is nothing to draw by `{x}`.")
-    found = []
-    for key, part in groups(rows, ["panel", "by", x]):
-        mean = average(part, f"{key['by']} at {x} = {shown(key[x])}")
-        spread = 0.0 if mean.sd != mean.sd else mean.sd
-        low, high = mean.mean - spread, mean.mean + spread
-        if "total" in part and known(part["total"].iloc[0]) is not None:  # an accuracy
-            low, high = max(low, 0.0), min(high, 100.0)
-        found.append({**key, "x": key[x], "mean": mean.mean, "low": low, "high": high, "seeds": len(mean.values)})
-    table = pd.DataFrame(found)
-    table["panel"] = pd.Categorical(table["panel"], list(dict.fromkeys(rows["panel"])))
-    table["by"] = pd.Categorical(table["by"], list(looks(list(table["by"]))))
-    return table
+    columns, found = list(by.values()), []
+    for key, part in rows.dropna(subset=columns).groupby(columns, sort=False):
+        what = ", ".join(f"{name} = {shown(value)}" for name, value in zip(columns, key, strict=True) if value != "")
+        if minus is None:
+            values = average(part, what)
+        else:
+            values = difference(part, minus[(minus[columns] == list(key)).all(axis=1)], what)
+        mean, spread = values.mean(skipna=False), values.std() if len(values) > 1 else 0.0
+        is_accuracy = "total" in part and part["total"].notna().all() and minus is None
+        low, high = (max(mean - spread, 0), min(mean + spread, 100)) if is_accuracy else (mean - spread, mean + spread)
+        found.append({**dict(zip(by, key, strict=True)), "mean": mean, "low": low, "high": high, "seeds": len(values)})
+    if not found:
+        raise ReportError(f"There is nothing to draw by {', '.join(columns)}.")
+    data = pd.DataFrame(found)
+    return data.assign(panel=pd.Categorical(data["panel"], data["panel"].unique()))
 
 
-def _in_order(values: Iterable[Any]) -> list[str]:
+def _in_order(values: pd.Series) -> list[str]:
     """Return the names of positions: numbers ascend, names stay as they come."""
-    once = list(dict.fromkeys(values))
+    once = list(values.unique())
     return [shown(each) for each in (once if any(isinstance(each, str) for each in once) else sorted(once))]
 
 
-def _plot(data: pd.DataFrame, x_label: str | None, y_label: str, title: str | None) -> ggplot:
-    import plotnine as p9
-
-    look, panels = looks(list(data["by"].cat.categories)), len(data["panel"].cat.categories)
-    plot = p9.ggplot(data) + theme() + p9.labs(x=x_label, y=y_label, title=title)
-    plot += p9.scale_fill_manual(values=[each[0] for each in look.values()], limits=list(look))
-    return plot + p9.facet_wrap("panel", scales="free", ncol=min(3, panels)) if panels > 1 else plot
+def _with_panels(plot: p9.ggplot, scales: str = "free") -> p9.ggplot:
+    panels = len(plot.data["panel"].cat.categories)
+    return plot + p9.facet_wrap("panel", scales=scales, ncol=min(3, panels)) if panels > 1 else plot
 
 
 def line_plot(
-    rows: pd.DataFrame,
-    x: str,
-    y_label: str,
-    by: str = "method",
-    panel: str | None = None,
-    x_label: str | None = None,
-    title: str | None = None,
-) -> ggplot:
-    """Return lines of the mean over seeds, with a band of one SD where there are several seeds.
+    rows: pd.DataFrame, x: str, y_label: str, by: str = "method", panel: str | None = None,
+    x_label: str | None = None, title: str | None = None, bars: bool = False,
+) -> p9.ggplot:  # fmt: skip
+    """Return lines of the mean over seeds, with a band of one SD where there are several seeds; or groups of bars.
 
     Args:
         rows: of the long table, `value` by `seed`; every point must be runs that are equal in all other settings.
@@ -131,139 +132,234 @@ def line_plot(
         y_label, x_label, title: texts.
         by: column that the lines are told apart by.
         panel: column of the panels, or None for one.
+        bars: whether to draw bars.
     """
-    import plotnine as p9
-
-    data = points(rows, x, by, panel)
+    data = points(rows.assign(panel=rows[panel] if panel else ""), panel="panel", by=by, x=x)
+    look = looks(data["by"])
+    data["by"] = pd.Categorical(data["by"], list(look))
+    texts = p9.labs(x=x if x_label is None else x_label, y=y_label, title=title)
+    of_look = [{"values": list(each), "limits": list(look)} for each in zip(*look.values(), strict=True)]
+    fill = p9.scale_fill_manual(**of_look[0])
+    if bars:
+        order, side = _in_order(data["x"]), p9.position_dodge(width=0.8)
+        plot = p9.ggplot(data.assign(x=data["x"].map(shown)), p9.aes("x", "mean", fill="by", group="by"))
+        plot = plot + theme() + texts + fill + p9.scale_x_discrete(limits=order)
+        plot = plot + p9.geom_col(position=side, width=0.74) + p9.geom_hline(yintercept=0, color="#555555", size=0.4)
+        if (data["high"] > data["low"]).any():
+            plot += p9.geom_errorbar(p9.aes(ymin="low", ymax="high"), position=side, width=0.25, size=0.5)
+        if max(map(len, order)) > 8:  # names, which would run into one another
+            plot += p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right"))
+        return _with_panels(plot)
     data["x"] = data["x"].astype(float)
-    plot = _plot(data, x if x_label is None else x_label, y_label, title)
-    plot += p9.geom_ribbon(p9.aes("x", ymin="low", ymax="high", fill="by", group="by"), alpha=0.18, show_legend=False)
-    look = looks(list(data["by"].cat.categories))
-    scales = (p9.scale_color_manual, p9.scale_linetype_manual, p9.scale_shape_manual, p9.scale_size_manual)
-    for place, scale in enumerate(scales):
-        plot += scale(values=[each[place] for each in look.values()], limits=list(look))
-    plot += p9.geom_line(p9.aes("x", "mean", color="by", linetype="by", size="by", group="by"))
-    values = sorted(set(data["x"]))
-    if len(values) > 20:  # a learning curve
-        return plot
-    plot += p9.geom_point(p9.aes("x", "mean", color="by", shape="by"), size=2.4)
-    is_wide = values[0] > 0 and values[-1] / values[0] >= 16
-    scale = p9.scale_x_log10 if is_wide else p9.scale_x_continuous
-    return plot + scale(breaks=values, labels=lambda found: [shown(float(each)) for each in found])
+    plot = p9.ggplot(data, p9.aes("x", "mean", color="by", group="by")) + theme() + texts + fill
+    plot += p9.geom_ribbon(p9.aes(ymin="low", ymax="high", fill="by"), alpha=0.18, color="none", show_legend=False)
+    plot += p9.geom_line(p9.aes(linetype="by", size="by"))
+    for scale, of in zip(("color", "linetype", "shape", "size"), of_look, strict=True):
+        plot += getattr(p9, f"scale_{scale}_manual")(**of)
+    values = sorted(data["x"].unique())
+    if len(values) <= 20:  # else a learning curve
+        scale = p9.scale_x_log10 if values[0] > 0 and values[-1] >= 16 * values[0] else p9.scale_x_continuous
+        plot += p9.geom_point(p9.aes(shape="by"), size=2.4)
+        plot += scale(breaks=values, labels=lambda found: [shown(float(each)) for each in found])
+    return _with_panels(plot)
 
 
-def bar_plot(
-    rows: pd.DataFrame,
-    x: str,
-    y_label: str,
-    by: str = "method",
-    panel: str | None = None,
-    x_label: str | None = None,
-    title: str | None = None,
-) -> ggplot:
-    """Return groups of bars of the mean over seeds, with a line of one SD; the arguments are those of `line_plot`."""
-    import plotnine as p9
-
-    data = points(rows, x, by, panel)
-    order = _in_order(data["x"])
-    data["x"], side = data["x"].map(shown), p9.position_dodge(width=0.8)
-    plot = _plot(data, x if x_label is None else x_label, y_label, title) + p9.scale_x_discrete(limits=order)
-    plot += p9.geom_col(p9.aes("x", "mean", fill="by"), position=side, width=0.74)
-    plot += p9.geom_hline(yintercept=0, color="#555555", size=0.4)
-    if max(map(len, order)) > 8:  # names, which would run into one another
-        plot += p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right"))
-    if (data["high"] > data["low"]).any():
-        spread = p9.aes("x", ymin="low", ymax="high", group="by")
-        plot += p9.geom_errorbar(spread, position=side, width=0.25, size=0.5)
-    return plot
+bar_plot = partial(line_plot, bars=True)
 
 
 def heat_plot(
-    rows: pd.DataFrame,
-    x: str,
-    y: str,
-    label: str,
-    panel: str | None = None,
-    x_label: str | None = None,
-    y_label: str | None = None,
-    title: str | None = None,
-    minus: pd.DataFrame | None = None,
-) -> ggplot:
+    rows: pd.DataFrame, x: str, y: str, label: str, panel: str | None = None, x_label: str | None = None,
+    y_label: str | None = None, title: str | None = None, minus: pd.DataFrame | None = None,
+) -> p9.ggplot:  # fmt: skip
     """Return a matrix of means over seeds with its numbers, the first row on top.
 
     Args:
-        rows: as for `line_plot`.
+        rows, panel, x_label, y_label, title: as for `line_plot`.
         x, y: columns across and down.
         label: of the colours.
-        panel, x_label, y_label, title: as for `line_plot`.
         minus: rows to subtract, paired by seed; the colours are then around zero.
     """
-    import pandas as pd
-    import plotnine as p9
-
-    rows = rows[rows[x].notna() & rows[y].notna()].assign(panel="" if panel is None else rows[panel])
-    if not len(rows):
-        raise ReportError(f"There is nothing to draw by `{x}` and `{y}`.")
-    found = []
-    for key, part in groups(rows, ["panel", y, x]):
-        what, other = f"{x} = {shown(key[x])}, {y} = {shown(key[y])}", minus
-        if minus is not None:
-            other = minus[(minus[x] == key[x]) & (minus[y] == key[y])]
-        mean = (average(part, what) if other is None else difference(part, other, what)).mean
-        found.append({"panel": key["panel"], "x": key[x], "y": key[y], "mean": mean})
-    data = pd.DataFrame(found)
-    panels = sorted(dict.fromkeys(data["panel"]), key=lambda name: _order(name)[0])
-    data["panel"] = pd.Categorical(data["panel"], panels)
-    top = data["mean"].abs().max() or 1.0
-    spread = (data["mean"] - data["mean"].min()) / ((data["mean"].max() - data["mean"].min()) or 1.0)
-    dark = spread < 0.5 if minus is None else data["mean"].abs() > 0.6 * top
+    data = points(rows.assign(panel=rows[panel] if panel else ""), minus, panel="panel", y=y, x=x)
+    across, down = _in_order(data["x"]), _in_order(data["y"])[::-1]
+    data = data.assign(x=data["x"].map(shown), y=data["y"].map(shown))
+    means, top = data["mean"], data["mean"].abs().max() or 1.0
+    dark = means.abs() > 0.6 * top if minus is not None else means < (means.min() + means.max()) / 2
     data["ink"] = dark.map({True: "white", False: "black"})
-    data["text"] = data["mean"].map("{:.3g}".format if minus is None else "{:+.1f}".format)
-    across, down = _in_order(data["x"]), _in_order(data["y"])
-    data["x"], data["y"] = data["x"].map(shown), data["y"].map(shown)
-    plot = (
-        p9.ggplot(data, p9.aes("x", "y")) + theme() + p9.labs(x=x_label or x, y=y_label or y, fill=label, title=title)
-    )
-    plot += p9.geom_tile(p9.aes(fill="mean"))
-    plot += p9.geom_text(p9.aes(label="text", color="ink"), size=9)
-    plot += p9.scale_color_identity()
-    plot = plot + p9.scale_x_discrete(limits=across) + p9.scale_y_discrete(limits=down[::-1])
+    data["text"] = means.map("{:.3g}".format if minus is None else "{:+.1f}".format)
+    plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + p9.labs(x=x_label, y=y_label, fill=label, title=title)
+    plot = plot + p9.geom_tile(p9.aes(fill="mean")) + p9.geom_text(p9.aes(label="text", color="ink"), size=9)
+    plot = plot + p9.scale_color_identity() + p9.scale_x_discrete(limits=across) + p9.scale_y_discrete(limits=down)
     if minus is None:
         plot += p9.scale_fill_cmap("cividis")
     else:
         plot += p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
-        if len(matched := data[data["x"] == data["y"]]):  # trained and evaluated alike
-            plot += p9.geom_tile(data=matched, fill="none", color="black", size=0.9)
-    if len(panels) > 1:
-        plot += p9.facet_wrap("panel", ncol=min(3, len(panels)))
-    return plot + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
+        matched = data[data["x"] == data["y"]]  # trained and evaluated alike
+        plot += p9.geom_tile(data=matched, fill="none", color="black", size=0.9)
+    return _with_panels(plot, "fixed") + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
 
 
-def save_figure(plot: ggplot, path: str | Path, width: float | None = None, height: float | None = None) -> list[Path]:
-    """Save a figure as PNG, PDF and SVG.
+def save_figure(
+    plot: p9.ggplot, path: str | Path, width: float | None = None, height: float | None = None
+) -> list[Path]:
+    """Save a figure as PNG, PDF and SVG, and return the three paths.
 
     Args:
         plot: of plotnine.
         path: without its ending.
-        width, height: in inches; default: by the number of panels, at most 9 across.
-
-    Returns:
-        The three paths.
+        width, height: in inches; default: by the number of panels.
     """
-    check_extra()
-    import matplotlib as mpl
-    from matplotlib import pyplot
-    from plotnine import theme
-
     number = plot.data["panel"].nunique() if "panel" in plot.data else 1
-    columns, lines = min(3, number), -(-number // 3)
-    width, height = width or (5.2, 8.0, 9.6)[columns - 1], height or 0.9 + 2.6 * lines
-    paths = [Path(f"{path}.{ending}") for ending in ("png", "pdf", "svg")]
-    paths[0].parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"backend": "agg", **_RC}):
-        figure = (plot + theme(figure_size=(width, height))).draw()
-        dates = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
-        for each in paths:
-            figure.savefig(each, dpi=200, metadata=dates[each.suffix[1:]])
+    size = width or (5.2, 8.0, 9.6)[min(number, 3) - 1], height or 0.9 + 2.6 * -(-number // 3)
+    dates = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    # The same numbers give the same file; letters stay letters.
+    with mpl.rc_context({"backend": "agg", "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}):
+        figure = (plot + p9.theme(figure_size=size)).draw()
+        for ending, date in dates.items():
+            figure.savefig(f"{path}.{ending}", dpi=200, metadata=date)
         pyplot.close(figure)
-    return paths
+    return [Path(f"{path}.{ending}") for ending in dates]
+
+
+# Figures: those that any runs have numbers for (figures.yaml), and those of the paper that a file describes.
+
+
+def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
+    """Return every figure that the runs have numbers for, by name.
+
+    A line is one setting: where runs of one method differ in more than the seed, what they differ in stands in the legend, and
+    where benchmarks were evaluated in different ways, these are panels of their own.
+    """
+    figures = {}
+    for name, of in AUTOMATIC.items():
+        rows = drawn(table, of["x"], of.get("metrics"), of.get("of_training", False))
+        if len(rows):
+            texts = {key: of[key] for key in ("x_label", "y_label", "title")}
+            rows = labelled(rows, of["x"])
+            figures[name] = line_plot(rows, of["x"], by="label", panel="panel", bars="bars" in of, **texts)
+    if len(rows := table.dropna(subset=["early"])):
+        title = "Loss reduction (%), adapter in a set of loops"
+        rows = labelled(rows, "early", "late")
+        figures["patterns"] = heat_plot(rows, "late", "early", "", "label", "late loops", "early loops", title)
+    # What diagnostics measure that have no figure of their own: matrices, lists by loop, single numbers.
+    rows = table[table["metric"].str.contains(".", regex=False) & (table["benchmark"] != TRAINING)]
+    rows = rows.assign(title=rows["metric"].str.split(".").str[0])
+    for metric, part in rows.dropna(subset=["other_loop"]).groupby("metric", sort=False):
+        part = labelled(part, "loop", "other_loop")
+        figures[metric.replace(".", "_")] = heat_plot(part, "loop", "other_loop", "", "label", "loop", "loop", metric)
+    rows = rows[rows["other_loop"].isna()]
+    for title, part in rows.groupby("title", sort=False):
+        x = "loop" if part["loop"].notna().any() else "metric"
+        if x == "loop" or not any(name.startswith(f"{title}_") for name in figures):
+            part = labelled(part.dropna(subset=[x]), x)
+            panel = "panel" if x == "loop" else None
+            figures[title] = line_plot(part, x, "", "label", panel, x_label="", title=title, bars=x == "metric")
+    return {re.sub(r"[^\w-]", "_", name): figure for name, figure in figures.items()}  # parts of files' names
+
+
+def drawn(table: pd.DataFrame, x: str, metrics: Sequence[str] | None, of_training: bool = False) -> pd.DataFrame:
+    """Return the rows of a figure: of these metrics, or accuracies; at several values of x."""
+    if x not in table:
+        return table.iloc[:0]
+    rows = table[table[x].notna()]
+    chosen = rows["metric"].str.fullmatch("|".join(metrics or [".*"]).replace("*", ".*"))
+    rows = rows[chosen] if metrics else accuracies(rows)
+    if x == "loop" and metrics in (None, ["loss_reduction"]):
+        rows = rows[rows["gates"] != ALL]
+    elif x not in ("step", "dose", "loop"):
+        rows = select(rows, {"gates": [ALL, NONE], "readout": None})
+    if of_training:
+        rows = rows[(rows["depth"] == rows["num_loops"]) & (rows["method"] != BASE)]
+        rows = rows[rows[x].map(lambda value: isinstance(value, (int, float))).astype(bool)]
+    values = rows[x].groupby([rows["metric"], rows["method"]] if of_training else rows["metric"])
+    return rows[values.transform("nunique") > 1] if len(rows) else rows
+
+
+def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows that are the accuracy on a whole benchmark."""
+    return rows[rows["total"].notna() & (rows["metric"] != "missing") & ~rows["metric"].str.startswith("by_")]
+
+
+def labelled(rows: pd.DataFrame, *x: str) -> pd.DataFrame:
+    """Return rows with `label`, the method and what tells its runs apart, and `panel`, what is measured and how."""
+    known = lambda row, names: ", ".join(
+        f"{name.removeprefix('evaluation.').replace('total', 'n')} = {shown(row[name])}"
+        for name in names if not pd.isna(row[name])
+    )  # fmt: skip
+    how: dict[str, None] = {}
+    for _, part in rows.groupby(["benchmark", "metric"], sort=False):
+        how |= dict.fromkeys(telling(part, filter(is_protocol, rows)))
+    settings = [name for name in settings_of(rows) if name not in x]
+    beside = list(dict.fromkeys(["benchmark", "metric", *how, *x]))
+    apart = {method: telling(part, settings, beside) for method, part in rows.groupby("method")}
+    many = {name: rows[name].nunique() > 1 for name in ("benchmark", "metric")}
+    found = []
+    for row in rows.to_dict("records"):
+        benchmark = row["benchmark"] if many["benchmark"] or not many["metric"] else ""
+        words = [benchmark if benchmark != TRAINING else "", row["metric"].split(".")[-1] if many["metric"] else ""]
+        what = " ".join(filter(None, dict.fromkeys(words))).replace("_", " ")
+        found.append((row["method"], known(row, apart[row["method"]]), what, known(row, how)))
+    join = lambda between, *names: [between.join(filter(None, (each[name] for name in names))) for each in found]
+    if len(set(labels := join(", ", 0, 1))) > MOST_LINES:
+        return rows.assign(label=rows["method"], panel=join("\n", 2, 3, 1))
+    return rows.assign(label=labels, panel=join("\n", 2, 3))
+
+
+def overview_figure(table: pd.DataFrame) -> p9.ggplot:
+    """Return one figure of a few runs: accuracy by depth, and loss reduction and accuracy with the adapter in one loop only.
+
+    It holds what these runs measured themselves, for the first benchmark.
+    """
+    table, parts = table[table["source"].str.endswith("results.json")], []
+    for name, panel in (("depth_accuracy", "accuracy (%), K loops"), ("single_loop", "loss reduction (%), only loop t"),
+                        ("single_loop_accuracy", "accuracy (%), only loop t")):  # fmt: skip
+        x = AUTOMATIC[name]["x"]
+        rows = drawn(table, x, AUTOMATIC[name].get("metrics"))
+        if len(rows):
+            rows = labelled(rows[rows["benchmark"] == rows["benchmark"].iloc[0]], x)
+            parts.append(rows.assign(panel=panel, position=rows[x]))
+    if not parts:
+        raise ReportError("These runs measured nothing by depth or by loop.")
+    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops")
+
+
+def paper_figure(spec: SimpleNamespace, table: pd.DataFrame) -> p9.ggplot | None:
+    """Return the figure that a file describes, or None where the runs have nothing of it.
+
+    Raises:
+        ReportError: if a point would average different settings.
+    """
+    if spec.figure == "gates":
+        return gates_plot(spec)
+    ((x, x_label),), ((y, y_label),) = spec.x.items(), spec.y.items()
+
+    def rows_with(change: dict) -> pd.DataFrame:
+        parts = []
+        for title, wanted in (spec.panels or {"": {}}).items():
+            wanted = {**spec.filter, **wanted, **change}
+            rows = select(table, as_trained({**wanted, "loop": list(range(1, 65))} if x == "loop" else wanted))
+            rows = rows[rows["gates"] != ALL] if x == "loop" and "gates" not in wanted else rows
+            parts.append(rows.assign(panel=title))
+        return pd.concat(parts)
+
+    rows = rows_with({})
+    if x not in rows or rows[x].isna().all():
+        return None
+    if spec.figure == "heat":
+        minus, label = (rows_with(spec.minus), "points") if spec.minus else (None, "")
+        return heat_plot(rows, x, y, label, "panel", x_label, y_label, spec.title, minus)
+    return line_plot(rows, x, y_label, panel="panel", x_label=x_label, bars=spec.figure == "bar")
+
+
+def gates_plot(spec: SimpleNamespace) -> p9.ggplot:
+    """Draw the gates of eight examples in training, as a run of these settings draws them, and those of inference."""
+    of = {"num_loops": 4, "p": 0.5, "seed": 0, **spec.filter}
+    draw = Draw(seed=of["seed"], step=0, example_ids=[(row, 0) for row in range(8)], num_loops=of["num_loops"])
+    drawn = make_rule("loop_dropout", p=of["p"]).sample(draw).tolist()  # [K, 8]
+    rows = [
+        {"panel": panel, "loop": loop, "example": example, "value": value if panel == "training" else 1.0}
+        for panel in ("training", "inference")
+        for loop, of_loop in enumerate(drawn, 1)
+        for example, value in enumerate(of_loop, 1)
+    ]
+    return heat_plot(pd.DataFrame(rows), "loop", "example", "gate", "panel", "loop", "example", spec.title)
