@@ -249,7 +249,7 @@ SFT = {
         sequential | group_by_length | batch_rebalance, gradient_accumulation_steps: 2
         group_by_length, length_column_name: size, remove_unused_columns: false""",
     "gradient_checkpointing: true, gradient_checkpointing_kwargs:": """
-        {} | {}, lora_dropout: 0.2 | {use_reentrant: false} | {selective: true} | {every_n_layers: 2}""",
+        {} | {}, lora_dropout: 0.2 | {use_reentrant: false} | {every_n_layers: 2}""",
     "optim:": """
         adamw_torch | adafactor | rmsprop | sgd | adagrad | sgd, optim_args: "momentum=0.9,nesterov=true"
         rmsprop, optim_args: "momentum=0.5,centered=true" | adagrad, optim_args: lr_decay=0.3

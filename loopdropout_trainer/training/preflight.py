@@ -177,8 +177,8 @@ def _check_parts(args: TrainingArguments) -> None:
     for field in (f"{name}_kwargs" for name in CHECKPOINTING_FIELDS):
         with user_supplied(f"`{field}` {shown(getattr(args, field))} cannot be used"):
             keywords = {**(getattr(args, field) or {}), "use_reentrant": False}
-            of_trl = {"every_n_layers", "offload", "selective"}  # which transformers and TRL read, and torch does not
-            checkpoint(nn.Identity(), torch.zeros(1), **{key: keywords[key] for key in keywords.keys() - of_trl})
+            others = {"every_n_layers", "offload"}  # transformers' own; TRL's `selective` does nothing over PEFT
+            checkpoint(nn.Identity(), torch.zeros(1), **{key: keywords[key] for key in keywords.keys() - others})
     if args.use_cpu and args.fp16:
         raise ValueError("`fp16` needs a GPU, and this run is on a CPU: use `bf16: true`, or neither for float32.")
     kernel = (args.model_init_kwargs or {}).get("attn_implementation")
