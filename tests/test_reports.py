@@ -190,7 +190,8 @@ def test_bold_is_the_papers(table):
     for path in TABLES:
         filled = build_table(load_spec(path), table)
         filled["mean"] = [
-            float(text.split()[0]) if isinstance(bold, str) else None for text, bold in filled[["paper", "bold"]].values
+            float(text.split()[0]) if isinstance(bold, str) else None
+            for text, bold in filled[["paper", "bold"]].values
         ]
         found = sorted(text.split()[0] for text in filled["paper"][best(filled)])
         assert found == sorted(want.pop(path.stem, "").split()), path.stem
@@ -505,7 +506,9 @@ def test_a_file_that_cannot_be_read_is_named_with_its_fault_and_left_out(runs, f
     table = load_table([runs])
     (sentence,) = table.attrs["skipped"]
     assert str(file) in sentence and "\n" not in sentence and fault in sentence
-    assert str(file) not in set(table["source"]) and len(select(table, {"metric": "b"})) == (3 if name == EVALUATION else 4)
+    assert str(file) not in set(table["source"]) and len(select(table, {"metric": "b"})) == (
+        3 if name == EVALUATION else 4
+    )
 
 
 # --- files of tables ----------------------------------------------------------------------------------------------------
