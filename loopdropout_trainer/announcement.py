@@ -8,15 +8,7 @@ import sys
 from pathlib import Path
 
 
-PACKAGE = Path(__file__).parent
-
-
-def is_command(program: str) -> bool:
-    """Say whether the running program, `sys.argv[0]`, is a script or the command of this package."""
-    path = Path(program)
-    is_script = path.resolve().parent in (PACKAGE / "recipes", PACKAGE.parent / "recipes")
-    return is_script or path.stem == "loopdropout" or program == "-m"  # `python -m loopdropout_trainer`
-
-
-if is_command(sys.argv[0]) and os.environ.get("RANK", "0") == "0":
+_package, _program = Path(__file__).parent, Path(sys.argv[0])
+_is_script = _program.resolve().parent in (_package / "recipes", _package.parent / "recipes")
+if (_is_script or _program.stem in ("loopdropout", "-m")) and os.environ.get("RANK", "0") == "0":
     print("Loading ...", file=sys.stderr, flush=True)

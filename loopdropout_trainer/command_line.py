@@ -10,15 +10,15 @@ same command in every process.
 from __future__ import annotations
 
 import ast
-import importlib.util
+import runpy
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from loopdropout_trainer.settings.command import SetupError, run_command
-from loopdropout_trainer.settings.shipped import recipe_path, recipes_folder
+from loopdropout_trainer.settings.recipe import recipe_path, recipes_folder
 
 
 USAGE = """usage: loopdropout COMMAND [RECIPE.yaml] [--field value ...]
@@ -44,48 +44,30 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
         arguments = [recipe_path(arguments[0]), *arguments[1:]]
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))  # as `python SCRIPT` does
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[script.stem] = module
-    spec.loader.exec_module(module)
-    module.main()
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def list_recipes() -> None:
-    """Print every shipped recipe, with the first sentence of its comment that is not a command."""
+    """Print every shipped recipe, with the first line of its comment that is not a command."""
     folder = recipes_folder()
     for path in sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path)):
-        about = ""
-        for line in path.read_text(encoding="utf-8").splitlines():
-            text = line.lstrip("# ").strip()
-            if not line.startswith("#"):
-                break
-            if text and not text.startswith(("accelerate ", "python ", "loopdropout ")):
-                about = text.rstrip(":")
-                break
-        print(f"{path.relative_to(folder).as_posix():<48} {about}".rstrip())
+        header = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        texts = [line.lstrip("# ") for line in header if line.startswith("#") and line.strip("# ")]
+        about = [text for text in texts if not text.startswith(("accelerate ", "python ", "loopdropout "))]
+        print(f"{path.relative_to(folder).as_posix():<48} {''.join(about[:1]).rstrip(' :')}".rstrip())
 
 
 def copy_recipes(destination: Path) -> None:
-    """Copy scripts and recipes into a new folder.
-
-    Raises:
-        SetupError: if it cannot be made, or there is something of that name, which is left as it is.
-    """
-    ignored = shutil.ignore_patterns("__pycache__", "__init__.py")
+    """Copy scripts and recipes into a new folder; something of that name is left as it is, with SetupError."""
     try:
-        shutil.copytree(recipes_folder(), destination, ignore=ignored)
+        shutil.copytree(recipes_folder(), destination, ignore=shutil.ignore_patterns("__pycache__", "__init__.py"))
     except OSError as error:
         raise SetupError(f"Cannot copy the recipes to {destination}: {error.strerror}.") from error
     print(f"Scripts and recipes are in {destination}")
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Do what a command line asks for.
-
-    Raises:
-        SetupError: for an unknown command.
-    """
+    """Do what a command line asks for; an unknown command raises SetupError."""
     known = commands()
     match arguments:
         case [] | ["-h" | "--help" | "help", *_]:
@@ -94,10 +76,7 @@ def run(arguments: Sequence[str]) -> None:
                 print(f"  {name:<10} {summary(script)}")
             print(f"  {'recipes':<10} List the recipes that ship with the package, or copy them with the scripts.")
         case ["--version", *_]:
-            try:
-                print(version("loopdropout-trainer"))
-            except PackageNotFoundError:
-                raise SetupError("The package is not installed; it runs from its source folder.") from None
+            print(version("loopdropout-trainer"))
         case ["recipes"]:
             list_recipes()
         case ["recipes", "copy", destination]:

@@ -3,19 +3,15 @@
     python -m loopdropout_trainer.lm_eval --model looped \\
         --model_args pretrained=ByteDance/Ouro-1.4B,adapter=outputs/gsm8k,num_loops=6 --tasks gsm8k --batch_size 16
 
-lm-eval 0.4.13 does not look for models in other packages, so that this module registers `looped` before it hands over.
-(Its development version finds it by the entry point `lm_eval.models`.) Over several processes:
-`accelerate launch -m loopdropout_trainer.lm_eval ...`.
+lm-eval 0.4.13 does not look for models in other packages (its development version does, by the entry point
+`lm_eval.models`). Over several processes: `accelerate launch -m loopdropout_trainer.lm_eval ...`.
 """
-
-from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
 
 
-def main() -> None:
-    """Register the model `looped`, and run lm-eval's command line on this process's arguments."""
+if __name__ == "__main__":
     if find_spec("lm_eval") is None:
         sys.exit('lm-eval is not installed, which this command line is of: pip install "loopdropout-trainer[eval]".')
     from lm_eval.__main__ import cli_evaluate
@@ -23,7 +19,3 @@ def main() -> None:
     from loopdropout_trainer.evaluation import looped_lm  # noqa: F401 (registers the model)
 
     cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments, RowArguments
 from loopdropout_trainer.diagnostics.run import FOLDER, run_diagnostics
 from loopdropout_trainer.evaluation.run import EvaluationArguments
-from loopdropout_trainer.runs.result import show_log
+from loopdropout_trainer.runs.progress import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.evaluation.run import load_model
+from loopdropout_trainer.evaluation.loading import load_model
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import run_command, user_supplied

@@ -1,7 +1,7 @@
 """Compare methods: choose each one's learning rate on held-out rows, then train and measure all seeds with it.
 
     python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml
-    python recipes/sweep.py recipes/gsm8k.yaml --learning_rates 1e-4 3e-4 --methods lora loop_dropout --seeds 101 102
+    python recipes/sweep.py --recipe recipes/gsm8k.yaml --learning_rates 1e-4 3e-4 --methods lora loop_dropout --seeds 101 102
     python recipes/sweep.py recipes/studies/small.yaml --dry_run true
     python recipes/sweep.py recipes/studies/ouro_1.4b.yaml --workers 8
     python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --print_commands true > commands.txt
@@ -12,32 +12,26 @@ other processes are doing, or prints what a scheduler can start next.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, sweep_argv
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
 from loopdropout_trainer.runs.workers import stop_on_sigterm
 from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
 def main(argv: list[str] | None = None) -> None:
-    (arguments,), _ = parse_recipe([SweepArguments], sweep_argv(sys.argv[1:] if argv is None else argv), __doc__)
+    (arguments,), _ = parse_recipe([SweepArguments], argv, __doc__)
     sweep = Sweep(arguments, Path(__file__).parent)
     if arguments.dry_run:
-        Console().print(sweep.plan_table())
+        print(sweep.plan())
         return
     if arguments.print_commands:
         print("\n".join(sweep.commands()))
         return
     stop_on_sigterm()
     sweep.run()
-    console = Console()
-    for table in sweep.tables():
-        console.print(table)
-    print(f"Everything is in {sweep.output_dir / 'summary.json'} and summary.txt")
+    print(f"{sweep.table()}\n\nEverything is in {sweep.output_dir / 'summary.json'} and summary.txt")
 
 
 if __name__ == "__main__":

@@ -16,19 +16,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import HrmTextForCausalLM, PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.models import (
-    HuginnConfig,
-    HuginnForCausalLM,
-    LoopusConfig,
-    LoopusForCausalLM,
-    NanbeigeConfig,
-    NanbeigeForCausalLM,
-    OuroConfig,
-    OuroForCausalLM,
-)
+from loopdropout_trainer.models import HuginnForCausalLM, LoopusForCausalLM, NanbeigeForCausalLM, OuroForCausalLM
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
@@ -39,14 +30,9 @@ huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.e
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = {
-    "ouro": (OuroConfig, OuroForCausalLM),
-    "huginn": (HuginnConfig, HuginnForCausalLM),
-    "loopus": (LoopusConfig, LoopusForCausalLM),
-    "nanbeige": (NanbeigeConfig, NanbeigeForCausalLM),
-    "nanbeige_skip": (NanbeigeConfig, NanbeigeForCausalLM),
-    "raven_llama": (HuginnConfig, HuginnForCausalLM),
-    "raven_olmo": (HuginnConfig, HuginnForCausalLM),
-}
+    "ouro": OuroForCausalLM, "huginn": HuginnForCausalLM, "loopus": LoopusForCausalLM, "nanbeige": NanbeigeForCausalLM,
+    "nanbeige_skip": NanbeigeForCausalLM, "raven_llama": HuginnForCausalLM, "raven_olmo": HuginnForCausalLM,
+}  # fmt: skip
 LAYOUTS = {"raven_llama": "llama", "raven_olmo": "olmo"}  # what no field of the hub's says
 
 
@@ -75,9 +61,8 @@ def family(request, golden):
 def golden_model(data, **config):
     """The tiny model of the reference with its weights; `data` is what `golden(family)` gives."""
     name = data.meta["name"]
-    config_class, model_class = FAMILIES[name]
     layout = {"block_layout": LAYOUTS[name]} if name in LAYOUTS else {}
-    model = model_class(config_class(**{**data.meta["config"], **layout, **config}))
+    model = FAMILIES[name](FAMILIES[name].config_class(**{**data.meta["config"], **layout, **config}))
     prefix = "weights/"
     model.load_state_dict({k[len(prefix) :]: v for k, v in data.tensors.items() if k.startswith(prefix)})
     return model.eval()
@@ -112,9 +97,6 @@ def golden_inputs(data, batch):
     return inputs
 
 
-golden_ouro = golden_model
-
-
 @pytest.fixture(scope="session")
 def tokenizer():
     """One token for each byte: tokenizes any text and needs no file."""
@@ -126,107 +108,44 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
 
 
-def tiny_ouro(**config):
-    """A random Ouro over the byte tokenizer; the same weights at every call."""
-    torch.manual_seed(0)
-    fields = {
-        "vocab_size": 258,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-        "pad_token_id": 1,
-    }
-    return OuroForCausalLM(OuroConfig(**{**fields, **config}))
+def tiny(model_class, **fields):
+    """A function that makes a random model over the byte tokenizer, with the same weights at every call."""
+
+    def make(**config):
+        torch.manual_seed(0)
+        return model_class(model_class.config_class(**{**fields, **config}))
+
+    return make
 
 
-def tiny_huginn(**config):
-    """A random Huginn over the byte tokenizer; the same weights at every call."""
-    torch.manual_seed(0)
-    fields = {
-        "vocab_size": 258,
-        "n_embd": 32,
-        "n_heads": 4,
-        "intermediate_size": 48,
-        "n_layers_in_prelude": 1,
-        "n_layers_in_recurrent_block": 1,
-        "n_layers_in_coda": 1,
-        "mean_recurrence": 4,
-        "block_size": 512,
-        "pad_token_id": 1,
-        "eos_token_id": 0,
-    }
-    return HuginnForCausalLM(HuginnConfig(**{**fields, **config}))
-
-
-def tiny_loopus(**config):
-    """A random LoopUS over the byte tokenizer; the same weights at every call."""
-    torch.manual_seed(0)
-    fields = {
-        "vocab_size": 258,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "pad_token_id": 1,
-        "eos_token_id": 0,
-        "N": 4,
-    }
-    return LoopusForCausalLM(LoopusConfig(**{**fields, **config}))
-
-
-def tiny_nanbeige(**config):
-    """A random Nanbeige over the byte tokenizer; the same weights at every call."""
-    torch.manual_seed(0)
-    fields = {
-        "vocab_size": 258,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "max_position_embeddings": 512,
-        "pad_token_id": 1,
-        "eos_token_id": 0,
-        "num_loops": 4,
-    }
-    return NanbeigeForCausalLM(NanbeigeConfig(**{**fields, **config}))
-
-
-def tiny_llama_conversion(**config):
-    """A random Llama in Huginn's frame over the byte tokenizer; the same weights at every call."""
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    fields = {
-        "block_layout": "llama",
-        "num_key_value_heads": 2,
-        "tie_embeddings": False,
-        "qk_bias": False,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {**scaling, "rope_type": "llama3"},
-        "init_values": {"std": 0.1, "embed_scale": 1.0},
-    }
-    return tiny_huginn(**{**fields, **config})
-
-
-def tiny_olmo_conversion(**config):
-    """A random OLMo-2 in Huginn's frame over the byte tokenizer; the same weights at every call."""
-    fields = {"block_layout": "olmo", "num_key_value_heads": 4, "rope_scaling": None, "head_dim": 12}
-    return tiny_llama_conversion(**{**fields, **config})
-
-
-TINY = {
-    "ouro": tiny_ouro,
-    "huginn": tiny_huginn,
-    "loopus": tiny_loopus,
-    "nanbeige": tiny_nanbeige,
-    "raven_llama": tiny_llama_conversion,
-    "raven_olmo": tiny_olmo_conversion,
+BYTES = {"vocab_size": 258, "pad_token_id": 1, "eos_token_id": 0, "intermediate_size": 48}
+DECODER = {
+    **BYTES,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
 }
+RAVEN = {
+    **BYTES, "n_embd": 32, "n_heads": 4, "mean_recurrence": 4, "block_size": 512,
+    "n_layers_in_prelude": 1, "n_layers_in_recurrent_block": 1, "n_layers_in_coda": 1,
+}  # fmt: skip
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+INIT = {"std": 0.1, "embed_scale": 1.0}
+CONVERTED = {**RAVEN, "tie_embeddings": False, "qk_bias": False, "rope_theta": 500_000.0, "init_values": INIT}
+LLAMA = {"block_layout": "llama", "num_key_value_heads": 2, "rope_scaling": {**SCALING, "rope_type": "llama3"}}
+OLMO = {"block_layout": "olmo", "num_key_value_heads": 4, "rope_scaling": None, "head_dim": 12}
+tiny_ouro = tiny(OuroForCausalLM, **DECODER)
+tiny_huginn = tiny(HuginnForCausalLM, **RAVEN)
+tiny_loopus = tiny(LoopusForCausalLM, **{**DECODER, "num_hidden_layers": 4}, num_key_value_heads=2, head_dim=8, N=4)
+tiny_nanbeige = tiny(NanbeigeForCausalLM, **DECODER, num_key_value_heads=2, head_dim=12, num_loops=4)
+tiny_llama_conversion = tiny(HuginnForCausalLM, **CONVERTED, **LLAMA)
+tiny_olmo_conversion = tiny(HuginnForCausalLM, **CONVERTED, **OLMO)
+tiny_hrm = tiny(HrmTextForCausalLM, **{**DECODER, "num_hidden_layers": 1}, head_dim=8, L_cycles=2, H_cycles=3)
+TINY = {
+    "ouro": tiny_ouro, "huginn": tiny_huginn, "loopus": tiny_loopus, "nanbeige": tiny_nanbeige,
+    "raven_llama": tiny_llama_conversion, "raven_olmo": tiny_olmo_conversion,
+}  # fmt: skip
 
 
 @pytest.fixture(params=TINY)
@@ -252,17 +171,10 @@ def config(tmp_path):
 
     def make(cls=LoopDropoutConfig, **fields):
         defaults = {
-            "output_dir": str(tmp_path / "run"),
-            "max_steps": 4,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "bf16": False,
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-        }
+            "output_dir": str(tmp_path / "run"), "max_steps": 4, "per_device_train_batch_size": 4, "bf16": False,
+            "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
+            "disable_tqdm": True, "dataloader_pin_memory": False,
+        }  # fmt: skip
         return cls(**{**defaults, **fields})
 
     return make
@@ -306,7 +218,7 @@ def make_trainer(config, dataset, tokenizer):
 
 def flat_weights(trainer):
     """All trained weights of a trainer, one after the other."""
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+    return torch.cat([p.detach().flatten() for p in trained_parameters(trainer.model).values()])
 
 
 @pytest.fixture
@@ -318,76 +230,47 @@ def log(caplog):
     own_logger.removeHandler(caplog.handler)
 
 
-def with_adapter(model=None, seed=1, scale=0.05):
+def randomise(peft_model, scale=0.3, seed=0):
+    """Add random numbers to the factors B and learned gates of a model's adapters; return the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name or "lora_loop_gates" in name:
+            parameter.data += scale * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return peft_model
+
+
+def with_adapter(model=None, seed=1, scale=0.05, **config):
     """A PEFT model, by default over a tiny Ouro, whose adapter changes the output."""
     model = tiny_ouro() if model is None else model
-    model = get_peft_model(model, default_peft_config(model))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
-    return model
+    return randomise(get_peft_model(model, default_peft_config(model, **config)), scale, seed)
+
+
+def trained_parameters(model):
+    """The parameters that need a gradient, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 # Published sizes
 
 NANBEIGE_3B = {  # what its config.json says
-    "hidden_size": 3072,
-    "intermediate_size": 10752,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "kv_channels": 128,
-    "vocab_size": 166144,
-    "num_loops": 2,
-    "loop_loss_weights": [],
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 70_000_000.0,
-    "rope_scaling": None,
-    "max_position_embeddings": 262144,
-    "pad_token_id": 0,
-    "bos_token_id": 166100,
-    "eos_token_id": 166101,
-}
-
+    "hidden_size": 3072, "intermediate_size": 10752, "num_hidden_layers": 22, "num_attention_heads": 48,
+    "num_key_value_heads": 8, "head_dim": 128, "kv_channels": 128, "vocab_size": 166144, "num_loops": 2,
+    "loop_loss_weights": [], "rms_norm_eps": 1e-5, "rope_theta": 70_000_000.0, "rope_scaling": None,
+    "max_position_embeddings": 262144, "pad_token_id": 0, "bos_token_id": 166100, "eos_token_id": 166101,
+}  # fmt: skip
 _CONVERTED = {
-    "tie_embeddings": False,
-    "qk_bias": False,
-    "mean_recurrence": 32,
+    "tie_embeddings": False, "qk_bias": False, "mean_recurrence": 32, "n_embd": 2048, "rope_theta": 500_000.0,
+    "n_layers_in_prelude": 4, "n_layers_in_recurrent_block": 6, "n_layers_in_coda": 4, "intermediate_size": 8192,
     "init_values": {"std": 0.008703882797784892, "embed_scale": 1.0},
-    "n_layers_in_prelude": 4,
-    "n_layers_in_coda": 4,
-    "n_embd": 2048,
-}
+}  # fmt: skip
 _LLAMA = {**_CONVERTED, "block_layout": "llama", "n_heads": 32, "head_dim": 64}
-_LLAMA_3_2 = {
-    **_LLAMA,
-    "vocab_size": 128256,
-    "intermediate_size": 8192,
-    "num_key_value_heads": 8,
-    "n_layers_in_recurrent_block": 6,
-    "rope_theta": 500_000.0,
-}
+_LLAMA_3_2 = {**_LLAMA, "vocab_size": 128256, "num_key_value_heads": 8}
 _TINY_LLAMA = {
-    **_LLAMA,
-    "vocab_size": 32000,
-    "intermediate_size": 5632,
-    "num_key_value_heads": 4,
+    **_LLAMA, "vocab_size": 32000, "intermediate_size": 5632, "num_key_value_heads": 4, "rope_theta": 10_000.0,
     "n_layers_in_recurrent_block": 8,
-    "rope_theta": 10_000.0,
-}
-_OLMO_2 = {
-    **_CONVERTED,
-    "block_layout": "olmo",
-    "vocab_size": 100352,
-    "intermediate_size": 8192,
-    "n_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "n_layers_in_recurrent_block": 6,
-    "rope_theta": 500_000.0,
-}
+}  # fmt: skip
+_OLMO_HEADS = {"n_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
+_OLMO_2 = {**_CONVERTED, **_OLMO_HEADS, "block_layout": "olmo", "vocab_size": 100352}
 CONVERSIONS = {  # recipe: config, parameters, trainable ones of the default adapter (core blocks + `transformer.adapter`)
     "recurrent_llama": (_LLAMA_3_2, 1_385_228_288, 3_637_248 + 98_304),
     "recurrent_tinyllama": (_TINY_LLAMA, 844_171_264, 3_801_088 + 98_304),

@@ -58,10 +58,7 @@ ATTACKS = {
                 forked += 1
             return forked == 200
         """,
-    "memory bomb": """
-        def attack():
-            return len(bytearray(1 << 33)) == 1 << 33
-        """,
+    "memory bomb": "def attack():\n    return len(bytearray(1 << 33)) == 1 << 33",
     "disk fill": """
         import posix
         def attack():
@@ -112,12 +109,7 @@ ATTACKS = {
                 except OSError: pass
             return b"REFERENCE" in b"".join(found)
         """,
-    "leaves shared memory behind": """
-        import ctypes
-        def attack():
-            ctypes.CDLL(None).shmget(SHARED, 1 << 20, 0o1666)
-            return False
-        """,
+    "leaves shared memory behind": "import ctypes\ndef attack():\n    ctypes.CDLL(None).shmget(SHARED, 1 << 20, 0o1666)",
     "calls the network": """
         import socket
         def attack():
@@ -234,12 +226,8 @@ def surroundings(tmp_path, monkeypatch):
 
 @needs_sandbox
 def test_hostile_programs_reach_nothing(surroundings, tmp_path, monkeypatch):
-    problem = {"prompt": "def attack():\n", "entry_point": "attack", "contract": "", "atol": 0}
-    problem |= {
-        "canonical_solution": "    REFERENCE = True\n    return REFERENCE\n",
-        "base_input": [[]],
-        "plus_input": [[]],
-    }
+    problem = {"prompt": "def attack():\n", "canonical_solution": "    REFERENCE = True\n    return REFERENCE\n"}
+    problem |= {"entry_point": "attack", "contract": "", "atol": 0, "base_input": [[]], "plus_input": [[]]}
     lines = [json.dumps({**problem, "task_id": f"HumanEval/{number}"}) + "\n" for number in range(len(ATTACKS))]
     Path(surroundings["DATA"]).write_text("".join(lines))
     completions = []
@@ -253,9 +241,8 @@ def test_hostile_programs_reach_nothing(surroundings, tmp_path, monkeypatch):
     verdicts = load_benchmark("humaneval_plus", surroundings["DATA"]).score(completions, log, progress=False)
     why = dict(zip(ATTACKS, verdicts, strict=True))
     assert [name for name, verdict in why.items() if verdict == "pass"] == ["says that it could"], why
-    assert {why[name] for name in ("memory bomb", "disk fill", "raises its limits", "takes privileges")} == {
-        "base: fail"
-    }
+    for name in ("memory bomb", "disk fill", "raises its limits", "takes privileges"):
+        assert why[name] == "base: fail"
     processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert surroundings["MARKER"] not in processes.split()
     shared = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
@@ -271,19 +258,13 @@ def test_hostile_programs_reach_nothing(surroundings, tmp_path, monkeypatch):
 
 def test_without_bubblewrap_nothing_is_loaded_until_the_user_confirms(monkeypatch):
     monkeypatch.setattr(sandbox, "sandbox_fault", lambda: "`bwrap` is not installed")
-    with pytest.raises(
-        ValueError, match="cannot contain them here .`bwrap` is not installed.*confirm_run_unsafe_code true"
-    ):
+    with pytest.raises(ValueError, match="`bwrap` is not installed.*confirm_run_unsafe_code true"):
         load_benchmark("humaneval_plus", FILES["humaneval"])
     benchmark = load_benchmark("humaneval_plus", FILES["humaneval"], 2, confirm_run_unsafe_code=True)
     assert not benchmark.sandboxed
-    right = [completion(problem["prompt"] + problem["canonical_solution"]) for problem in benchmark.problems]
-    assert benchmark.score(
-        [right[0], completion("def truncate_number(number):\n    return 0")], AnswerLog(), False
-    ) == [
-        "pass",
-        "base: fail",
-    ]
+    right = benchmark.problems[0]["prompt"] + benchmark.problems[0]["canonical_solution"]
+    programs = [completion(right), completion("def truncate_number(number):\n    return 0")]
+    assert benchmark.score(programs, AnswerLog(), False) == ["pass", "base: fail"]
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
@@ -291,18 +272,14 @@ def test_root_without_the_right_to_make_namespaces_is_told_at_once():
     code = "from loopdropout_trainer.evaluation.code.sandbox import check_allowed; check_allowed('mbpp', False)"
     command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert "`mbpp` runs programs that the model has written, and bubblewrap cannot contain them here (" in done.stderr
+    assert "bubblewrap cannot contain them here (" in done.stderr
 
 
-def test_what_is_missing_is_said_in_a_sentence(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match="nowhere.jsonl for mbpp, which does not exist"):
-        load_benchmark("mbpp_plus", "nowhere.jsonl", confirm_run_unsafe_code=True)
+def test_what_is_missing_is_said_in_a_sentence(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"task_id": "HumanEval/0"}\n')
-    with pytest.raises(ValueError, match="bad.jsonl is not EvalPlus's data of humaneval"):
-        load_benchmark("humaneval", tmp_path / "bad.jsonl", confirm_run_unsafe_code=True)
-    monkeypatch.setattr(programs, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs EvalPlus, which is not installed: pip install \"loop.*\[eval\]"):
-        load_benchmark("mbpp_plus")
+    for name, file in (("mbpp_plus", "nowhere.jsonl"), ("humaneval", tmp_path / "bad.jsonl")):
+        with pytest.raises(ValueError, match=f"{Path(file).name} is not EvalPlus's data"):
+            load_benchmark(name, file, confirm_run_unsafe_code=True)
 
 
 # EvalPlus
@@ -360,11 +337,7 @@ def test_verdicts_are_those_of_evalplus():
     process = subprocess.run(
         [sys.executable, "-c", OF_EVALPLUS],
         input=json.dumps([(dataset, task_id, code) for dataset, _, task_id, code in solutions]),
-        env={
-            **os.environ,
-            "HUMANEVAL_OVERRIDE_PATH": str(FILES["humaneval"]),
-            "MBPP_OVERRIDE_PATH": str(FILES["mbpp"]),
-        },
+        env={**os.environ, **{f"{dataset.upper()}_OVERRIDE_PATH": str(file) for dataset, file in FILES.items()}},
         capture_output=True,
         text=True,
         check=True,

@@ -9,8 +9,7 @@ import pytest
 
 from loopdropout_trainer import command_line
 from loopdropout_trainer.command_line import commands, main
-from loopdropout_trainer.settings.recipe import RecipeError, load_recipe
-from loopdropout_trainer.settings.shipped import recipe_path, recipes_folder
+from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, recipe_path, recipes_folder
 
 
 ROOT = Path(__file__).parents[1]
@@ -42,12 +41,9 @@ def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
 
 
 def test_an_unknown_command_is_one_sentence(capsys):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match="2"):
         main(["train", "x.yaml"])
-    assert exit.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("loopdropout: ") and "`train x.yaml`" in error and "sft" in error
-    assert error.count("\n") == 1
+    assert capsys.readouterr().err.startswith("loopdropout: There is no command `train x.yaml`; valid are ")
 
 
 def test_the_families_are_registered_and_a_reader_may_stop_early():
@@ -98,21 +94,10 @@ def test_a_wheel_works_outside_of_the_clone(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    script = site / "bin" / "loopdropout"
-    assert "quickstart.yaml" in run(sys.executable, str(script), "recipes", env=env, cwd=elsewhere)
-    plan = run(
-        sys.executable,
-        "-m",
-        "loopdropout_trainer",
-        "sft",
-        "quickstart.yaml",
-        "--dry_run",
-        "true",
-        env=env,
-        cwd=elsewhere,
-    )
-    assert "tiny_ouro" in plan
-    assert "trainable parameters" in plan
+    assert "quickstart.yaml" in run(sys.executable, str(site / "bin/loopdropout"), "recipes", env=env, cwd=elsewhere)
+    command = (sys.executable, "-m", "loopdropout_trainer")
+    plan = run(*command, "sft", "quickstart.yaml", "--dry_run", "true", env=env, cwd=elsewhere)
+    assert "tiny_ouro" in plan and "trainable parameters" in plan
     sweep = ("sweep", "sweeps/metamath_gsm_sharing.yaml", "--print_commands", "true")
-    jobs = run(sys.executable, "-m", "loopdropout_trainer", *sweep, env=env, cwd=elsewhere).splitlines()
+    jobs = run(*command, *sweep, env=env, cwd=elsewhere).splitlines()
     assert len(jobs) == 30 and all("recipes/sft.py" in job for job in jobs)  # six methods at five rates

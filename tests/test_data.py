@@ -12,14 +12,14 @@ from conftest import tiny_ouro
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, DataError, chat_template, load_data
 from loopdropout_trainer.data.__main__ import main as show
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
-from loopdropout_trainer.data.metamath_gsm import MetaMathGSM
+from loopdropout_trainer.data.preparations import MetaMathGSM
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 
 
@@ -140,21 +140,11 @@ def turns(messages, end):
 
 
 MADE_UP = [
-    [{"role": "user", "content": "  Hi \n"}, {"role": "assistant", "content": "\n Hello, ünïcode 𝛑 \n\n"}],
-    [
-        {"role": "system", "content": ""},
-        {"role": "user", "content": ""},
-        {"role": "assistant", "content": ""},
-        {"role": "user", "content": "again"},
-        {"role": "assistant", "content": "👩‍👩‍👧‍👦"},
-    ],
-    [
-        {"role": "user", "content": "<|assistant|>\nnot a turn"},
-        {"role": "assistant", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "thanks"},
-    ],
+    [("user", "  Hi \n"), ("assistant", "\n Hello, ünïcode 𝛑 \n\n")],
+    [("system", ""), ("user", ""), ("assistant", ""), ("user", "again"), ("assistant", "👩‍👩‍👧‍👦")],
+    [("user", "<|assistant|>\nnot a turn"), ("assistant", "a"), ("assistant", "b"), ("user", "thanks")],
 ]
+MADE_UP = [[{"role": role, "content": content} for role, content in turns] for turns in MADE_UP]
 
 
 def test_tulu_masks_turn_by_turn(write, bytes_tokenizer, bpe_tokenizer, batch_of):
@@ -248,7 +238,7 @@ def test_metamath_limit_counts_prompt_space_and_response(write, bytes_tokenizer)
     room = 511 - len(ALPACA.format("Q").encode()) - 1
     rows = [{"type": "GSM_SV", "query": "Q", "response": "x" * size} for size in (room, room + 1)]
     data = load("metamath_gsm", write("m.jsonl", rows), bytes_tokenizer, num_eval_examples=0)
-    assert [len(answer) for answer in data.train["answer"]] == [room]
+    assert list(map(len, data.train["answer"])) == [room]
 
 
 def test_gsm8k_split_is_fixed(write, tokenizer):
@@ -349,7 +339,7 @@ def test_long_examples_are_dropped_not_cut(write, bytes_tokenizer, bpe_tokenizer
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz", "a.parquet"])
 def test_local_files_of_every_kind(tmp_path, tokenizer, name):
-    rows = [{"prompt": f"q{i}\n,\"'", "completion": f"ä{i}"} for i in range(5)]
+    rows = [{"prompt": f"q{i}\n,\"'", "completion": f"ä{i}" * 40_000} for i in range(5)]  # cells may be long
     path = tmp_path / name
     dataset = Dataset.from_list(rows)
     plain = tmp_path / name.removesuffix(".gz")
@@ -438,45 +428,12 @@ def test_a_bad_row_is_an_error_or_is_counted(write, tokenizer, line, fault):
     assert "some.jsonl, row 3" in str(data.report) and fault in str(data.report)
 
 
-NUMBERED = {f"{name}.jsonl": [{**GOOD, "prompt": name}] for name in "pq"}
-REFUSED = [  # settings, files, and what the error says; more of them are in faults.yaml
-    ({"preparation": "gsm9k"}, {}, "preparation.*must be one of arithmetic, arithmetic_pairs"),
-    ({"bad_rows": "ignore"}, {}, "`bad_rows` must be"),
-    *(
-        ({"preparation": "arithmetic", "arithmetic_steps": steps}, {}, "`arithmetic_steps` must be")
-        for steps in ([3, 1], [0, 3], [1, 6], [2], [1, 2, 3], ["1", "3"], 3)
-    ),
-    ({}, {"a.jsonl": [GOOD, {"text": "x"}]}, "differ in kind: the first has prompt and completion, .* text"),
-    ({"num_eval_examples": 1, "num_train_examples": 2}, NUMBERED, "Too few rows.*1 and 1 are left"),
-    ({"preparation": "tulu2", "train_files": [str(SAMPLES / "tulu2.jsonl")]}, {}, "chat_template: tulu2"),
-    # Columns
-    *(
-        ({"prompt_template": template}, {"a.jsonl": [GOOD]}, "`prompt_template` must be .*{column}")
-        for template in ("{ prompt }", "{}", "{prompt.x}", "{prompt!r}", "Say it:", "", "Alpaca")
-    ),
-    # Files
-    ({"train_files": ["p.jsonl", "copy.jsonl"]}, {**NUMBERED, "copy.jsonl": NUMBERED["p.jsonl"]}, "copy.jsonl, which"),
-    ({"train_files": ["p.jsonl"], "eval_files": ["link.jsonl"]}, NUMBERED, "`eval_files` names .* in `train_files`"),
-]
-
-
-@pytest.mark.parametrize(("fields", "files", "says"), REFUSED)
-def test_what_cannot_be_meant_is_refused(tmp_path, monkeypatch, write, tokenizer, fields, files, says):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link.jsonl").symlink_to("p.jsonl")
-    for name, rows in files.items():
-        write(name, rows)
-    with pytest.raises(ValueError, match=says):
-        load_data(DataArguments(**{"train_files": list(files) or None, **fields}), tokenizer, 4096)
-
-
 def test_prepared_data_is_cached(write, tokenizer, bpe_tokenizer, cache, monkeypatch):
     path = write("a.jsonl", [{"text": "x" * i} for i in range(1, 9)])
     fields = {"num_eval_examples": 2, "max_length": 6}
     first = load(None, path, tokenizer, **fields)
-    tokenizer("changes nothing", truncation=True, max_length=3, padding="max_length")
     with monkeypatch.context() as context:
-        context.setattr("loopdropout_trainer.data.load._prepare_into", None)
+        context.setattr("loopdropout_trainer.data.load._prepare", None)
         second = load(None, path, tokenizer, **fields)
     assert (second.train.to_list(), second.eval.to_list()) == (first.train.to_list(), first.eval.to_list())
     assert str(second.report) == str(first.report)
@@ -493,16 +450,14 @@ def test_prepared_data_is_cached(write, tokenizer, bpe_tokenizer, cache, monkeyp
 
 
 def test_no_field_clashes_with_the_trainer():
-    ours = set(DataArguments.__dataclass_fields__)
-    assert not ours & (set(SFTConfig.__dataclass_fields__) | set(TrainingArguments.__dataclass_fields__))
+    assert not DataArguments.__dataclass_fields__.keys() & SFTConfig.__dataclass_fields__.keys()
 
 
 def test_report_is_a_table(write, tokenizer):
     data = load(None, write("a.jsonl", [{"text": "x" * i} for i in range(1, 1201)]), tokenizer, max_length=1000)
     lines = str(data.report).splitlines()
-    assert lines[0] == "Rows of a.jsonl"
+    assert lines[0] == "Rows of a.jsonl" and "dropped: more than 1,000 tokens" in lines[4]
     assert [line.split()[-1] for line in lines[1:]] == ["1,200", "999", "0", "201"]
-    assert "dropped: more than 1,000 tokens" in lines[4]
 
 
 def test_command_shows_the_loss_tokens(tmp_path, write, bytes_tokenizer, capsys):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import tiny_ouro
+from conftest import flat_weights, tiny_ouro
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.diagnostics import LiveDiagnosticsCallback, readout_losses, single_loop_activation
@@ -34,10 +34,6 @@ def train(tokenizer, dataset, config, tmp_path):
     return run
 
 
-def trained(trainer):
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
 def live_logs(trainer):
     return [logs for logs in trainer.state.log_history if "live/seconds" in logs]
 
@@ -51,30 +47,21 @@ def test_training_is_the_same_to_the_last_bit(train, make_tiny, fields):
     runs = []
     for every in (None, 2):
         trainer = train(make_tiny(), max_steps=5, **fields, every_steps=every)
-        losses = [
+        logs = [
             {k: v for k, v in log.items() if "time" not in k and "second" not in k}
             for log in trainer.state.log_history
         ]
-        losses = [log for log in losses if "live/loss_dose_0" not in log]
-        states = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-        runs.append((trained(trainer), losses, states, live_logs(trainer)))
-    (without, losses, states, none), (with_it, other_losses, other_states, logs) = runs
-    assert all(torch.equal(without[name], with_it[name]) for name in without)
-    assert losses == other_losses
-    assert torch.equal(states[0], other_states[0]) and states[1:] == other_states[1:]
-    assert not none and [log["step"] for log in logs] == [2, 4, 5]
+        losses = [log for log in logs if "live/loss_dose_0" not in log]
+        states = torch.random.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+        runs.append((flat_weights(trainer).tolist(), losses, states))
+    assert runs[0] == runs[1]
+    assert [log["step"] for log in live_logs(trainer)] == [2, 4, 5]
 
 
-def test_what_is_logged_is_what_the_saved_adapter_shows(train, caplog):
-    with caplog.at_level("INFO", logger="loopdropout_trainer"):
-        trainer = train(tiny_ouro(), max_steps=3, every_steps=3, num_rows=6, learning_rate=0.05)
+def test_what_is_logged_is_what_the_saved_adapter_shows(train):
+    trainer = train(tiny_ouro(), max_steps=3, every_steps=3, num_rows=6, learning_rate=0.05)
     (log,) = live_logs(trainer)  # the end falls on a step that was measured
-    (line,) = [record.getMessage() for record in caplog.records if "Live diagnostics took" in record.getMessage()]
-    assert (
-        float(line.split()[3]) == pytest.approx(log["live/seconds"], abs=0.06) and "% of the training's time" in line
-    )
-    rows = [trainer.eval_dataset[index] for index in range(6)]
-    batch = trainer.data_collator(rows)
+    batch = trainer.data_collator([trainer.eval_dataset[index] for index in range(6)])
     activation = single_loop_activation(trainer.model, [batch])
     assert [log[f"live/rho_loop_{t}"] for t in (1, 2, 3, 4)] == pytest.approx(activation.reductions, abs=1e-3)
     assert [log[f"live/readout_loop_{t}"] for t in (1, 2, 3, 4)] == pytest.approx(
@@ -90,10 +77,9 @@ def test_what_it_cannot_measure_is_refused(tokenizer, dataset, config):
     trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
     with pytest.raises(ValueError, match="evaluation rows.*`num_eval_examples`"):
         LiveDiagnosticsCallback(trainer)
-    for bad in ({"every_steps": 0}, {"num_rows": 0}):
-        (name,) = bad
-        with pytest.raises(ValueError, match=f"`{name}`.* at least 1; got 0"):
-            LiveDiagnosticsCallback(trainer, **bad)
+    for name in ("every_steps", "num_rows"):
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            LiveDiagnosticsCallback(trainer, **{name: 0})
 
 
 def test_a_recipe_asks_for_it(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Each measure against a computation that shares no code with it: smaller depths, scaled weights, merged weights, formulas."""
+"""Each measure against the golden oracle, or a computation that shares no code with it; labels against the trainer's own."""
 
 import copy
 import itertools
@@ -7,27 +7,130 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import tiny_ouro
+from conftest import golden_adapted, tiny_ouro
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast
 
-from loopdropout_trainer import use_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.adapters import add_gates
-from loopdropout_trainer.diagnostics import DIAGNOSTICS, Context, single_loop_activation
-from loopdropout_trainer.diagnostics.rows import Rows
+from loopdropout_trainer.data.templates import chat_template
+from loopdropout_trainer.diagnostics import (
+    DIAGNOSTICS,
+    Context,
+    labelled_batches,
+    readout_losses,
+    single_loop_activation,
+)
+from loopdropout_trainer.diagnostics.rows import batched, labelled
 from loopdropout_trainer.diagnostics.states import linear_cka
-from loopdropout_trainer.evaluation import Subject
-from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 
+
+# The golden oracle
+
+
+@pytest.fixture
+def batches(ouro):
+    """The oracle's examples, one in each batch: the mean over batches must weigh them by their tokens."""
+    inputs = {name: ouro.tensors[f"oracle/left/{name}"] for name in ("input_ids", "attention_mask", "labels")}
+    rows = range(len(inputs["input_ids"]))
+    return [{name: tensor[row : row + 1] for name, tensor in inputs.items()} for row in rows]
+
+
+def test_single_loop_activation_and_readouts_are_the_oracles(ouro, batches):
+    def mean(name):  # over all target tokens, of per-example losses [..., B]
+        tokens = ouro.tensors["oracle/example_tokens"].double()
+        return ((ouro.tensors[f"oracle/{name}"].double() * tokens).sum(dim=-1) / tokens.sum()).tolist()
+
+    model = golden_adapted(ouro).train()
+    measured = single_loop_activation(model, batches)
+    assert measured.frozen == pytest.approx(mean("zero_gate/example_loss"), abs=2e-5)
+    assert measured.all_on == pytest.approx(mean("unit_gate/example_loss"), abs=2e-5)
+    assert measured.only == pytest.approx(mean("single_loop/example_loss"), abs=2e-5)
+    rho = [100 * (measured.frozen - loss) / measured.frozen for loss in mean("single_loop/example_loss")]
+    assert measured.reductions == pytest.approx(rho, abs=2e-3)
+    assert readout_losses(model, batches) == pytest.approx(mean("unit_gate/readout_loss"), abs=2e-5)
+    assert model.training
+
+
+def test_of_two_adapters_in_one_model_the_active_one_is_measured(ouro, batches):
+    model = golden_adapted(ouro)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=ouro.meta["lora"]["modules"], task_type="CAUSAL_LM"))
+    first = single_loop_activation(model, batches)
+    model.set_adapter("other")  # which changes nothing yet
+    other = single_loop_activation(model, batches)
+    assert other.only == pytest.approx((other.frozen,) * len(other.only))
+    model.set_adapter("default")
+    assert single_loop_activation(model, batches) == first != other
+
+
+def test_batches_without_targets_are_refused(ouro, batches):
+    without = [{**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in batches]
+    for measure, given in itertools.product((single_loop_activation, readout_losses), (without, [])):
+        with pytest.raises(ValueError, match="no target token"):
+            measure(golden_adapted(ouro), given)
+
+
+# Labels
+
+
+@pytest.fixture(scope="module")
+def merging_tokenizer():
+    """A token for each byte, and one for the end of "Answer:" with the space that begins its answer."""
+    pieces = ["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet()), ":Ġ"]
+    backend = Tokenizer(BPE({piece: index for index, piece in enumerate(pieces)}, [(":", "Ġ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template("tulu2"), **special)
+
+
+TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+FORMATS = {
+    "prompt and completion": [{"prompt": f"{i}+{i}? Answer:", "completion": f" {2 * i}"} for i in range(3)],
+    "text": [{"text": f"{i} and {i}"} for i in range(3)],
+    "messages": [{"messages": TURNS}, {"messages": TURNS + TURNS}],
+    "prompt and completion as messages": [{"prompt": TURNS[:1], "completion": TURNS[1:]}] * 2,
+}
+WITHOUT_MEANING = [("text", "assistant_only_loss"), ("text", "completion_only_loss"),
+                   ("prompt and completion", "assistant_only_loss")]  # fmt: skip
+
+
+@pytest.mark.parametrize("losses", [{}, {"assistant_only_loss": True}, {"completion_only_loss": False}])
+@pytest.mark.parametrize("form", FORMATS)
+def test_labels_are_the_trainers(form, losses, merging_tokenizer, config):
+    if any((form, name) in WITHOUT_MEANING for name in losses):
+        pytest.skip("TRL refuses it, or it means nothing")
+    data = {"train_dataset": Dataset.from_list(FORMATS[form]), "processing_class": merging_tokenizer}
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(vocab_size=259), config(**losses), **data)
+    mine = batched(labelled(FORMATS[form], merging_tokenizer, **losses), 1, merging_tokenizer.pad_token_id)
+    for batch, row in zip(mine, trainer.train_dataset, strict=True):
+        want = trainer.data_collator([row])
+        assert all(torch.equal(batch[name], want[name]) for name in ("input_ids", "labels"))
+    if form == "prompt and completion":  # as one text, the prompt's end would have merged into the first target
+        assert 258 in merging_tokenizer("".join(FORMATS[form][0].values()))["input_ids"]
+        assert 258 not in mine[0]["input_ids"]
+
+
+def test_rows_become_labelled_batches(merging_tokenizer):
+    batches = labelled_batches(FORMATS["prompt and completion"], merging_tokenizer, batch_size=2)
+    texts = [merging_tokenizer.decode(row[row != -100]) for batch in batches for row in batch["labels"]]
+    assert texts == [" 0<eos>", " 2<eos>", " 4<eos>"] and [len(batch["labels"]) for batch in batches] == [2, 1]
+
+
+# Computations of their own
 
 LABELLED = [
     {"input_ids": ids, "labels": [-100] * (3 + row) + ids[3 + row :]}
     for row, length in enumerate((12, 9, 15, 7, 11))
     for ids in [[(7 * row + 13 * place) % 200 + 40 for place in range(length)]]
 ]
-ROWS = Rows.make("test", LABELLED, batch_size=2, pad_token_id=1)
+BATCHES = batched(LABELLED, batch_size=2, pad_token_id=1)
 
 
 def adapted(model, seed=1, scale=0.2):
@@ -41,28 +144,20 @@ def adapted(model, seed=1, scale=0.2):
     return peft_model.eval()
 
 
-def context_of(model, rows=ROWS, depths=(1, 2)):
-    return Context(Subject(model, None), "adapter", rows, [], depths, all_processes())
-
-
-def measure(name, model, rows=ROWS, depths=(1, 2)):
-    context, diagnostic = context_of(model, rows, depths), DIAGNOSTICS[name]()
+def measure(name, model, batches=BATCHES, depths=(1, 2)):
+    context, diagnostic = Context(model, "adapter", batches, depths), DIAGNOSTICS[name]()
     assert diagnostic.skip_reason(context) is None
     return diagnostic.measure(context)
 
 
 @torch.no_grad()
-def logits_and_targets(model, rows=ROWS):
+def logits_and_targets(model):
     """Logits [n, V] and target tokens [n] of all rows, from the model's own forward, one row at a time."""
     found = []
-    for batch in rows.batches:
-        for ids, mask, labels in zip(
-            *(batch[name] for name in ("input_ids", "attention_mask", "labels")), strict=True
-        ):
-            length = int(mask.sum())
-            logits = model(input_ids=ids[None, :length], use_cache=False).logits[0, :-1]
-            kept = labels[1:length] != -100
-            found.append((logits[kept], labels[1:length][kept]))
+    for row in LABELLED:
+        logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
+        labels = torch.tensor(row["labels"][1:])
+        found.append((logits[labels != -100], labels[labels != -100]))
     return torch.cat([pair[0] for pair in found]).double(), torch.cat([pair[1] for pair in found])
 
 
@@ -105,7 +200,8 @@ def test_adapters_for_one_depth_are_left_out_of_the_depths():
     for rule in ("independent", "learned"):
         model = adapted(tiny_ouro())
         add_gates(model, rule=make_rule(rule))
-        assert "parameters of its own, for one depth only" in DIAGNOSTICS["depth"]().skip_reason(context_of(model))
+        context = Context(model, "adapter", BATCHES, (1, 2))
+        assert "for one depth only" in DIAGNOSTICS["depth"]().skip_reason(context)
         assert np.isfinite(measure("patterns", model)["frozen"])
 
 
@@ -118,20 +214,14 @@ def test_patterns_are_use_gates(make_tiny):
             assert pattern["loss"] == pytest.approx(loss_of(model), abs=1e-5)
     with model.disable_adapter():
         assert found["frozen"] == pytest.approx(loss_of(model), abs=1e-5)
+    of = {tuple(each["loops"]): each for each in found["patterns"]}
+    single = measure("single_loop", model)
+    assert single["only"] == tuple(of[loop,]["loss"] for loop in (1, 2, 3, 4))
+    assert single["reductions_percent"] == pytest.approx([of[loop,]["reduction_percent"] for loop in (1, 2, 3, 4)])
+    assert single["all_on"] == of[1, 2, 3, 4]["loss"]
     kinds = {tuple(each["loops"]): each["kinds"] for each in found["patterns"]}
     assert kinds[1, 2] == ["prefix"] and kinds[3, 4] == ["suffix"] and kinds[1, 3] == []
     assert kinds[()] == kinds[1, 2, 3, 4] == ["prefix", "suffix"]
-
-
-def test_single_loop_is_the_patterns_of_one_loop():
-    model = adapted(tiny_ouro())
-    found, patterns = measure("single_loop", model), measure("patterns", model)["patterns"]
-    of = {tuple(each["loops"]): each for each in patterns}
-    assert found["only"] == tuple(of[loop,]["loss"] for loop in (1, 2, 3, 4))
-    assert found["reductions_percent"] == pytest.approx([of[loop,]["reduction_percent"] for loop in (1, 2, 3, 4)])
-    assert found["all_on"] == of[1, 2, 3, 4]["loss"]
-    alone = single_loop_activation(model, ROWS.batches)  # without a run around it
-    assert alone.only == pytest.approx(found["only"]) and alone.frozen == pytest.approx(found["frozen"])
 
 
 def test_only_prefixes_and_suffixes_of_many_loops():
@@ -167,7 +257,7 @@ def test_updates_are_a_merged_loop_against_a_frozen_one():
     merged = copy.deepcopy(model).merge_and_unload()
     found = measure("updates", model)
     sizes, cosines = [], []
-    for batch in ROWS.batches:
+    for batch in BATCHES:
         states = merged.model.get_input_embeddings()(batch["input_ids"])
         kept, effects = batch["labels"][:, 1:] != -100, []
         for _ in range(4):
@@ -194,7 +284,7 @@ def test_settling_is_the_distance_between_runs_of_different_depth():
     assert found["agreements_percent"] == pytest.approx(same)
     assert divergences[0] > 1e-4 and divergences[3] == 0
     distances = []
-    for batch in ROWS.batches:
+    for batch in BATCHES:
         with torch.no_grad():
             runs = [
                 at_depth(model, depth)
@@ -231,9 +321,9 @@ def test_cka_is_its_definition():
 def test_similarity_looks_at_the_states():
     model = adapted(tiny_ouro())
     found = measure("similarity", model)
-    assert found["num_tokens"] == ROWS.identity["num_tokens"]
+    assert found["num_tokens"] == sum(label != -100 for row in LABELLED for label in row["labels"][1:])
     states = []
-    for batch in ROWS.batches:
+    for batch in BATCHES:
         with torch.no_grad():
             output = model.base_model.model.model(batch["input_ids"], batch["attention_mask"], output_readouts=True)
         kept = batch["labels"][:, 1:] != -100
@@ -242,10 +332,8 @@ def test_similarity_looks_at_the_states():
 
 
 def test_results_do_not_depend_on_the_batch_size(make_tiny):
-    model = adapted(make_tiny())
-    others = Rows.make("test", LABELLED, batch_size=5, pad_token_id=1)
-    assert others.identity == ROWS.identity and len(others.batches) == 1
+    model, one_batch = adapted(make_tiny()), batched(LABELLED, batch_size=5, pad_token_id=1)
     for name in ("readouts", "single_loop", "settling", "updates"):
-        found, other = measure(name, model), measure(name, model, others)
+        found, other = measure(name, model), measure(name, model, one_batch)
         for key in set(found) - {"states"}:
             assert np.array(other[key]) == pytest.approx(np.array(found[key]), abs=1e-4)

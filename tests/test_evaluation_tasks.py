@@ -24,12 +24,12 @@ from loopdropout_trainer.evaluation import (
     evaluate_subject,
     generate_greedy,
     load_benchmark,
-    load_result_rows,
     load_results,
     make_benchmark,
+    score_completions,
 )
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
-from loopdropout_trainer.evaluation.averages import averages_of
+from loopdropout_trainer.evaluation.results import averages_of
 from loopdropout_trainer.evaluation.subject import end_of_turn
 from loopdropout_trainer.settings.recipe import load_recipe
 
@@ -49,6 +49,7 @@ def write_rows(path, rows):
 def files(tmp_path_factory):
     """Stand-in rows of every benchmark of instruction tuning."""
     folder = tmp_path_factory.mktemp("rows")
+    subjects = ("abstract_algebra", "anatomy", "world_religions")
     mmlu = [
         {
             "question": f" What is {i} + {i}?",
@@ -56,24 +57,18 @@ def files(tmp_path_factory):
             "choices": [str(i), str(2 * i), "7", "8"],
             "answer": i % 4,
         }
-        for subject in ("abstract_algebra", "anatomy", "world_religions")
+        for subject in subjects
         for i in range(5)
     ]
-    bbh = [
-        {"task": task, "idx": 0, "input": "not True is", "target": "False"}
-        for task in ("boolean_expressions", "navigate")
-    ]
-    truthfulqa = [
-        {
-            "question": f"Is {i} a number?",
-            "mc1_targets": {"choices": ["Yes.", "No."], "labels": [1, 0]},
-            "mc2_targets": {"choices": ["Yes.", "It is.", "No.", "Never."], "labels": [1, 1, 0, 0]},
-        }
-        for i in range(4)
-    ]
-    instructions = [
-        {key: row[key] for key in ("key", "prompt", "instruction_id_list", "kwargs")} for row in vectors("ifeval")[:3]
-    ]
+    tasks = ("boolean_expressions", "navigate")
+    bbh = [{"task": task, "idx": 0, "input": "not True is", "target": "False"} for task in tasks]
+    one, two = (
+        {"choices": ["Yes.", "No."], "labels": [1, 0]},
+        {"choices": ["Yes.", "It is.", "No."], "labels": [1, 1, 0]},
+    )
+    truthfulqa = [{"question": f"Is {i} a number?", "mc1_targets": one, "mc2_targets": two} for i in range(4)]
+    fields = ("key", "prompt", "instruction_id_list", "kwargs")
+    instructions = [{key: row[key] for key in fields} for row in vectors("ifeval")[:3]]
     return {
         "mmlu": write_rows(folder / "mmlu.jsonl", mmlu),
         "bbh": write_rows(folder / "bbh.jsonl", bbh),
@@ -109,10 +104,9 @@ def test_ifeval_gives_the_official_verdict_on_every_response():
     assert len(rows) == 270
     for row in rows:
         scores = score_ifeval(row, [row["response"]])
-        assert scores["inst_level_strict_acc"] == row["strict"], row["key"]
-        assert scores["inst_level_loose_acc"] == row["loose"], row["key"]
-        assert scores["prompt_level_strict_acc"] == row["prompt_strict"], row["key"]
-        assert scores["prompt_level_loose_acc"] == row["prompt_loose"], row["key"]
+        for name in ("strict", "loose"):
+            assert scores[f"inst_level_{name}_acc"] == row[name], row["key"]
+            assert scores[f"prompt_level_{name}_acc"] == row[f"prompt_{name}"], row["key"]
 
 
 def test_the_averages_of_the_recipe_are_those_of_the_papers_table():
@@ -150,6 +144,14 @@ def test_a_missing_tokenizer_of_ifeval_is_refused_before_anything_is_generated(f
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert "`ifeval` needs NLTK's data `punkt_tab`" in done.stderr.splitlines()[-1]
     assert "python -m nltk.downloader punkt_tab" in done.stderr
+
+
+def test_correct_answers_are_counted_by_the_columns_of_the_rows():
+    benchmark = load_benchmark("arithmetic_test", limit=20)
+    steps = [row["num_steps"] for row in benchmark.rows]
+    result = score_completions(benchmark, [*benchmark.references[:10], *[""] * 10])
+    want = {str(n): {"correct": steps[:10].count(n), "total": steps.count(n)} for n in set(steps)}
+    assert result.as_json()["groups"] == {"num_steps": want}
 
 
 # Asking
@@ -203,15 +205,12 @@ def test_gates_and_readouts_reach_every_kind_of_benchmark(files, tokenizer):
 
 
 def test_bad_local_rows_are_refused_with_their_place(files, tmp_path):
-    for rows, message in (
-        (
-            [{"question": "?", "choices": ["a"], "answer": 0}],
-            r"rows.jsonl, row 1 is not .* `mmlu`: the field 'subject' is",
-        ),
-        ([{"question": "?", "subject": "astrology"}], "`mmlu` has no task `mmlu_astrology`"),
+    for row, message in (
+        ({"question": "?", "choices": ["a"], "answer": 0}, "rows.jsonl, row 1 .*'subject'"),
+        ({"question": "?", "subject": "astrology"}, "mmlu_astrology"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_benchmark("mmlu", write_rows(tmp_path / "rows.jsonl", rows))
+            load_benchmark("mmlu", write_rows(tmp_path / "rows.jsonl", [row]))
     with pytest.raises(ValueError, match="nothing.jsonl cannot be read"):
         load_benchmark("truthfulqa_mc2", tmp_path / "nothing.jsonl")
 
@@ -338,18 +337,18 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
     num_answers = answers_in(tmp_path)
     evaluate_script.main(first)
     assert (tmp_path / "evaluation.json").read_text() == content and answers_in(tmp_path) == num_answers
-    assert (tmp_path / "sessions.jsonl").read_text().count("\n") == 4
 
     deeper = [*first, "--num_loops", "2"]
     with pytest.raises(SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2.*NAME=PATH"):
         evaluate_script.main(deeper)
+    other = [*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3"]
     with pytest.raises(
         SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2"
     ):  # on another benchmark, too
-        evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--num_loops", "2"])
+        evaluate_script.main([*other, "--num_loops", "2"])
     evaluate_script.main([*deeper, "--adapter", "shallow=none"])
-    evaluate_script.main([*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3", "--adapter", "none"])
-    rows = load_result_rows(tmp_path / "evaluation.json")
+    evaluate_script.main([*other, "--adapter", "none"])
+    rows = {row: load_results(tmp_path / "evaluation.json", row) for row in ("base", "tuned", "shallow")}
     assert {row: list(results) for row, results in rows.items()} == {
         "base": ["truthfulqa_mc2", "arithmetic_test"],
         "tuned": ["truthfulqa_mc2"],
@@ -371,7 +370,7 @@ def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_pat
         done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / f"{count}/answers/tuned/mmlu/0000{count - 1}.jsonl").is_file()
-        found.append(load_result_rows(tmp_path / str(count) / "evaluation.json"))
+        found.append({row: load_results(tmp_path / f"{count}/evaluation.json", row) for row in ("base", "tuned")})
     one, *others = found
     for other in others:
         for row in ("base", "tuned"):

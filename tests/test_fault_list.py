@@ -243,8 +243,7 @@ def test_a_mistake_is_one_line_with_exit_code_2(fault, tmp_path, monkeypatch, ca
 
 
 def test_the_list_is_long():
-    assert len(FAULTS) >= 300
-    assert len({title(fault) for fault in FAULTS}) > 0.9 * len(FAULTS)
+    assert len({title(fault) for fault in FAULTS}) >= 300
 
 
 # --- processes ---
@@ -285,25 +284,17 @@ def test_the_first_line_comes_at_once_and_the_error_last_by_the_name_that_was_ty
 # --- what the one place lets through, and what it does not ---
 
 
-def run(main):
-    command.run_command(main, "script")
-
-
-def test_our_own_faults_keep_their_traceback():
-    for fault, kind in (
-        (lambda: {}["missing"], KeyError),
-        (lambda: torch.zeros(2) @ torch.zeros(3), RuntimeError),
-        (lambda: int("x"), ValueError),
-    ):
-        with pytest.raises(kind):
-            run(fault)
-
-
 def raises(error):
     def main():
         raise error
 
     return main
+
+
+def test_our_own_faults_keep_their_traceback():
+    for fault in (lambda: {}["missing"], lambda: torch.zeros(2) @ torch.zeros(3), lambda: int("x")):
+        with pytest.raises((KeyError, RuntimeError, ValueError)):
+            command.run_command(fault, "script")
 
 
 class Terminated(KeyboardInterrupt):
@@ -317,13 +308,13 @@ class Terminated(KeyboardInterrupt):
         (Terminated("stopped after step 3."), 143, "stopped after step 3."),
         (OSError(28, "No space left on device", "/data"), 2, "/data cannot be used: No space left on device."),
         (
-            ModuleNotFoundError("No module named 'nobodys'", name="nobodys"),
+            ModuleNotFoundError("No module named 'x'", name="x"),
             2,
-            "The Python package `nobodys` is not installed, which these settings need.",
+            "The Python package `x` is not installed, which these settings need.",
         ),
     ],
 )
 def test_a_signal_a_full_disk_and_a_missing_package_are_one_line(capsys, error, code, text):
     with pytest.raises(SystemExit) as stop:
-        run(raises(error))
+        command.run_command(raises(error), "script")
     assert (stop.value.code, capsys.readouterr().err) == (code, f"script: {text}\n")

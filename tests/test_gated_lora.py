@@ -4,22 +4,16 @@
 """
 
 import copy
+import functools
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from conftest import TINY, tiny_ouro
-from peft import (
-    AdaLoraConfig,
-    LoraConfig,
-    PrefixTuningConfig,
-    get_peft_model,
-    initialize_lora_eva_weights,
-)
+from conftest import TINY, randomise, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
+from peft import AdaLoraConfig, LoraConfig, PrefixTuningConfig, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora import layer as lora_layer
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, VeloraConfig
-from test_extending import tiny_hrm
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, use_gates
 from loopdropout_trainer.adapters import adapted_layers, add_gates, check_peft_config, has_gates, remove_gates
@@ -27,22 +21,7 @@ from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 
 
-@pytest.fixture(params=[*TINY, "hrm_text"])
-def make_any(request):
-    """Makes a tiny model of each family in turn, the described one among them."""
-    return {**TINY, "hrm_text": tiny_hrm}[request.param]
-
-
-def adapted(**config):
-    model = tiny_ouro()
-    peft_model = get_peft_model(model, default_peft_config(model, **{"r": 4, "lora_alpha": 8, **config}))
-    torch.manual_seed(1)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return peft_model
-
-
+adapted = functools.partial(with_adapter, r=4, lora_alpha=8)
 IDS = torch.arange(2, 42).view(4, 10)
 
 
@@ -83,27 +62,25 @@ def test_one_column_serves_all_examples_and_columns_belong_to_their_examples():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float32_factors_compute_in_the_activations_dtype(dtype):
     model = adapted().to(dtype)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
+    for parameter in trained_parameters(model).values():
+        parameter.data = parameter.data.float()
     add_gates(model, in_activation_dtype=True)
     with use_gates(model, torch.full((4,), 1.5)):
         out = model(IDS, labels=IDS)
         out.loss.backward()
     assert out.logits.dtype == dtype
-    assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.grad.dtype for p in trained_parameters(model).values()} == {torch.float32}
 
 
 def test_the_gate_never_multiplies_a_full_width_activation():
     # What autograd saves besides PEFT's own computation must be of the rank's width.
-    model, hidden = adapted().train(), 32
-    widths = {}
+    model, widths = adapted().train(), []
     for gates in (torch.ones(4), torch.full((4, 4), 2.0)):
         saved = []
         pack = lambda tensor, saved=saved: saved.append(tuple(tensor.shape)) or tensor
         with use_gates(model, gates), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(IDS, labels=IDS)
-        widths[len(widths)] = sum(len(shape) == 3 and shape[-1] >= hidden for shape in saved)
+        widths.append(sum(len(shape) == 3 and shape[-1] >= 32 for shape in saved))
     assert widths[1] == widths[0]
 
 
@@ -150,10 +127,7 @@ def two_adapters(gated_first=True):
     if gated_first:
         add_gates(model)
     model.add_adapter("second", default_peft_config(model.get_base_model(), r=4))
-    for name, parameter in model.named_parameters():
-        if "lora_B.second" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
+    return randomise(model, 0.05)
 
 
 def logits(model, gates=None, **inputs):
@@ -202,10 +176,7 @@ def test_learned_gates_that_pefts_own_loading_would_drop_are_refused(tmp_path):
     learned.load_adapter(str(tmp_path), "default")  # which has a place for them
     model = adapted()
     add_gates(model)
-    with pytest.raises(
-        ValueError,
-        match="has learned gates .* PEFT's `load_adapter` does not read",
-    ):
+    with pytest.raises(ValueError, match="has learned gates .* PEFT's `load_adapter` does not read"):
         model.load_adapter(str(tmp_path), "other")
 
 
@@ -260,33 +231,23 @@ def test_a_layer_that_computes_its_update_itself_is_refused_whatever_it_is():
             apply(model)
 
 
+REFUSED = {  # fields of LoraConfig
+    "use_dora": True, "use_qalora": True, "alora_invocation_tokens": [3], "velora_config": VeloraConfig(),
+    "kasa_config": KasaConfig(), "use_bdlora": BdLoraConfig(), "modules_to_save": ["lm_head"], "lora_bias": True,
+    "trainable_token_indices": [3], "bias": "all",
+}  # fmt: skip
+INITS = ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        *(
-            ({field: value}, field)
-            for field, value in {
-                "use_dora": True,
-                "use_qalora": True,
-                "alora_invocation_tokens": [3],
-                "velora_config": VeloraConfig(),
-                "kasa_config": KasaConfig(),
-                "use_bdlora": BdLoraConfig(),
-                "modules_to_save": ["lm_head"],
-                "trainable_token_indices": [3],
-                "lora_bias": True,
-                "bias": "all",
-                "init_lora_weights": "pissa",
-            }.items()
-        ),
-        *(
-            ({"init_lora_weights": init}, "init_lora_weights")
-            for init in ("pissa_niter_4", "olora", "corda", "lora_ga")
-        ),
+        *(({field: value}, field) for field, value in REFUSED.items()),
+        *(({"init_lora_weights": init}, "init_lora_weights") for init in INITS),
         ({"target_modules": ["q_proj", "lm_head"]}, "`lm_head` is not a linear projection of the recurrent block"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
-        (AdaLoraConfig(total_step=10), "got a configuration of another kind, AdaLoraConfig"),
-        (PrefixTuningConfig(num_virtual_tokens=2), "another kind, PrefixTuningConfig"),
+        (AdaLoraConfig(total_step=10), "AdaLoraConfig"),
+        (PrefixTuningConfig(num_virtual_tokens=2), "PrefixTuningConfig"),
     ],
     ids=str,
 )
@@ -336,8 +297,9 @@ def test_initialisations_that_leave_the_base_alone_are_gated_and_train(init, mak
     assert moved == {"mica": {"A"}, False: {"A", "B"}, "orthogonal": {"A", "B"}}.get(init, {"B"})
 
 
-def test_pefts_default_is_the_recurrent_block_and_torch_save_keeps_the_model(make_any, tmp_path):
-    peft_model = get_peft_model(make_any().eval(), LoraConfig(r=2, init_lora_weights=False)).eval()
+@pytest.mark.parametrize("make", [*TINY.values(), tiny_hrm], ids=[*TINY, "hrm_text"])
+def test_pefts_default_is_the_recurrent_block_and_torch_save_keeps_the_model(make, tmp_path):
+    peft_model = get_peft_model(make().eval(), LoraConfig(r=2, init_lora_weights=False)).eval()
     looped = find_looped_model(peft_model)
     names = [name for name, module in looped.named_modules() if isinstance(module, lora_layer.LoraLayer)]
     assert names == looped.recurrent_linears()

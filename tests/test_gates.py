@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from loopdropout_trainer.gates import RULES, Adaptive, Draw, make_rule
-from loopdropout_trainer.gates.__main__ import FACTS, facts, main
-from loopdropout_trainer.gates.streams import normals, uniforms
+from loopdropout_trainer.gates import RULES, Draw, make_rule
+from loopdropout_trainer.gates.__main__ import main
+from loopdropout_trainer.gates.streams import _purpose_key, normals, uniforms
 
 
 K, M = 4, 3
 LAYERS = (0, 0, 1)
 MANY = 300_000
+FACTS = ("Gate", "Mean", "Covariance", "Paper")
 IDENTITY = torch.eye(K, dtype=torch.float64)
 PARALLEL = torch.full((K, K), 1 / K, dtype=torch.float64)
 ONE = torch.ones(K, dtype=torch.float64)
@@ -109,20 +110,16 @@ def test_support_and_mass_at_zero(name, fields, support, at_zero):
     assert (gates == 0).double().mean(dim=1).tolist() == pytest.approx(at_zero, abs=0.008)
 
 
-def test_parallel_noise_is_negative_at_times_and_never_zero():
-    gates = make_rule("parallel_noise").sample(draw(MANY // 3))
-    assert (gates < 0).any() and (gates != 0).all()
-    assert (gates == 1).double().mean().item() == pytest.approx(0.5, abs=0.008)  # no event, no noise
-
-
 @pytest.mark.parametrize("p", [0.3, 0.5, PROFILE])
 def test_events_of_one_seed_are_paired_between_rules(p):
     d = draw(5000)
     removed = make_rule("loop_dropout", p=p).sample(d) == 0
-    assert torch.equal(removed, make_rule("unscaled", p=p).sample(d) == 0)
-    assert torch.equal(removed, make_rule("independent", p=p).sample(d) == 0)
-    assert torch.equal(removed, make_rule("learned", p=p).sample(d) == 0)
-    assert torch.equal(removed, make_rule("parallel_noise", p=p).sample(d) != 1)
+    for name in ("unscaled", "independent", "learned"):
+        assert torch.equal(removed, make_rule(name, p=p).sample(d) == 0)
+    noisy = make_rule("parallel_noise", p=p).sample(d)
+    assert torch.equal(removed, noisy != 1) and (noisy < 0).any() and (noisy != 0).all()
+    noise = d.normals("parallel noise", K).T  # of a stream of its own
+    assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), removed.flatten().double()]))[0, 1])) < 0.03
     seeds = make_rule("weight_noise", p=p).seeds(d)
     assert seeds.shape == (K, 5000, M)
     assert torch.equal(removed.unsqueeze(-1).expand(-1, -1, M), seeds != 0)
@@ -130,18 +127,8 @@ def test_events_of_one_seed_are_paired_between_rules(p):
     assert torch.equal(removed, make_rule("module_wise", p=p).sample(d)[..., 0] == 0)
     dose = make_rule("dose_control", p=p).sample(d)
     assert torch.equal(removed.all(dim=0), (dose == 0).all(dim=0))
-
-
-def test_a_larger_p_removes_more_of_the_same_loops():
-    few, many = (make_rule("loop_dropout", p=p).sample(draw(5000)) == 0 for p in (0.2, 0.6))
-    assert (few <= many).all() and not torch.equal(few, many)
-
-
-def test_noise_has_a_stream_of_its_own():
-    d = draw(MANY // 3)
-    noise = d.normals("parallel noise", K).T
-    events = d.removals(0.5).double()
-    assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), events.flatten()]))[0, 1])) < 0.01
+    more = make_rule("loop_dropout", p=0.8).sample(d) == 0  # a larger p removes more of the same loops
+    assert (removed <= more).all() and not torch.equal(removed, more)
 
 
 def test_schedule_is_linear_in_steps():
@@ -230,11 +217,11 @@ def test_every_rule_is_stateless_and_leaves_global_randomness_alone(name):
         assert not torch.equal(*other)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_every_rule_says_what_it_is(name, capsys):
-    assert set(facts(RULES[name])) == set(FACTS)
-    main([name])
-    assert name in capsys.readouterr().out
+def test_every_rule_says_what_it_is(capsys):
+    for name in RULES:
+        main([name])
+        out = capsys.readouterr().out
+        assert out.startswith(f"{name}(") and all(f"\n    {fact}: " in out for fact in FACTS)
 
 
 def test_stream_values_are_pinned():
@@ -244,8 +231,6 @@ def test_stream_values_are_pinned():
 
 
 def test_streams_are_numpys_philox():
-    from loopdropout_trainer.gates.streams import _purpose_key
-
     for seed, step, (row, segment) in ((0, 0, (0, 0)), (-3, 5, (2, 1)), (2**63 + 1, 10**6, (4095, 7))):
         counter = (step << 192) | (row << 128) | (segment << 64)
         philox = np.random.Philox(key=(_purpose_key("x") << 64) | (seed % 2**64), counter=counter)
@@ -253,43 +238,29 @@ def test_streams_are_numpys_philox():
         assert uniforms(seed, "x", step, [(9, 9), (row, segment)], 11)[1].tolist() == expected.tolist()
 
 
-def test_uniforms_and_normals_are_what_they_say():
-    example_ids = [(row, 0) for row in range(50_000)]
-    u, z = uniforms(0, "a", 1, example_ids, 4).flatten(), normals(0, "b", 1, example_ids, 4).flatten()
-    assert (u.mean().item(), u.var().item()) == pytest.approx((1 / 2, 1 / 12), abs=0.005)
-    assert (z.mean().item(), z.var().item(), (z**4).mean().item()) == pytest.approx((0, 1, 3), abs=0.05)
-
-
 @pytest.mark.parametrize(
     "name, fields, message",
     [
-        ("loopdropout", {}, "Did you mean `loop_dropout`.*Valid rules: adaptive, coto"),
+        ("loopdropout", {}, "Valid rules: adaptive, coto"),
         ("lora", {"p": 0.5}, "no field 'p'; it takes no fields"),
-        ("parallel_noise", {"d": 1}, "no field 'd'; it takes p, c"),
         ("adaptive", {"estimate": 1}, "it takes p, direction, p_min, p_max, decay"),
-        ("loop_dropout", {"p": 1.0}, r"`p` .* must lie in \[0, 1\); got 1.0"),
+        ("loop_dropout", {"p": 1.0}, r"`p` .* \[0, 1\); got 1.0"),
         ("loop_dropout", {"p": []}, "empty list"),
-        ("adaptive", {"p": (0.5, 0.5)}, "one drop probability for all loops"),
+        ("adaptive", {"p": (0.5, 0.5)}, "`p` must be one"),
         ("adaptive", {"direction": "up"}, "'more' or 'less'"),
         ("adaptive", {"p": 0.5, "p_max": 0.4}, "between `p_min` and `p_max`"),
         ("exactly_m", {"m": 1.5}, "`m` must be an integer"),
         ("parallel_noise", {"c": -1}, "`c` must be a number from 0"),
         ("lora_dropout", {"num_masks": 0}, "`num_masks` must be an integer from 1"),
-        ("schedule", {"p_end": 2}, "`p_end` is a drop probability"),
+        ("schedule", {"p_end": 2}, "`p_end`"),
         ("coto", {"ramp": 2}, "`ramp` must be a number from 0 to 1"),
+        ("loop_dropout", {"p": (0.5, 0.5)}, "`p` has 2 values, but the model runs 4 loops"),
+        ("exactly_m", {"m": 5}, "`m` must be an integer from 1 to 4; got 5"),
     ],
 )
 def test_bad_rules_and_fields_are_refused_with_the_valid_ones(name, fields, message):
     with pytest.raises(ValueError, match=message):
-        make_rule(name, **fields)
-
-
-def test_rules_are_checked_against_the_depth():
-    with pytest.raises(ValueError, match="`p` has 2 values, but the model runs 4 loops"):
-        make_rule("loop_dropout", p=(0.5, 0.5)).check(K)
-    with pytest.raises(ValueError, match="`m` must be an integer from 1 to 4; got 5"):
-        make_rule("exactly_m", m=5).check(K)
-    assert isinstance(make_rule("adaptive"), Adaptive)
+        make_rule(name, **fields).check(K)
 
 
 PINNED_UNIFORMS = [0.7536126375094412, 0.05761926161340136, 0.7244750393439571, 0.2932749999487606, 0.7535162756490593]

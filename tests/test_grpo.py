@@ -16,8 +16,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.gates.streams import uniforms
+from loopdropout_trainer.generation.decoding import Sampler
 from loopdropout_trainer.generation.generation import sample_completions
-from loopdropout_trainer.generation.sampling import Sampler
 
 
 BETA, EPSILON, TEMPERATURE, LENGTH = 0.2, 0.1, 0.8, 7

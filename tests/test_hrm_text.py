@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from conftest import with_adapter
+from conftest import tiny_hrm, with_adapter
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from test_extending import tiny_hrm
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM
 
 from loopdropout_trainer import (
@@ -31,23 +30,17 @@ def sharp_hrm(**config):
     return model
 
 
-def test_it_is_described_by_itself():
+def test_it_is_described_by_itself_and_its_checkpoints_are_checked(tmp_path):
     model = tiny_hrm()
     check_loops(model, input_ids=torch.tensor([[3, 4, 5]]))
     assert find_looped_model(model) is model and model.config.num_loops == 3
-
-
-def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
-    tiny_hrm().save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_loops == 3
     weights = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in weights if "H_module" in name and "o_proj" in name)
-    other = {**weights, "model.H_module.extra.weight": weights.pop(name)}
-    del other[name]
-    for held, message in ((weights, "it lacks `model.H_module"), (other, "it holds `model.H_module.extra.weight`")):
-        save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(WrongWeightsError, match=message):
-            AutoModelForCausalLM.from_pretrained(tmp_path)
+    weights["model.H_module.extra.weight"] = weights.pop(next(name for name in weights if "H_module" in name))
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WrongWeightsError, match="it lacks `model.H_module.*it holds `model.H_module.extra.weight`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_training_batches_mark_the_prompt_and_score_as_transformers_does(config, dataset, tokenizer):
@@ -109,16 +102,12 @@ def test_grpo_is_refused(tokenizer, tmp_path):
 
 
 def test_several_examples_in_a_row_are_refused(config, dataset, tokenizer):
+    batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[-100, 4]])}
+    assert tiny_hrm(prefix_lm=False).complete_batch(batch) is batch  # without the prefix mask nothing is marked
     args = config(padding_free=True, max_length=None)
     trainer = LoopDropoutSFTTrainer(tiny_hrm(), args, train_dataset=dataset, processing_class=tokenizer)
     with pytest.raises(ValueError, match="set `packing` and `padding_free` to false"):
         trainer.train()
-
-
-def test_without_the_prefix_mask_nothing_is_marked():
-    model = find_looped_model(tiny_hrm(prefix_lm=False))
-    batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[-100, 4]])}
-    assert model.complete_batch(batch) is batch
 
 
 def test_generation_takes_its_input_for_the_prompt(tokenizer):

@@ -5,22 +5,13 @@ import math
 
 import pytest
 import torch
-from conftest import (
-    golden_adapted,
-    golden_inputs,
-    golden_model,
-    tiny_huginn,
-    tiny_llama_conversion,
-    tiny_nanbeige,
-)
+from conftest import golden_adapted, golden_inputs, golden_model, tiny_huginn, tiny_llama_conversion
 from safetensors.torch import load_file, save_file
 from test_families import assert_close, example_nll
-from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.models.initial_state import philox, truncated_normals
-from loopdropout_trainer.models.rotary import rotations
 
 
 @pytest.fixture(scope="module")
@@ -77,33 +68,38 @@ def test_an_adapter_on_the_core_alone_agrees_with_the_oracle(raven):
 @pytest.mark.parametrize(
     ("counter", "key", "want"),
     [  # known answers of the Random123 library for Philox-4x32-10
-        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-        ),
+        ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
 def test_the_random_source_gives_its_known_answers(counter, key, want):
-    assert [int(word) for word in philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))] == want
+    words = lambda text: tuple(torch.tensor(int(word, 16)) for word in text.split())
+    assert philox(words(counter), words(key)) == words(want)
 
 
-def test_states_have_the_published_distribution(huginn):
+def first_state(model):
+    """The initial states [1, 38, E] of 38 tokens."""
+    seen = []
+    model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(torch.arange(2, 40)[None])
+    return seen[0][..., : model.config.n_embd]
+
+
+def test_states_have_the_published_distribution():
     numbers = truncated_normals(torch.tensor([7]), torch.arange(64), 512).flatten().double()
     inside = math.erf(3 / 2**0.5)
     quantiles = (torch.erf(numbers.sort().values / 2**0.5) / inside + 1) / 2
     ideal = (torch.arange(len(numbers)) + 0.5) / len(numbers)
     assert (quantiles - ideal).abs().max() < 1.63 / len(numbers) ** 0.5  # Kolmogorov-Smirnov, 1%
     std = (1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / inside) ** 0.5
-    model = tiny_huginn(n_embd=512, n_heads=8)
-    seen = {}
-    model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.setdefault("first", args[0]))
-    model(torch.arange(2, 40)[None])
-    state = seen["first"][..., :512]
+    state = first_state(tiny_huginn(n_embd=512, n_heads=8))
     assert state.abs().max() <= 1.8975  # 3 sqrt(2 / 5)
     assert state.std().item() == pytest.approx(0.4**0.5 * std, rel=0.02)
+    stored = {"std": 0.008703882797784892, "embed_scale": 1.0}  # a conversion's
+    state = first_state(tiny_llama_conversion(init_values=stored))
+    assert 0.02 < state.abs().max() <= 3 * stored["std"]
+    assert state.std().item() == pytest.approx(0.00858, rel=0.1)  # 0.9866 of the untruncated
 
 
 def test_in_evaluation_a_state_depends_on_seed_and_position_alone():
@@ -123,40 +119,30 @@ def test_in_evaluation_a_state_depends_on_seed_and_position_alone():
     assert not torch.allclose(other(ids).logits, first, atol=1e-3)
 
 
-def states_of_training(config, dataset, tokenizer, **fields):
-    """Initial states [rows, E] of the first tokens that the first optimizer step sees, by row of the global batch."""
-    model = tiny_huginn(**fields.pop("model", {}))
-    seen = []
-    model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.append(args[0][:, 0, :32].detach()))
-    args = config(max_steps=1, remove_padding=False, **fields)  # which would run the rows as one
-    trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
-    trainer.train()
-    return torch.cat(seen[:: model.config.num_loops])
+def states_of_training(config, dataset, tokenizer, model=None, **fields):
+    """Initial states of the tokens that the first optimizer step sees, [rows, S, E]."""
+    model, seen = tiny_huginn(**(model or {})), []
+    model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.append(args[0][..., :32].detach()))
+    args = config(max_steps=1, **fields)
+    LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer).train()
+    return seen[:: model.config.num_loops]
 
 
 def test_in_training_each_example_and_step_has_its_own_state_whatever_the_layout(config, dataset, tokenizer):
-    whole = states_of_training(config, dataset, tokenizer, per_device_train_batch_size=4)
-    split = states_of_training(
-        config, dataset, tokenizer, per_device_train_batch_size=2, gradient_accumulation_steps=2
-    )
-    assert torch.equal(whole, split)
+    def first_tokens(size=4, accumulated=1, **fields):  # by row of the global batch
+        fields |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
+        # Removing padding would run the rows as one.
+        states = states_of_training(config, dataset, tokenizer, remove_padding=False, **fields)
+        return torch.cat([state[:, 0] for state in states])
+
+    whole = first_tokens()
+    assert torch.equal(whole, first_tokens(2, 2))
     assert len(whole.unique(dim=0)) == 4
-    assert not torch.equal(whole, states_of_training(config, dataset, tokenizer, gate_seed=5))
-    fixed = states_of_training(config, dataset, tokenizer, model={"redraw_state": False})
-    assert len(fixed.unique(dim=0)) == 1
-
-
-def test_packed_training_draws_a_state_for_each_example(config, dataset, tokenizer):
-    states = []
-
-    def record(module, args):
-        states.append(args[0][0, :, :32].detach())
-
-    model = tiny_huginn()
-    model.transformer.adapter.register_forward_pre_hook(record)
-    args = config(max_steps=1, padding_free=True, max_length=None, per_device_train_batch_size=3)
-    LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer).train()
-    assert len(states[0].unique(dim=0)) == len(states[0])  # no two tokens alike, though positions repeat
+    assert not torch.equal(whole, first_tokens(gate_seed=5))
+    assert len(first_tokens(model={"redraw_state": False}).unique(dim=0)) == 1
+    packed = {"padding_free": True, "max_length": None, "per_device_train_batch_size": 3}
+    (tokens,) = states_of_training(config, dataset, tokenizer, **packed)[0]
+    assert len(tokens.unique(dim=0)) == len(tokens)  # no two alike, though positions repeat
 
 
 # Traps
@@ -193,30 +179,9 @@ def test_the_head_may_be_stored_twice_and_rotations_stay_float32(huginn, duplica
     assert_close(saved["freqs_cis"], huginn.tensors["weights/freqs_cis"], atol=2e-6)
 
 
-def test_a_conversion_draws_its_state_by_the_stored_deviation():
-    model = tiny_llama_conversion(init_values={"std": 0.008703882797784892, "embed_scale": 1.0})
-    seen = {}
-    model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.setdefault("first", args[0]))
-    model(torch.arange(2, 40)[None])
-    state = seen["first"][..., :32]
-    assert 0.02 < state.abs().max() <= 3 * 0.008703882797784892
-    assert state.std().item() == pytest.approx(0.00858, rel=0.1)  # 0.9866 of the untruncated
-
-
-@pytest.mark.parametrize("place", [0, 6, 90])
-def test_rotations_are_those_of_transformers_llama(place):
-    config = tiny_llama_conversion().config
-    reference = LlamaRotaryEmbedding(LlamaConfig(head_dim=8, rope_parameters=dict(config.rope_parameters)))
-    positions = torch.arange(place, place + 5)[None]
-    for got, want in zip(
-        rotations(config, positions, torch.float32), reference(torch.ones(1), positions), strict=True
-    ):
-        assert_close(got, want, atol=1e-6)
-
-
 def test_rotations_stay_exact_in_a_model_that_is_cast_as_a_whole():
     positions = torch.arange(400, 410)[None]
-    for model in (tiny_llama_conversion(), tiny_nanbeige()):
-        want = model.base_model.rotate(torch.zeros(1), positions)
-        got = model.bfloat16().base_model.rotate(torch.zeros(1), positions)
-        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    model = tiny_llama_conversion()
+    want = model.base_model.rotate(torch.zeros(1), positions)
+    got = model.bfloat16().base_model.rotate(torch.zeros(1), positions)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))

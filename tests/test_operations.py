@@ -90,11 +90,7 @@ def test_they_are_the_same_under_compilation_and_checkpointing(name):
     function, _, inputs = operation(name, torch.float32)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     results = []
-    for compute in (
-        function,
-        compiled,
-        lambda *args: checkpoint(function, *args, use_reentrant=False),
-    ):
+    for compute in (function, compiled, lambda *args: checkpoint(function, *args, use_reentrant=False)):
         given = leaves(inputs, TRAINED[name])
         result = compute(*given)
         result.square().sum().backward()

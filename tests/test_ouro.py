@@ -24,7 +24,6 @@ def test_the_exit_gate_agrees_with_the_reference_and_is_not_read(ouro, batch):
     assert_close(mixture[valid], want("expected_logits")[valid], atol=1e-4)
     loss = model.loss_function(logits=mixture, labels=inputs["labels"], vocab_size=97)
     assert_close(loss, want("expected_exit_loss"), atol=2e-5)
-
     for parameter in model.model.early_exit_gate.parameters():
         parameter.data.fill_(float("nan"))
     assert_close(model(**inputs).loss, want("loss"), atol=2e-5)
@@ -32,19 +31,13 @@ def test_the_exit_gate_agrees_with_the_reference_and_is_not_read(ouro, batch):
 
 @pytest.mark.parametrize("depth", [0, -1, 2.0, True, "4"])
 def test_a_depth_that_is_no_depth_is_refused_when_it_is_set(depth):
-    with pytest.raises(ValueError, match="num_loops|total_ut_steps"):
-        OuroConfig(num_loops=depth)
     config = OuroConfig()
-    with pytest.raises(ValueError, match="integer from 1 to 1,024"):
-        config.num_loops = depth
+    for set_depth in (lambda: OuroConfig(num_loops=depth), lambda: setattr(config, "num_loops", depth)):
+        with pytest.raises(ValueError, match="num_loops|total_ut_steps"):
+            set_depth()
     assert config.num_loops == 4
 
 
 def test_a_model_without_loops_is_named_as_such():
     with pytest.raises(NotLoopedError, match="Linear is not a looped model"):
         find_looped_model(torch.nn.Linear(2, 2))
-
-
-def test_hidden_states_and_attentions_can_be_asked_for(model):
-    out = model(torch.tensor([[3, 4, 5]]), output_hidden_states=True, output_attentions=False)
-    assert torch.equal(out.hidden_states[-1], model.model(torch.tensor([[3, 4, 5]])).last_hidden_state)

@@ -8,10 +8,11 @@ import copy
 
 import pytest
 import torch
+from conftest import with_adapter
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from loopdropout_trainer import default_peft_config, use_gates
+from loopdropout_trainer import use_gates
 from loopdropout_trainer.adapters import add_gates
 
 
@@ -79,7 +80,6 @@ def test_assisted_and_prompt_lookup_decoding_give_the_greedy_tokens(model, make_
 def test_embeddings_may_be_given_instead_of_ids(model, greedy):
     embeddings = model.get_input_embeddings()(IDS)
     assert torch.equal(model.generate(inputs_embeds=embeddings, **GREEDY), greedy[:, IDS.shape[1] :])
-    torch.testing.assert_close(model(inputs_embeds=embeddings).logits, model(IDS).logits)
 
 
 def test_generation_goes_on_from_a_given_cache(model, greedy):
@@ -95,7 +95,7 @@ def test_scores_and_logits_are_those_of_a_forward_pass(model):
 
 
 def test_continuous_batching_is_refused(model):
-    with pytest.raises(ValueError, match="Continuous batching has one paged cache for each layer"):
+    with pytest.raises(ValueError, match="Continuous batching"):
         model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(max_new_tokens=3))
 
 
@@ -169,10 +169,7 @@ def test_a_forward_pass_can_be_exported(model):
 
 @pytest.fixture
 def gated(model):
-    peft_model = get_peft_model(model, default_peft_config(model)).eval()
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    peft_model = with_adapter(model, scale=0.1).eval()
     add_gates(peft_model)
     return peft_model
 
@@ -202,19 +199,6 @@ def test_an_adapter_saves_and_reloads_by_pefts_own_functions(gated, make_tiny, t
     torch.testing.assert_close(plain(IDS).logits, gated(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_second_adapter_may_be_added_chosen_and_deleted(gated):
-    first = gated(IDS).logits
-    gated.add_adapter("second", default_peft_config(gated.get_base_model(), r=4))
-    assert torch.equal(gated(IDS).logits, first)
-    gated.set_adapter("second")
-    with gated.disable_adapter():
-        base = gated(IDS).logits
-    torch.testing.assert_close(gated(IDS).logits, base)
-    gated.set_adapter("default")
-    gated.delete_adapter("second")
-    assert torch.equal(gated(IDS).logits, first)
-
-
 def test_an_adapted_model_generates(gated):
     options = {**GREEDY, "attention_mask": torch.ones_like(IDS)}
     tokens = gated.generate(input_ids=IDS, **options)
@@ -237,12 +221,10 @@ def test_gradients_reach_every_factor_with_and_without_checkpointing(gated):
 
 
 def test_other_kinds_of_adapters_are_refused(model):
-    dora = get_peft_model(
-        copy.deepcopy(model), LoraConfig(r=2, use_dora=True, target_modules=model.recurrent_linears())
-    )
-    with pytest.raises(ValueError, match="`use_dora` cannot be combined with gated LoRA"):
-        add_gates(dora)
+    dora = LoraConfig(r=2, use_dora=True, target_modules=model.recurrent_linears())
+    with pytest.raises(ValueError, match="`use_dora`"):
+        add_gates(get_peft_model(copy.deepcopy(model), dora))
     sizes = {"num_layers": 2, "token_dim": 32, "num_attention_heads": 4}
     prefixed = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, **sizes))
-    with pytest.raises(ValueError, match="made for layers that run once, as by prefix tuning"):
+    with pytest.raises(ValueError, match="prefix tuning"):
         prefixed(IDS, attention_mask=torch.ones_like(IDS))

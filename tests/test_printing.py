@@ -8,59 +8,45 @@ from rich.console import Console
 
 from loopdropout_trainer.diagnostics import SingleLoopActivation
 from loopdropout_trainer.evaluation import BenchmarkResult, Prediction
-from loopdropout_trainer.runs.printing import (
-    about_accuracy,
-    about_depths,
-    correct_by_last_number,
-    paired_sign_test,
-    print_results,
-)
+from loopdropout_trainer.runs import printing
+from loopdropout_trainer.runs.printing import about_accuracy, about_depths, correct_by_last_number, print_results
 from loopdropout_trainer.runs.progress import log_line
 from loopdropout_trainer.runs.result import RunResult
 
 
-def answers(right, total=40, name="arithmetic_test", start=0):
+def answers(right, total=40, start=0):
     """A result whose answers are right for `right` problems from number `start` on."""
-    chosen = range(start, start + right)
-    return BenchmarkResult(
-        name,
-        [
-            Prediction("?", f"1 + 1 = 2\n#### {7 if i in chosen else 8}", "5 + 2 = 7\n#### 7", None, i in chosen)
-            for i in range(total)
-        ],
-    )
+    good = [start <= index < start + right for index in range(total)]
+    rows = [Prediction("?", f"1 + 1 = 2\n#### {7 if each else 8}", "5 + 2 = 7\n#### 7", None, each) for each in good]
+    return BenchmarkResult("arithmetic_test", rows)
 
 
 def outcome(rule, right, only, by_depth):
     return RunResult(
-        rule=rule,
-        p=0.5 if rule == "loop_dropout" else None,
-        num_loops=4,
-        trainable_parameters=1_234_567,
-        steps=12_345,
-        examples=123_456,
-        train_loss=0.1234,
-        train_seconds=12345,
+        *(rule, 0.5 if rule == "loop_dropout" else None, 4, 1_234_567, 12_345, 123_456, 0.1234, 12345),
         base_benchmarks=[answers(0)],
         benchmarks=[answers(right)],
         single_loop=SingleLoopActivation(frozen=2.0, only=only, all_on=0.2),
         single_loop_benchmarks=[answers(number) for number in (1, 2, 3, right)],
-        by_depth={depth: answers(number) for depth, number in by_depth.items()},
+        by_depth={depth: answers(number) for depth, number in enumerate(by_depth, start=1)},
     )
 
 
 def two():
-    lora = outcome("lora", 30, (1.0, 1.5, 1.8, 0.5), dict(enumerate((0, 5, 30, 30, 20, 10, 5, 0), start=1)))
-    ours = outcome("loop_dropout", 12, (0.9, 0.8, 0.7, 1.0), dict(enumerate((5, 12, 12, 12, 20, 11, 5, 0), start=1)))
-    return [ours, lora]
+    lora = outcome("lora", 30, (1.0, 1.5, 1.8, 0.5), (0, 5, 30, 30, 20, 10, 5, 0))
+    return [outcome("loop_dropout", 12, (0.9, 0.8, 0.7, 1.0), (5, 12, 12, 12, 20, 11, 5, 0)), lora]
+
+
+def printed(outcomes, width):
+    console = Console(file=io.StringIO(), width=width)
+    print_results(outcomes, console)
+    return console.file.getvalue()
 
 
 def test_everything_fits_80_columns():
-    console = Console(file=io.StringIO(), width=80)
-    print_results(two(), console)
-    printed = console.file.getvalue()
-    assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
-    assert printed.count("Loop Dropout") >= 4  # a method's name is never broken
+    text = printed(two(), 80)
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    assert text.count("Loop Dropout") >= 4  # a method's name is never broken
 
 
 def test_sentences_are_true_of_the_numbers():
@@ -74,11 +60,9 @@ def test_sentences_are_true_of_the_numbers():
     assert "LoRA is 2.5 points more accurate than Loop Dropout" in about_accuracy([ours, lora])
     lora.benchmarks = [answers(12, start=20)]
     assert "the same accuracy" in about_accuracy([ours, lora])
-    console = Console(file=io.StringIO(), width=200)
-    print_results([ours, lora], console)
-    printed = console.file.getvalue()
-    assert "Loop Dropout -5.0, LoRA +25.0." in printed  # rho_4 - rho_1: 50 - 55, 75 - 50
-    assert "with the adapter in one loop only, in %" in printed
+    text = printed([ours, lora], 200)
+    assert "Loop Dropout -5.0, LoRA +25.0." in text  # rho_4 - rho_1: 50 - 55, 75 - 50
+    assert "with the adapter in one loop only, in %" in text
 
 
 @pytest.mark.parametrize(("right", "other", "start"), [(30, 12, 0), (12, 13, 20), (12, 12, 5), (5, 5, 0)])
@@ -89,7 +73,7 @@ def test_the_sign_test_counts_coin_tosses(right, other, start):
     losses = sum(b.correct and not a.correct for a, b in pairs)
     tosses = wins + losses
     unlikely = sum(math.comb(tosses, k) for k in range(tosses + 1) if abs(2 * k - tosses) >= abs(wins - losses))
-    assert paired_sign_test(one, two) == pytest.approx(unlikely / 2**tosses)
+    assert printing.paired_sign_test(one, two) == pytest.approx(unlikely / 2**tosses)
 
 
 def test_the_last_number_of_any_answer_counts():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_ouro
+from conftest import tiny_ouro, trained_parameters
 from transformers import BitsAndBytesConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
@@ -23,12 +23,8 @@ def saved_model(tmp_path, tokenizer):
 
 
 def nf4(double=False):
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.float32,
-        bnb_4bit_use_double_quant=double,
-    )
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **options)
 
 
 def dequantised(model):
@@ -59,20 +55,18 @@ def test_training_over_a_4_bit_base_is_training_over_its_dequantised_weights(
     assert type(layer.base_layer).__name__ == "Linear4bit" and layer.base_layer.weight.dtype == torch.uint8
     plain = LoopDropoutSFTTrainer(dequantised(base), config(**fields), **data)
 
-    trained = lambda trainer: {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    for name, parameter in trained(plain).items():
-        assert trained(quantised)[name].dtype == torch.float32
-        parameter.data.copy_(trained(quantised)[name].data)
-    start = {name: p.detach().clone() for name, p in trained(plain).items()}
+    got, want = trained_parameters(quantised.model), trained_parameters(plain.model)
+    for name, parameter in want.items():
+        assert got[name].dtype == torch.float32
+        parameter.data.copy_(got[name].data)
+    start = {name: p.detach().clone() for name, p in want.items()}
     quantised.train()
     plain.train()
     for one, other in zip(quantised.state.log_history, plain.state.log_history, strict=True):
         for key in {"loss", "gate_mean", "train_loss"} & set(one):
             assert one[key] == pytest.approx(other[key], rel=1e-4)
-    moved = max((p - start[name]).abs().max() for name, p in trained(plain).items())
-    for name, parameter in trained(plain).items():
-        torch.testing.assert_close(trained(quantised)[name], parameter, rtol=0, atol=float(moved) * 1e-3)
-
+    moved = max((p - start[name]).abs().max() for name, p in want.items())
+    torch.testing.assert_close(got, want, rtol=0, atol=float(moved) * 1e-3)
     with pytest.raises(ValueError, match="load the base model unquantised"):
         merge_and_save(quantised.model, tmp_path / "merged")
 

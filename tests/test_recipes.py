@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.data.load import LoadedData
-from loopdropout_trainer.data.report import DataReport
+from loopdropout_trainer.data.preparation import DataReport
 from loopdropout_trainer.evaluation import BENCHMARKS
 from loopdropout_trainer.models import HuginnConfig, NanbeigeConfig, OuroConfig
 from loopdropout_trainer.runs.plan import num_steps, plan_run
@@ -103,25 +103,14 @@ def test_sweep_recipe_parses(path, monkeypatch):
 def test_learning_rates_of_the_paper():
     recipes = {name_of(path): load_recipe(path) for path in TRAINING}
     expected = {
-        "metamath_gsm": 5e-5,
-        "metamath_gsm/rank_4": 1e-4,
-        "metamath_gsm/rank_4_lora": 1e-4,
-        "metamath_gsm/rank_64": 2e-4,
-        "metamath_gsm/rank_64_lora": 1e-4,
-        "metamath_gsm/rank_128": 1e-4,
-        "metamath_gsm/rank_128_lora": 2.5e-5,
-        "metamath_gsm/ouro_2.6b": 1e-4,
-        "metamath_gsm/ouro_2.6b_lora": 2e-4,
-        "metamath_gsm/independent_rank_4": 2e-4,
-        "metamath_gsm/independent_rank_4_masked": 2e-4,
-        "metamath_gsm/independent_rank_16": 2e-4,
-        "metamath_gsm/independent_rank_16_masked": 2e-4,
-        "gsm8k": 1e-4,
-        "tulu2": 1e-4,
-        "huginn": 1e-4,
-        "loopus": 1e-4,
+        2.5e-5: "rank_128_lora",
+        1e-4: "rank_4 rank_4_lora rank_64_lora rank_128 ouro_2.6b",
+        2e-4: "rank_64 ouro_2.6b_lora independent_rank_4 independent_rank_4_masked independent_rank_16 "
+        "independent_rank_16_masked",
     }
-    assert {name: recipes[name]["learning_rate"] for name in expected} == expected
+    for rate, names in expected.items():
+        assert {recipes[f"metamath_gsm/{name}"]["learning_rate"] for name in names.split()} == {rate}
+    assert [recipes[name]["learning_rate"] for name in PAPER] == [5e-5, 1e-4, 1e-4, 1e-4, 1e-4]
     assert [recipes[f"gsm8k/depth_{loops}"]["num_loops"] for loops in (2, 4, 6, 8)] == [2, 4, 6, 8]
     families = {name: (recipes[name]["num_loops"], recipes[name]["p"]) for name in ("huginn", "loopus")}
     assert families == {"huginn": (32, 0.5), "loopus": (8, 0.3)}
@@ -157,7 +146,6 @@ def test_full_size_steps_and_parameters(recipe, examples, steps):
         {},
         {"gradient_accumulation_steps": 3},
         {"num_train_epochs": 1.4, "gradient_accumulation_steps": 2},
-        {"per_device_train_batch_size": 5},
         {"per_device_train_batch_size": 50},
         {"max_steps": 3},
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loopdropout_trainer.evaluation.metrics.gsm8k_strict.gsm8k_strict import score
+from loopdropout_trainer.evaluation.metrics.gsm8k_strict import score
 from loopdropout_trainer.experimental.rewards import REWARDS
 
 

@@ -8,16 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from conftest import TINY, tiny_ouro
+from conftest import TINY, tiny_ouro, trained_parameters, with_adapter
 from peft import get_peft_model
 from torch.nn import functional as F
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
-from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model, first_active_loops
-from loopdropout_trainer.models.looped_modeling import PlainRun
 from loopdropout_trainer.models.speed import packed_attention
 from loopdropout_trainer.models.speed.packed_attention import lengths_in_chunks
 from loopdropout_trainer.models.speed.packed_loops import Part, Thresholds, schedule
@@ -40,12 +38,7 @@ GATES = {
 
 def adapted(model, checkpointing=False, **config):
     """A float64 model with an adapter that is not zero, in training."""
-    model = model.train().double()
-    peft_model = get_peft_model(model, default_peft_config(model, r=4, **config)).double()
-    torch.manual_seed(1)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    peft_model = with_adapter(model.train().double(), scale=0.1, r=4, **config).double()
     if checkpointing:
         peft_model.gradient_checkpointing_enable({"use_reentrant": False})
         peft_model.enable_input_require_grads()  # as TRL does
@@ -83,7 +76,7 @@ def loss_and_gradients(peft_model, gates, inputs, segments=None, pack=False, ski
         with training_policy(peft_model, pack or skip, trained_lora_parameters(peft_model) if skip else None):
             loss = peft_model(**inputs).loss
         loss.backward()
-    grads = {name: p.grad for name, p in peft_model.named_parameters() if p.requires_grad}
+    grads = {name: p.grad for name, p in trained_parameters(peft_model).items()}
     if skip and gates.dim() == 2:
         assert all(grad is not None for grad in grads.values())  # else DDP waits for them for ever
     return loss.detach(), {name: torch.zeros(1) if grad is None else grad.clone() for name, grad in grads.items()}
@@ -139,7 +132,7 @@ def test_the_plain_path_reads_alone():
     assert files == {
         "adapters/gated.py",
         *(f"looped/{name}.py" for name in ("plan", "state")),
-        *(f"models/{name}.py" for name in ("layers", "looped_modeling", "operations", "ouro/modeling_ouro")),
+        *(f"models/{name}.py" for name in ("layers", "looped_modeling", "operations", "ouro")),
     }
 
 
@@ -163,16 +156,12 @@ def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset
 
 
 def test_optimisations_are_exact_with_gates_for_each_module_and_with_truncated_backpropagation():
-    model = adapted(tiny_ouro())
-    inputs, _ = batch("left")
-    gates = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
-    assert_same(
-        loss_and_gradients(model, gates, inputs, skip=True, fused=True), loss_and_gradients(model, gates, inputs)
-    )
-    model.get_base_model().config.backprop_depth = 2
-    assert_same(
-        loss_and_gradients(model, MIXED, inputs, skip=True, fused=True), loss_and_gradients(model, MIXED, inputs)
-    )
+    model, (inputs, _) = adapted(tiny_ouro()), batch("left")
+    each = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
+    for gates, depth in ((each, None), (MIXED, 2)):
+        model.get_base_model().config.backprop_depth = depth
+        want = loss_and_gradients(model, gates, inputs)
+        assert_same(loss_and_gradients(model, gates, inputs, skip=True, fused=True), want)
 
 
 def test_examples_run_apart_where_that_is_worth_the_launches():
@@ -191,20 +180,15 @@ def test_examples_run_apart_where_that_is_worth_the_launches():
     assert schedule([[False] * 4] * 2, lengths, Thresholds(100, 100)) == [[Part((0, 1, 2, 3), 0, frozen=True)]] * 2
 
 
-def thresholds(model):
-    run = FastRun(PlainRun(adapted(model).get_base_model().model), packs=True, recomputes=False)
-    return run.thresholds(torch.empty(0), [torch.empty(100)])
+def test_small_tensors_are_computed_together_and_large_ones_apart_whatever_the_number_of_cores(monkeypatch):
+    def thresholds(model):
+        run = FastRun(adapted(model).get_base_model().model, packs=True, recomputes=False)
+        return run.thresholds(torch.empty(0), [torch.empty(100)])
 
-
-def test_small_tensors_are_computed_together_and_large_ones_apart():
     small, large = thresholds(tiny_ouro()), thresholds(tiny_ouro(hidden_size=256, intermediate_size=1024))
-    assert small.frozen > 20 * large.frozen
-
-
-def test_the_number_of_cores_does_not_change_what_is_computed_together(monkeypatch):
-    few = thresholds(tiny_ouro())
+    assert small.frozen > 20 * large.frozen > 0
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert few == thresholds(tiny_ouro()) and few.frozen > 0
+    assert small == thresholds(tiny_ouro())
     assert [len(chunks) for chunks in lengths_in_chunks([8] * 4, torch.empty(0), 2, 8).chunks] == [4]
     assert [len(chunks) for chunks in lengths_in_chunks([400] * 4, torch.empty(0), 8, 64).chunks] == [1] * 4
 
@@ -245,9 +229,8 @@ def test_inference_stays_peft_bit_for_bit_and_bfloat16_stays_close():
         add_gates(peft_model, in_activation_dtype=True, fused=True)
         assert torch.equal(peft_model(**inputs).logits, want)
     model.to(torch.bfloat16)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn_like(parameter, dtype=torch.float32) * 0.1
+    for parameter in trained_parameters(peft_model).values():
+        parameter.data = torch.randn_like(parameter, dtype=torch.float32) * 0.1
     state = add_gates(peft_model, in_activation_dtype=True, fused=True)
     with applied_gates(state, MIXED):
         fused = peft_model(**inputs).logits
@@ -286,13 +269,13 @@ def test_saved_activations_shrink_by_the_share_of_waiting_loops(free_launches):
     assert saved_bytes(model, MIXED, inputs, skip=True, fused=True) <= saved["mixed"]
 
 
-def test_a_quarter_of_the_loops_waits_in_the_paper_s_setting():
-    draw = Draw(seed=0, step=0, example_ids=[(row, 0) for row in range(4000)], num_loops=4)
-    firsts = torch.tensor(first_active_loops(make_rule("loop_dropout", p=0.5).sample(draw))).float()
-    assert firsts.mean() == pytest.approx(0.9375, abs=0.06)  # p + p^2 + p^3 + p^4
-
-
 # Through the trainer
+
+
+def assert_same_training(on, off, rtol):
+    want = trained_parameters(off.model)
+    for name, got in trained_parameters(on.model).items():
+        torch.testing.assert_close(got, want[name], atol=1e-5, rtol=rtol, msg=name)
 
 
 FIELDS = {
@@ -306,16 +289,8 @@ FIELDS = {
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_training_run_is_the_same_with_and_without_optimisations(name, config, dataset, tokenizer):
     def train(**optimisations):
-        args = config(
-            optim="sgd",
-            learning_rate=0.05,
-            p=[0.7],
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_grad_norm=0.0,
-            **FIELDS[name],
-            **optimisations,
-        )
+        fields = {"optim": "sgd", "learning_rate": 0.05, "p": [0.7], "max_grad_norm": 0.0, **FIELDS[name]}
+        args = config(per_device_train_batch_size=2, gradient_accumulation_steps=2, **fields, **optimisations)
         model = TINY["huginn" if "huginn" in name else "ouro"]()
         trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
         trainer.train()
@@ -325,9 +300,20 @@ def test_a_training_run_is_the_same_with_and_without_optimisations(name, config,
 
     on, off = train(), train(remove_padding=False, fused_lora=False)
     assert on.training_policy.lora_parameters and not off.training_policy.lora_parameters
-    for (key, got), want in zip(on.model.named_parameters(), off.model.parameters(), strict=True):
-        if got.requires_grad:
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4, msg=key)
+    assert_same_training(on, off, rtol=1e-4)
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """`compiles(backend)`: forget all programs, and compile by this backend from now on."""
+    compile_ = torch.compile
+
+    def by(backend):
+        monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(*args, backend=backend, **options))
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+
+    return by
 
 
 class Compiled(LoopDropoutSFTTrainer):
@@ -350,11 +336,8 @@ class Compiled(LoopDropoutSFTTrainer):
         pytest.param("ouro", True, "inductor", marks=pytest.mark.slow),  # half a minute in a C++ compiler
     ],
 )
-def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, config, dataset, tokenizer, monkeypatch):
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(*args, backend=backend, **options))
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
+def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, config, dataset, tokenizer, compiles):
+    compiles(backend)
 
     def train(**optimisations):
         args = config(
@@ -369,17 +352,11 @@ def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, con
 
     on = train(compile_layers=True)
     assert 0 < on.programs[4] == on.programs[-1] < 30  # whatever lengths and gates
-    off = train()
-    for (key, got), want in zip(on.model.named_parameters(), off.model.parameters(), strict=True):
-        if got.requires_grad:
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3, msg=key)
+    assert_same_training(on, train(), rtol=1e-3)
 
 
-def test_each_training_of_a_process_is_compiled(config, dataset, tokenizer, monkeypatch):
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(*args, backend="eager", **options))
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
+def test_each_training_of_a_process_is_compiled(config, dataset, tokenizer, compiles):
+    compiles("eager")
     programs = [0]
     for fields in (
         {"rule": "lora"},
@@ -422,23 +399,22 @@ def test_optimisations_are_off_where_processes_share_parameters():
     assert not may_skip_loops(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU), args)
 
 
-def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(config, dataset, tokenizer, caplog):
+def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(config, dataset, tokenizer):
+    def trainer(**fields):
+        return LoopDropoutSFTTrainer(tiny_ouro(), config(**fields), train_dataset=dataset, processing_class=tokenizer)
+
     assert trained_lora_parameters(adapted(tiny_ouro(), lora_dropout=0.1)) is None
     model = adapted(tiny_ouro())
     assert len(trained_lora_parameters(model)) == 28
     model.get_base_model().model.norm.weight.requires_grad_(True)
     assert trained_lora_parameters(model) is None
-    args = config(rule="learned", p=[0.5])
-    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
-    assert trainer.training_policy.lora_parameters is None
-    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
-    assert trainer.training_policy.lora_parameters is not None
-    trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
-    trainer.train()
-    assert trainer.training_policy.lora_parameters is None
-    assert not LoopDropoutSFTTrainer(
-        tiny_ouro(), config(skip_frozen_loops=False), train_dataset=dataset, processing_class=tokenizer
-    ).training_policy.lora_parameters
+    assert trainer(rule="learned", p=[0.5]).training_policy.lora_parameters is None
+    assert not trainer(skip_frozen_loops=False).training_policy.lora_parameters
+    skips = trainer()
+    assert skips.training_policy.lora_parameters is not None
+    skips.model.get_base_model().model.norm.weight.requires_grad_(True)
+    skips.train()
+    assert skips.training_policy.lora_parameters is None
 
 
 def test_gates_and_inputs_that_need_gradients_run_every_loop():

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
-from conftest import TINY, golden_model, tiny_huginn, tiny_olmo_conversion, tiny_ouro
+from conftest import tiny_huginn, tiny_olmo_conversion, tiny_ouro
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
+from test_families import hub_folder
 from transformers import AutoModel, AutoModelForCausalLM
 
 from loopdropout_trainer import default_peft_config
@@ -51,20 +52,17 @@ def test_what_is_missing_unexpected_or_reshaped_is_named(saved):
     starred, (rows, columns) = re.escape(re.sub(r"\.\d+\.", ".*.", name)), weights[name].shape
     damages = {
         rf"it lacks `[a-z.]*{starred}`": {name: None},
-        r"it holds `.*\.bias`, which the model does not have": {name.replace(".weight", ".bias"): torch.zeros(3)},
+        r"it holds `.*\.bias`": {name.replace(".weight", ".bias"): torch.zeros(3)},
         rf"is \[{rows + 1}, {columns}\] instead of \[{rows}, {columns}\]": {name: torch.zeros(rows + 1, columns)},
     }
     file = folder / "model.safetensors"
     whole = load_file(file)
     for message, changes in damages.items():
-        held = {**whole, **changes}
-        save_file({key: x for key, x in held.items() if x is not None}, file, metadata={"format": "pt"})
-        with pytest.raises(WrongWeightsError, match=message) as error:
-            AutoModelForCausalLM.from_pretrained(folder)
-        assert "\n" not in str(error.value)
-        if "lacks" in message:
-            with pytest.raises(WrongWeightsError, match="it lacks"):
-                AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+        held = {key: x for key, x in {**whole, **changes}.items() if x is not None}
+        save_file(held, file, metadata={"format": "pt"})
+        for options in ({}, {"ignore_mismatched_sizes": True} if "lacks" in message else {}):
+            with pytest.raises(WrongWeightsError, match=message):
+                AutoModelForCausalLM.from_pretrained(folder, **options)
     loaded = AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)  # reshaped, as was asked for
     assert loaded.state_dict().keys() == model.state_dict().keys()
 
@@ -111,51 +109,13 @@ def test_a_wrong_base_under_an_adapter_is_noticed(saved, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
-# What the checkpoint looks like
-
-
-def test_another_number_of_layers_is_said(tmp_path):
-    tiny_ouro(num_hidden_layers=3).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "layer_types": None}))
-    with pytest.raises(
-        WrongWeightsError, match=r"The checkpoint has 3 layers in `model\.layers`, the configuration 2\."
-    ):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("rename", "message"),
-    [
-        (lambda name: f"_orig_mod.{name}", "Names begin with `_orig_mod.`, which a wrapper left there"),
-        (lambda name: f"base_model.model.{name.replace('.weight', '.lora_A.weight')}", "They are of a LoRA adapter"),
-    ],
-)
-def test_weights_of_something_else_are_said_to_be_so(tmp_path, rename, message):
-    tiny_ouro().save_pretrained(tmp_path)
-
-    def change_names(weights):
-        for name in list(weights):
-            weights[rename(name)] = weights.pop(name)
-
-    change(tmp_path, change_names)
-    with pytest.raises(WrongWeightsError, match=message):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
 # The three layouts of `huginn_raven`, which the hub's fields do not tell apart
-
-
-def as_on_the_hub(data, folder):
-    """The golden model as a repository of the hub holds it: without a field of our own."""
-    golden_model(data).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(data.meta["config"]))
 
 
 @pytest.mark.parametrize(("name", "layout"), [("huginn", "huginn"), ("raven_llama", "llama"), ("raven_olmo", "olmo")])
 def test_the_names_of_the_weights_tell_whose_blocks_they_are(golden, name, layout, tmp_path):
     data = golden(name)
-    as_on_the_hub(data, tmp_path)
+    hub_folder(data, tmp_path)
     for load in (AutoModelForCausalLM, HuginnForCausalLM):
         model = load.from_pretrained(tmp_path, dtype=torch.float32)
         assert model.config.block_layout == layout
@@ -166,13 +126,6 @@ def test_the_names_of_the_weights_tell_whose_blocks_they_are(golden, name, layou
     assert state.config.block_layout == layout
 
 
-def test_a_stated_layout_must_be_the_checkpoints(golden, tmp_path):
-    as_on_the_hub(golden("raven_olmo"), tmp_path)
-    message = "The checkpoint's blocks are of `block_layout` 'olmo', the configuration's 'llama'"
-    with pytest.raises(WrongWeightsError, match=message):
-        AutoModelForCausalLM.from_pretrained(tmp_path, block_layout="llama")
-
-
 def test_a_conversion_is_never_taken_for_huginn(golden):
     config = HuginnConfig(**golden("raven_olmo").meta["config"])
     with pytest.raises(ValueError, match="does not say of which: set `block_layout` to 'llama' or 'olmo'"):
@@ -180,7 +133,9 @@ def test_a_conversion_is_never_taken_for_huginn(golden):
 
 
 def test_mixed_blocks_are_refused(golden, tmp_path):
-    as_on_the_hub(golden("raven_olmo"), tmp_path)
+    hub_folder(golden("raven_olmo"), tmp_path)
+    with pytest.raises(WrongWeightsError, match=r"it holds `transformer.*q_norm.weight`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, block_layout="llama")
     change(tmp_path, lambda weights: weights.update({"transformer.core_block.0.norm_3.weight": torch.ones(48)}))
     with pytest.raises(WrongWeightsError, match=r"it holds `transformer.core_block.\*.norm_3.weight`"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -216,55 +171,22 @@ def adapter(make_tiny, tmp_path):
     return tmp_path / "adapter", make_tiny
 
 
-def test_an_undamaged_adapter_loads(adapter):
-    folder, make = adapter
-    assert load_adapter(make(), folder)(IDS).logits.shape == (2, 5, 258)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda weights: weights.clear(), "has no tensors"),
-        (
-            lambda weights: weights.pop(min(weights)),
-            r"does not fit its adapter_config.json: it lacks `.*lora_A.weight`\.",
-        ),
-        (lambda weights: weights[min(weights)].fill_(float("nan")), "`.*lora_A.weight` holds numbers that are NaN"),
-        (
-            lambda weights: weights[max(weights)][:1].fill_(float("inf")),
-            "`.*lora_B.weight` holds numbers that are NaN or inf",
-        ),
-        (
-            lambda weights: [weights.pop(name) for name in list(weights) if "lora_B" in name],
-            "it lacks `.*` and .* more",
-        ),
+        (lambda weights: weights.pop(min(weights)), r"it lacks `.*lora_A.weight`\."),
+        (lambda weights: weights[min(weights)].fill_(float("nan")), "`.*lora_A.weight` .* NaN"),
+        (lambda weights: weights[max(weights)][:1].fill_(float("inf")), "`.*lora_B.weight` .* infinite"),
+        (lambda weights: [weights.pop(name) for name in list(weights) if "lora_B" in name], "lacks `.*` and .* more"),
     ],
 )
 def test_a_damaged_adapter_is_refused(adapter, damage, message):
     folder, make = adapter
+    assert load_adapter(make(), folder)(IDS).logits.shape == (2, 5, 258)
     change(folder, damage)
     with pytest.raises(ValueError, match=message):
         load_adapter(make(), folder)
-
-
-def test_every_family_is_read_by_a_fresh_process_that_refuses_a_damaged_model(tmp_path):
-    script = """
-import pathlib, sys, loopdropout_trainer
-from transformers import AutoModelForCausalLM
-for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
-    try:
-        AutoModelForCausalLM.from_pretrained(folder)
-    except ValueError as error:
-        print("refused", folder.name, "it lacks" in str(error))
-"""
-    for name, make in TINY.items():
-        model = make()
-        model.save_pretrained(tmp_path / name)
-        change(tmp_path / name, lambda weights, model=model: weights.pop(recurrent_weight(model)))
-    out = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
-    ).stdout
-    assert out.splitlines() == [f"refused {name} True" for name in sorted(TINY)]
 
 
 ZERO_3 = """
@@ -287,20 +209,11 @@ def test_a_missing_weight_is_named_under_zero_3(tmp_path):
         tiny_ouro().save_pretrained(tmp_path / name)
     name = recurrent_weight(tiny_ouro())
     change(tmp_path / "damaged", lambda weights: weights.pop(name))
-    place = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place["MASTER_PORT"] = str(probe.getsockname()[1])
     run = [sys.executable, "-c", ZERO_3, tmp_path / "whole", tmp_path / "damaged"]
     done = subprocess.run(run, env={**os.environ, **place}, capture_output=True, text=True)
     assert "loaded" in done.stdout, done.stderr
     assert "WrongWeightsError" in done.stderr and "it lacks `model.layers.*." in done.stderr
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

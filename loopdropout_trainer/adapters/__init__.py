@@ -1,5 +1,6 @@
 """How a LoRA layer uses a gate; one file for each kind of layer that a rule can ask for by its `adapter`."""
 
+# ruff: noqa: F401  (handed on)
 from loopdropout_trainer.adapters.compatibility import check_adapter, check_peft_config
 from loopdropout_trainer.adapters.gated import (
     ADAPTER_KINDS,
@@ -18,24 +19,3 @@ from loopdropout_trainer.adapters.lora_dropout import SparseLora
 from loopdropout_trainer.adapters.per_loop import PerLoopLora
 from loopdropout_trainer.adapters.prepared import PreparedProjections
 from loopdropout_trainer.adapters.weight_noise import NoisyLora
-
-
-__all__ = [
-    "ADAPTER_KINDS",
-    "LearnedGatesLora",
-    "NoisyLora",
-    "PerLoopLora",
-    "PreparedProjections",
-    "SparseLora",
-    "adapted_layers",
-    "add_gates",
-    "attach_adapter",
-    "check_adapter",
-    "check_peft_config",
-    "has_gates",
-    "merged_update",
-    "physical_layers",
-    "remove_gates",
-    "trained_lora_parameters",
-    "use_gates",
-]

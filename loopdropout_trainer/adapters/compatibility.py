@@ -56,9 +56,7 @@ def check_peft_config(config: PeftConfig) -> None:
             reason = _REFUSED_FIELDS.get(field, "it gives the layer a forward of its own")
             raise ValueError(f"`{field}` cannot be combined with gated LoRA: {reason}.")
     if config.bias != "none":
-        raise ValueError(
-            f"`bias` must be 'none' with gated LoRA, since a gate cannot switch biases off; got {config.bias!r}."
-        )
+        raise ValueError(f"`bias` must be 'none': a gate cannot switch biases off; got {config.bias!r}.")
     if config.init_lora_weights not in _INITS_THAT_KEEP_BASE:
         raise ValueError(
             f"`init_lora_weights` must be one of {', '.join(map(repr, _INITS_THAT_KEEP_BASE))}, which leave the base "
@@ -83,9 +81,7 @@ def check_layers(model: nn.Module) -> None:
         ValueError: naming the field or module, in one sentence.
     """
     if not isinstance(model, PeftModel):
-        raise ValueError(
-            f"Gates multiply a LoRA adapter, and {type(model).__name__} has none: wrap it with peft.get_peft_model first."
-        )
+        raise ValueError(f"{type(model).__name__} has no adapter to gate: wrap it with peft.get_peft_model first.")
     for config in model.peft_config.values():
         check_peft_config(config)
     recurrent = set(find_looped_model(model).recurrent_linears())
@@ -94,29 +90,22 @@ def check_layers(model: nn.Module) -> None:
             continue
         if name not in recurrent:
             raise ValueError(
-                f"The adapted module `{name}` is not a linear projection of the recurrent block, so no loop's gate applies "
-                "to it; leave it out of `target_modules`."
+                f"`{name}` is not a linear projection of the recurrent block: leave it out of `target_modules`."
             )
         if not isinstance(module, LoraLayer) or not _asks_its_variant(module):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise ValueError(
-                f"The adapted module `{name}` is a {kind}, whose forward computes the update itself, so that no gate would "
-                "reach it."
+                f"`{name}` is a {kind}, whose forward computes the update itself: no gate would reach it."
             )
         for variant in module.lora_variant.values():
             check_variant(variant)
 
 
 def check_adapter(model: nn.Module) -> str:
-    """Return the name of the one active adapter of a PEFT model if everything adapted can be gated.
-
-    Raises:
-        ValueError: naming the feature or module that cannot, in one sentence.
-    """
+    """Return the name of the one active adapter of a PEFT model if everything adapted can be gated; else raise ValueError."""
     if isinstance(model, PeftModel) and len(model.active_adapters) != 1:
         raise ValueError(
-            f"Exactly one adapter must be active to be trained or merged; got {list(model.active_adapters)}. "
-            "Merge the others, or choose one with `set_adapter`."
+            f"Exactly one adapter must be active to be trained or merged (`set_adapter`); got {model.active_adapters}."
         )
     check_layers(model)
     return model.active_adapters[0]

@@ -57,19 +57,8 @@ class Projections(NamedTuple):
         scalings: Sequence[float],
         stacked: bool = False,
     ) -> Projections:
-        """Cast and stack A and B, once for all loops of a forward pass.
-
-        Args:
-            weights, biases: frozen, [out_i, in] and [out_i] or None.
-            lora_parameters: the trained A_1, B_1, A_2, B_2, ... [r_i, in] and [out_i, r_i].
-            scalings: of the updates.
-            stacked: whether the maps are computed as one.
-        """
-        dtype, down, up = (
-            weights[0].dtype,
-            lora_parameters[::2],
-            lora_parameters[1::2],
-        )  # A_i [r_i, in], B_i [out_i, r_i]
+        """Cast and stack the trained A_1, B_1, A_2, B_2, ..., once for all loops of a forward pass; `stacked`: to one map."""
+        dtype, down, up = weights[0].dtype, lora_parameters[::2], lora_parameters[1::2]  # A_i, B_i
         widths = [len(weight) for weight in weights]
         scaling: float | torch.Tensor = scalings[0]
         if len(set(scalings)) > 1:  # one number for each channel of z, [sum of r]
@@ -106,9 +95,7 @@ class FusedUpdate(torch.autograd.Function):
         updates = _parts(low, maps)  # u_i = g s_i A_i x, each [m, r_i]
         outputs = []
         for weight, bias, b, update in zip(maps.weights, maps.biases, maps.up, updates, strict=True):
-            y = F.linear(
-                rows, weight, bias
-            )  # [n, out_i], a new tensor, to whose first m rows the update is added in place
+            y = F.linear(rows, weight, bias)  # [n, out_i], a new tensor: its first m rows get the update in place
             (y if num_active == len(y) else y[:num_active]).addmm_(update, b.T)
             outputs.append(y.view(*x.shape[:-1], len(weight)))
         ctx.save_for_backward(x, *updates)

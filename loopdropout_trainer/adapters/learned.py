@@ -32,9 +32,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> tuple[nn.ParameterDict, str]:
-        tuner = (
-            model.base_model
-        )  # here PEFT saves and loads them with the adapter, and FSDP gathers them for a forward
+        tuner = model.base_model  # where PEFT saves and loads them, and FSDP gathers them for a forward
         if _NAME not in dict(tuner.named_children()):
             tuner.register_module(_NAME, nn.ParameterDict())
         gates = tuner.get_submodule(_NAME)
@@ -60,8 +58,8 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         parameters, adapter = self.shared
         if loop >= len(parameters[adapter]):
             raise ValueError(
-                f"The adapter learned gates for {len(parameters[adapter])} loops, but the model is running loop {loop + 1}: "
-                "set its depth (`config.num_loops`) back."
+                f"The adapter learned gates for {len(parameters[adapter])} loops, but loop {loop + 1} runs: set "
+                "`config.num_loops` back."
             )
         learned = parameters[adapter][loop].to(x.device)
         return learned if drawn is None else drawn * learned
@@ -72,7 +70,6 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         if not bool((gates == gates[0]).all()):
             raise ValueError(
                 f"An adapter with learned gates {[round(gate, 4) for gate in gates.tolist()]} cannot be merged: each loop "
-                "scales the update differently, and one weight serves all loops. Keep the adapter, or train without "
-                "learned gates."
+                "scales the update differently, and one weight serves all loops."
             )
         return super().merged_update(module, adapter) * gates[0]

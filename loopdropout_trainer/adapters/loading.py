@@ -16,10 +16,7 @@ from loopdropout_trainer.looped import find_looped_model
 def attach_adapter(
     model: PreTrainedModel, folder: str | Path, is_trainable: bool = False, config: PeftConfig | None = None
 ) -> PeftModel:
-    """Put a saved adapter of any kind on a looped model.
-
-    PEFT itself does that for adapters that have A and B only. It refuses those whose A and B have another shape, and ignores
-    parameters that it does not know.
+    """Put a saved adapter of any kind on a looped model; PEFT itself does that for adapters that have A and B only.
 
     Args:
         model: looped model without adapter.
@@ -62,11 +59,7 @@ def attach_adapter(
 
 
 def check_finite(weights: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """Refuse an adapter without tensors, or with one that holds NaN or infinity.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Raise ValueError for an adapter without tensors, or with one that holds NaN or infinity."""
     if not weights:
         raise ValueError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
     for name, weight in weights.items():
@@ -75,11 +68,7 @@ def check_finite(weights: dict[str, torch.Tensor], folder: str | Path) -> None:
 
 
 def check_complete(peft_model: PeftModel, weights: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """Refuse an adapter whose tensors are not exactly those that its configuration describes.
-
-    Raises:
-        ValueError: naming the first that is missing or unknown.
-    """
+    """Raise ValueError for an adapter whose tensors are not exactly those that its configuration describes."""
     expected = set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
     for found, others, what in ((expected, weights, "lacks"), (weights, expected, "has an unknown tensor,")):
         if missing := sorted(set(found) - set(others)):

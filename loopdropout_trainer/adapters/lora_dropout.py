@@ -12,7 +12,6 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch.nn import functional as F
 
-from loopdropout_trainer.adapters import seeded
 from loopdropout_trainer.adapters.gated import GatedLora
 from loopdropout_trainer.looped import LoopState
 
@@ -47,5 +46,6 @@ class SparseLora(GatedLora, kind="lora_dropout"):
         seed = int(self.loop_state.plan.seeds[self.module])
         if self._expanded[0] != seed:
             size = (module.in_features, module.out_features)
-            self._expanded = (seed, seeded.seeded_masks(seed, sum(size), self.p, device).split(size))
+            drawn = torch.rand(sum(size), generator=torch.Generator(device).manual_seed(seed), device=device)
+            self._expanded = (seed, (drawn >= self.p).to(torch.float32).split(size))
         return self._expanded[1]

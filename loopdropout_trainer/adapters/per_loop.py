@@ -30,13 +30,10 @@ class LoopFactors(nn.Module):
     def forward(self, x: torch.Tensor, loop: int | None = None) -> torch.Tensor:
         """Apply loop `loop`'s factor to `x` [..., in], in its dtype."""
         if loop is None:
-            raise ValueError(
-                "An adapter with a pair of factors for each loop runs in a gated model only: load it with `load_adapter`."
-            )
+            raise ValueError("Factors for each loop run in a gated model only: load the adapter with `load_adapter`.")
         if loop >= len(self.weight):
             raise ValueError(
-                f"The adapter has a pair of factors for each of {len(self.weight)} loops, but the model is running loop "
-                f"{loop + 1}: set its depth (`config.num_loops`) back."
+                f"The adapter has factors for {len(self.weight)} loops, but loop {loop + 1} runs: set `config.num_loops` back."
             )
         return F.linear(x, self.weight[loop].to(x.dtype))
 

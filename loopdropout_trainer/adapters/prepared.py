@@ -142,26 +142,19 @@ def _factors(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _is_plain(layer: nn.Module, state: LoopState, unit: bool) -> bool:
     """Return whether a layer is a linear map with at most one shared LoRA pair, in the same precision and of these gates."""
-    parts = [layer]
-    if isinstance(layer, LoraLayer):
-        base = layer.get_base_layer()
-        parts.append(base)
-        if not (layer.disable_adapters or layer.merged):
-            if len(layer.active_adapters) != 1 or layer.active_adapters[0] not in layer.lora_A:
-                return False
-            adapter = layer.active_adapters[0]
-            variant = layer.lora_variant.get(adapter)
-            down, up = layer.lora_A[adapter], layer.lora_B[adapter]
-            parts += [down, up]
-            gated = isinstance(variant, GatedLora) and variant.is_plain() and variant.loop_state is state
-            known = gated or (variant is None and unit)
-            dropped = layer.training and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0
-            of_one_dtype = not layer.cast_input_dtype_enabled or down.weight.dtype == base.weight.dtype
-            if not known or dropped or not of_one_dtype or up.bias is not None or layer.fan_in_fan_out:
-                return False
-            if type(down) is not nn.Linear or type(up) is not nn.Linear:
-                return False
-    else:
-        base = layer
+    adapted = isinstance(layer, LoraLayer)
+    base = layer.get_base_layer() if adapted else layer
+    parts = [layer, base]
+    if adapted and not (layer.disable_adapters or layer.merged):
+        if len(layer.active_adapters) != 1 or (adapter := layer.active_adapters[0]) not in layer.lora_A:
+            return False
+        variant, down, up = layer.lora_variant.get(adapter), layer.lora_A[adapter], layer.lora_B[adapter]
+        parts += [down, up]
+        gated = isinstance(variant, GatedLora) and variant.is_plain() and variant.loop_state is state
+        dropped = layer.training and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0
+        cast = layer.cast_input_dtype_enabled and down.weight.dtype != base.weight.dtype
+        linear = type(down) is type(up) is nn.Linear and up.bias is None and not layer.fan_in_fan_out
+        if not (gated or (variant is None and unit)) or dropped or cast or not linear:
+            return False
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
     return type(base) is nn.Linear and not hooked

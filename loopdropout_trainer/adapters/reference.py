@@ -45,10 +45,7 @@ class UnitGatesView(LoopState):
 def references_like_the_policy(model: Any, rule: Any, shares_gates: bool = False) -> Iterator[None]:
     """Make each adapter that is added to a PEFT model inside the block a copy of the active one; nothing for other models.
 
-    Args:
-        model: that a trainer is about to take.
-        rule: that it will train by.
-        shares_gates: whether the copy runs under the gates of the active adapter; else at unit gates.
+    The copy runs at unit gates, or with `shares_gates` under those of the active adapter, which is trained by `rule`.
     """
     if not isinstance(model, PeftModel):
         yield

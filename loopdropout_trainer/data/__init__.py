@@ -1,17 +1,9 @@
 """From raw rows to the examples that the trainer takes."""
 
-from loopdropout_trainer.data.arguments import DataArguments
-from loopdropout_trainer.data.load import LoadedData, load_data
-from loopdropout_trainer.data.rows import DataError
-from loopdropout_trainer.data.templates import chat_template, load_tokenizer, set_chat_template
-
-
-__all__ = [
-    "DataArguments",
-    "DataError",
-    "LoadedData",
-    "chat_template",
-    "load_data",
-    "load_tokenizer",
-    "set_chat_template",
-]
+from loopdropout_trainer.data.arguments import DataArguments as DataArguments
+from loopdropout_trainer.data.load import LoadedData as LoadedData
+from loopdropout_trainer.data.load import load_data as load_data
+from loopdropout_trainer.data.rows import DataError as DataError
+from loopdropout_trainer.data.templates import chat_template as chat_template
+from loopdropout_trainer.data.templates import load_tokenizer as load_tokenizer
+from loopdropout_trainer.data.templates import set_chat_template as set_chat_template

@@ -9,10 +9,8 @@ import tempfile
 from dataclasses import dataclass
 from itertools import groupby
 
-from datasets import Dataset
 from rich.console import Console
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
@@ -41,30 +39,6 @@ class LossArguments:
     chat_template_path: str | None = HfArg(default=None, help="As in `SFTConfig`.")
 
 
-def trained_tokens(example: Dataset, tokenizer: PreTrainedTokenizerBase, **fields) -> tuple[list[int], list[int]]:
-    """Return the token ids and labels (-100: no loss) [S] that the trainer makes of a dataset of one row.
-
-    Args:
-        fields: of `LoopDropoutConfig`.
-    """
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = OuroForCausalLM(OuroConfig(vocab_size=len(tokenizer), **size))
-    with tempfile.TemporaryDirectory() as folder:
-        args = LoopDropoutConfig(folder, use_cpu=True, bf16=False, report_to="none", **fields)
-        trainer = LoopDropoutSFTTrainer(model, args, train_dataset=example, processing_class=tokenizer)
-    row = trainer.train_dataset[0]
-    return row["input_ids"], row["labels"]
-
-
-def marked(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Return the example's text with ⟦ ⟧ around every run of tokens that is trained on, in colour where there is any."""
-    text = Text()
-    for trained, run in groupby(zip(input_ids, labels, strict=True), key=lambda pair: pair[1] != -100):
-        piece = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
-        text.append(f"⟦{piece}⟧" if trained else piece, style="bold green" if trained else "dim")
-    return text
-
-
 def main(argv: list[str] | None = None) -> None:
     types = (ShowArguments, ModelArguments, DataArguments, LossArguments)
     (show, model, data_args, loss), _ = parse_recipe(
@@ -75,16 +49,23 @@ def main(argv: list[str] | None = None) -> None:
     examples = data.eval if show.held_out else data.train
     if examples is None or not 0 <= show.index < len(examples):
         raise ValueError(f"`index` must be below {len(examples or ())}, the number of examples; got {show.index}.")
-    with user_supplied("The example cannot be prepared"):
-        input_ids, labels = trained_tokens(examples.select([show.index]), tokenizer, **vars(loss))
-    num_trained = sum(label != -100 for label in labels)
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    smallest = OuroForCausalLM(OuroConfig(vocab_size=len(tokenizer), **size))
+    with tempfile.TemporaryDirectory() as folder, user_supplied("The example cannot be prepared"):
+        args = LoopDropoutConfig(folder, use_cpu=True, bf16=False, report_to="none", **vars(loss))
+        one = examples.select([show.index])
+        row = LoopDropoutSFTTrainer(smallest, args, train_dataset=one, processing_class=tokenizer).train_dataset[0]
+    marked, num_trained = Text(), 0
+    pairs = zip(row["input_ids"], row["labels"], strict=True)
+    for trained, run in groupby(pairs, key=lambda pair: pair[1] != -100):  # -100: no loss
+        ids = [token for token, _ in run]
+        piece = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        marked.append(f"⟦{piece}⟧" if trained else piece, style="bold green" if trained else "dim")
+        num_trained += len(ids) if trained else 0
     console = Console(highlight=False, soft_wrap=True)
-    console.print(str(data.report), markup=False)
-    console.print(
-        f"\nExample {show.index} of {len(examples):,}: {len(input_ids)} tokens, of which {num_trained} are trained on, "
-        "between ⟦ and ⟧\n"
-    )
-    console.print(marked(input_ids, labels, tokenizer))
+    counts = f"{len(row['input_ids'])} tokens, of which {num_trained} are trained on, between ⟦ and ⟧"
+    console.print(f"{data.report}\n\nExample {show.index} of {len(examples):,}: {counts}\n", markup=False)
+    console.print(marked)
 
 
 if __name__ == "__main__":

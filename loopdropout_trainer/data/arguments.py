@@ -7,18 +7,8 @@ from dataclasses import dataclass
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
+from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.settings.ranges import check_choice, check_integer, check_list, shown
-
-
-PREPARATIONS = {
-    "arithmetic": "gsm8k.Arithmetic",
-    "arithmetic_pairs": "gsm8k.ArithmeticPairs",
-    "arithmetic_short": "gsm8k.ArithmeticShort",
-    "gsm8k": "gsm8k.GSM8K",
-    "metamath_gsm": "metamath_gsm.MetaMathGSM",
-    "tulu2": "tulu2.Tulu2",
-}
-"""Each preparation's file in this folder, and its class there: the one place that lists them."""
 
 
 MOST_GENERATED = 10_000_000
@@ -35,8 +25,7 @@ class DataArguments:
 
     preparation: str | None = HfArg(
         default=None,
-        help="Named preparation of the rows. Default: rows in one of TRL's formats (`prompt` and `completion`, `messages`, or "
-        "`text`), or a `prompt_template` over their columns.",
+        help="Named preparation of the rows. Default: rows in TRL's formats, or a `prompt_template` over their columns.",
         metadata={"choices": list(PREPARATIONS)},
     )
     dataset_name: str | None = HfArg(default=None, help="Name of a dataset on the Hub, or its folder.")
@@ -44,37 +33,28 @@ class DataArguments:
     dataset_revision: str | None = HfArg(default=None, help="Branch, tag or commit of the Hub dataset.")
     dataset_split: str = HfArg(default="train", help="Split of the Hub dataset.")
     train_files: list[str] | None = HfArg(
-        default=None,
-        help="Local JSONL, JSON, CSV or Parquet files (the text formats also as .gz); read instead of `dataset_name`.",
+        default=None, help="Local JSONL, JSON, CSV (also .gz) or Parquet files instead."
     )
-    eval_files: list[str] | None = HfArg(
-        default=None, help="Local files to evaluate on, instead of held-out training rows."
-    )
+    eval_files: list[str] | None = HfArg(default=None, help="Local files to evaluate on, instead of held-out rows.")
     column_mapping: dict[str, str] | None = HfArg(
         default=None,
-        help="Where the expected columns are found in the rows, as {expected name: name in the rows}, e.g. "
-        "{completion: answer} (JSON on the command line).",
+        help="{expected column: its name in the rows}, e.g. {completion: answer} (JSON on the command line).",
     )
     num_train_examples: int | None = HfArg(
-        default=None, help="Number of rows to train on. Default: all that are not held out."
+        default=None, help="Number of rows to train on. Default: all that are left."
     )
     num_eval_examples: int | None = HfArg(
-        default=None,
-        help="Number of rows to hold out, the same ones in every run. Default: the preparation's own, else 0.",
+        default=None, help="Number of rows to hold out, the same in every run. Default: the preparation's own, else 0."
     )
-    split_seed: int = HfArg(
-        default=0, help="Seed of the choice of rows (held out, drawn). It is not the seed of training."
-    )
+    split_seed: int = HfArg(default=0, help="Seed of the choice of rows (held out, drawn); not the seed of training.")
     prompt_template: str | None = HfArg(
         default=None,
-        help="`alpaca`, `question`, or a text with {column} fields: how the prompt is made from a row. Default: the "
-        "preparation's own, else the row's `prompt`.",
+        help="`alpaca`, `question`, or a text with {column} fields. Default: the preparation's own, else none.",
     )
     prompt_end: str = HfArg(default="", help="Text between the prompt template and the target; part of the prompt.")
     arithmetic_steps: list[int] | None = HfArg(
         default=None,
-        help="Fewest and most steps of a problem of `preparation: arithmetic` (or `arithmetic_pairs`), such as 1 3 for the "
-        "problems of `arithmetic_easy_test`. Default: 3 5.",
+        help="Fewest and most steps of a problem of `preparation: arithmetic` or `arithmetic_pairs`. Default: 3 5.",
         metadata={"nargs": 2},
     )
     bad_rows: str = HfArg(
@@ -93,40 +73,26 @@ class DataArguments:
         check_list("eval_files", self.eval_files)
         check_choice("preparation", self.preparation, (None, *PREPARATIONS))
         check_choice("bad_rows", self.bad_rows, ("error", "skip"))
-        if not self.train_files and self.dataset_name is None and not str(self.preparation).startswith("arithmetic"):
+        generates = str(self.preparation).startswith("arithmetic")
+        if not (self.train_files or self.dataset_name or generates):
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
-        if str(self.preparation).startswith("arithmetic"):
-            for name in ("dataset_name", "train_files", "eval_files"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"`{name}` and `preparation: {self.preparation}`, which generates its rows, exclude each other: give "
-                        "one of them."
-                    )
-            if isinstance(self.num_train_examples, int) and self.num_train_examples > MOST_GENERATED:
+        for name in ("dataset_name", "train_files", "eval_files"):
+            if generates and getattr(self, name):
                 raise ValueError(
-                    f"`num_train_examples` must be at most {MOST_GENERATED:,} with `preparation: {self.preparation}`, which "
-                    f"generates its rows; got {self.num_train_examples:,}."
+                    f"`{name}` and `preparation: {self.preparation}`, which generates its rows, exclude each other."
                 )
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
-        self._check_arithmetic_steps()
-        for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), least)
+        if self.num_train_examples is not None:
+            check_integer("num_train_examples", self.num_train_examples, most=MOST_GENERATED if generates else None)
+        if self.num_eval_examples is not None:
+            check_integer("num_eval_examples", self.num_eval_examples, least=0)
         check_integer("split_seed", self.split_seed, least=-(2**63))
-
-    def _check_arithmetic_steps(self) -> None:
-        steps = self.arithmetic_steps
-        if steps is None:
-            return
-        if self.preparation not in ("arithmetic", "arithmetic_pairs"):
-            raise ValueError(
-                "`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`; got "
-                f"`preparation: {self.preparation}`."
-            )
-        good = isinstance(steps, (list, tuple)) and [type(number) for number in steps] == [int, int]
-        if not (good and 1 <= steps[0] <= steps[1] <= MOST_TRAINED_STEPS):
-            raise ValueError(
-                f"`arithmetic_steps` must be the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]; "
-                f"got {shown(steps)}."
-            )
+        if self.arithmetic_steps is not None:
+            if self.preparation not in ("arithmetic", "arithmetic_pairs"):
+                raise ValueError("`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`.")
+            match self.arithmetic_steps:
+                case [int(fewest), int(most)] if 1 <= fewest <= most <= MOST_TRAINED_STEPS:
+                    return
+            valid = f"the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]"
+            raise ValueError(f"`arithmetic_steps` must be {valid}; got {shown(self.arithmetic_steps)}.")

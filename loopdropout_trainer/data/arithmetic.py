@@ -5,9 +5,10 @@ The answers have GSM8K's form: one line of working for each step, then `#### N`.
 
 from __future__ import annotations
 
+import operator as operators
 import zlib
-from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from datasets import Dataset
 
@@ -16,10 +17,10 @@ NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Noah", "Omar", "Ruth", "Sam", "Zoe"
 OBJECTS = ("apples", "books", "cards", "coins", "cookies", "pens", "shells", "stamps")
 CONTAINERS = ("bags", "boxes", "jars", "baskets")
 LARGEST = 60
+OPERATIONS = {"+": operators.add, "-": operators.sub, "*": operators.mul}
 
 
-@dataclass(frozen=True)
-class Wording:
+class Wording(NamedTuple):
     """The sentences of a story: its first one, and those for each operator."""
 
     start: str
@@ -52,8 +53,7 @@ OTHER_WORDING = Wording(
 )
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """What the problems of a split are like.
 
     Attributes:
@@ -86,8 +86,7 @@ as `medium_test` in part and `test` hardly; `hard`: more steps than any problem 
 MOST_TRAINED_STEPS = 5  # beyond them lies `hard`, whose questions are not told apart by `is_test_question`
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One operation, `left operator right = result`."""
 
     left: int
@@ -137,8 +136,7 @@ def make_problem(rng: Random, num_steps: int, split: Split) -> tuple[str, list[S
     """Return the text of a problem of the given number of steps, and the steps."""
     if split.words is not None:
         return _changes(rng, num_steps, split)
-    kind = rng.choice((_changes, _comparisons, _containers))
-    return kind(rng, num_steps, split)
+    return rng.choice((_changes, _comparisons, _containers))(rng, num_steps, split)
 
 
 def _changes(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
@@ -148,10 +146,8 @@ def _changes(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]
     words = split.words or WORDING
     sentences = [words.start.format(name=name, number=start, what=what)]
     steps = random_steps(rng, start, num_steps, "+-*")
-    for step in steps:
-        sentences.append(change_sentence(rng, name, friend, what, step, words))
-    sentences.append(f"How many {what} does {name} have now?")
-    return " ".join(sentences), steps
+    sentences += [change_sentence(rng, name, friend, what, step, words) for step in steps]
+    return " ".join([*sentences, f"How many {what} does {name} have now?"]), steps
 
 
 def change_sentence(rng: Random, name: str, friend: str, what: str, step: Step, words: Wording = WORDING) -> str:
@@ -168,8 +164,7 @@ def _comparisons(rng: Random, num_steps: int, split: Split) -> tuple[str, list[S
     words = {"+": "{n} more {what} than", "-": "{n} fewer {what} than", "*": "{n} times as many {what} as"}
     for before, after, step in zip(people, people[1:], steps, strict=False):
         sentences.append(f"{after} has {words[step.operator].format(n=step.right, what=what)} {before}.")
-    sentences.append(f"How many {what} does {people[-1]} have?")
-    return " ".join(sentences), steps
+    return " ".join([*sentences, f"How many {what} does {people[-1]} have?"]), steps
 
 
 def _containers(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
@@ -178,13 +173,11 @@ def _containers(rng: Random, num_steps: int, split: Split) -> tuple[str, list[St
     low, high = split.start
     pairs = [(count, each) for count in range(2, 7) for each in range(2, 10) if low <= count * each <= max(high, 54)]
     count, each = rng.choice(pairs)
-    steps = [Step(count, "*", each, count * each)]
+    steps = random_steps(rng, each * count, num_steps - 1, "+-")
     sentences = [f"{name} has {count} {container} with {each} {what} each."]
-    for step in random_steps(rng, each * count, num_steps - 1, "+-"):
-        sentences.append(change_sentence(rng, name, friend, what, step))
-        steps.append(step)
-    sentences.append(f"How many {what} does {name} have now?")
-    return " ".join(sentences), steps
+    sentences += [change_sentence(rng, name, friend, what, step) for step in steps]
+    first = Step(count, "*", each, count * each)
+    return " ".join([*sentences, f"How many {what} does {name} have now?"]), [first, *steps]
 
 
 def random_steps(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]:
@@ -192,12 +185,11 @@ def random_steps(rng: Random, start: int, num_steps: int, operators: str) -> lis
     steps: list[Step] = []
     value = start
     for _ in range(num_steps):
-        possible = [op for op in operators if _largest(value, op) >= 2]
-        operator = rng.choice(possible)
-        number = rng.randint(2, min(_largest(value, operator), 9))
-        result = {"+": value + number, "-": value - number, "*": value * number}[operator]
-        steps.append(Step(value, operator, number, result))
-        value = result
+        largest = {"+": LARGEST - value, "-": value, "*": min(3, LARGEST // value) if value else 0}
+        operator = rng.choice([each for each in operators if largest[each] >= 2])
+        number = rng.randint(2, min(largest[operator], 9))
+        steps.append(Step(value, operator, number, OPERATIONS[operator](value, number)))
+        value = steps[-1].result
     return steps
 
 
@@ -208,16 +200,6 @@ def with_a_mistake(answer: str, seed: int) -> str:
     place, off = rng.randrange(len(steps)), rng.choice((-2, -1, 1, 2))
     lines, value = [], int(steps[0][0])
     for number, (_, operator, right, _, _) in enumerate(steps):
-        left, value = value, {"+": value + int(right), "-": value - int(right), "*": value * int(right)}[operator]
-        value += off if number == place else 0
+        left, value = value, OPERATIONS[operator](value, int(right)) + (off if number == place else 0)
         lines.append(str(Step(left, operator, int(right), value)))
     return "\n".join(lines) + f"\n#### {value}"
-
-
-def _largest(value: int, operator: str) -> int:
-    """Return the largest second operand that keeps the result between 0 and LARGEST."""
-    if operator == "+":
-        return LARGEST - value
-    if operator == "-":
-        return value
-    return min(3, LARGEST // value) if value else 0

@@ -4,53 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Dataset, Features, Value
-from datasets.arrow_writer import ArrowWriter
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.fingerprint import Hasher
 from filelock import FileLock
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from loopdropout_trainer.data.arguments import DataArguments
-from loopdropout_trainer.data.lengths import token_lengths
-from loopdropout_trainer.data.preparation import Preparation, Unwanted, preparation_class, random_order
-from loopdropout_trainer.data.report import DataReport
-from loopdropout_trainer.data.rows import BadRow, DataError, Row
-from loopdropout_trainer.data.source import Source
-from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.data.boundary import token_lengths
+from loopdropout_trainer.data.preparation import TRL_COLUMNS, DataReport, Preparation, Unwanted, random_order
+from loopdropout_trainer.data.preparations import PREPARATIONS
+from loopdropout_trainer.data.rows import BadRow, DataError, Row, read_files
+from loopdropout_trainer.settings.command import one_line, user_supplied
 from loopdropout_trainer.settings.ranges import check_integer
 
 
-logger = logging.get_logger(__name__)
-
-_CACHE_VERSION = 3  # to be raised when the same settings give other examples
+_CACHE_VERSION = 4  # to be raised when the same settings give other examples
 
 
 @dataclass
 class LoadedData:
-    """Examples ready for the trainer.
+    """Examples ready for the trainer."""
 
-    Attributes:
-        train: examples in one of TRL's formats: `prompt` and `completion`, `messages`, or `text`.
-        eval: held-out examples or None; the named preparations add `question` and `answer`.
-        report: rows kept and dropped, with the reasons; print it.
-        description: one line for a model card.
-    """
-
-    train: Dataset
-    eval: Dataset | None
-    report: DataReport
-    description: str
+    train: Dataset  # in one of TRL's formats: `prompt` and `completion`, `messages`, or `text`
+    eval: Dataset | None  # held-out examples; the named preparations add `question` and `answer`
+    report: DataReport  # rows kept and dropped, with the reasons; print it
+    description: str  # one line for a model card
 
 
 def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> LoadedData:
@@ -68,120 +55,118 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
     """
     if max_length is not None:
         check_integer("max_length", max_length)
-    preparation = preparation_class(args.preparation)(args)
-    source = Source.open(args, preparation)
-    key = _cache_key(args, source, tokenizer, max_length)
+    preparation = PREPARATIONS.get(args.preparation, Preparation)(args)
+    name, fingerprint, rows = _source(args, preparation)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    tokens = (backend.to_str() if backend else tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token)
+    key = Hasher.hash([_CACHE_VERSION, asdict(args), fingerprint, tokens, max_length])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "loopdropout_trainer" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # the processes of one machine prepare the data once
-        loaded = _load_from(folder, preparation) if folder.is_dir() else None
-        if loaded is None:
-            _prepare_into(folder, preparation, source, tokenizer, max_length)
-            loaded = _load_from(folder, preparation)
-    if loaded is None:
-        raise DataError(f"The prepared data in {folder} cannot be read back: is the disk full or damaged?")
-    return loaded
-
-
-def _load_from(folder: Path, preparation: Preparation) -> LoadedData | None:
-    """Return the examples in a folder that `_prepare_into` wrote; None, and the folder is removed, if it is damaged."""
-    try:
+        if not folder.is_dir():
+            report = DataReport(name)
+            prepared = _prepare(rows, preparation, tokenizer, max_length, report)
+            with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+                ready = Path(work) / "ready"
+                prepared.save_to_disk(ready)
+                (ready / "report.json").write_text(json.dumps(vars(report)), encoding="utf-8")
+                ready.rename(folder)  # it is there only when it is complete
+    with user_supplied(f"The prepared data in {folder} cannot be read: remove that folder"):
         report = DataReport(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
-        train = Dataset.load_from_disk(folder / "train")
-        held_out = Dataset.load_from_disk(folder / "eval") if report.held_out else None
-        if len(train) != report.train or len(held_out or ()) != report.held_out:
-            raise ValueError(f"{len(train)} and {len(held_out or ())} examples")
-    except Exception as error:  # pyarrow and datasets raise many kinds
-        logger.warning(f"The prepared data in {folder} is damaged ({one_line(error)}); it is prepared again.")
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
+        prepared = DatasetDict.load_from_disk(folder)
     source = f" ({report.source})" if preparation.title not in ("", report.source) else ""
     held = f", {report.held_out:,} held out" if report.held_out else ""
     description = f"{preparation.title or report.source}{source}: {report.train:,} examples{held}"
-    return LoadedData(train, held_out, report, description)
+    return LoadedData(prepared["train"], prepared.get("eval"), report, description)
 
 
-def _cache_key(args: DataArguments, source: Source, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> str:
-    state: Any = tokenizer.get_vocab()
-    if backend := getattr(tokenizer, "backend_tokenizer", None):
-        passing = ("padding", "truncation")  # a fast tokenizer's state, which changes from call to call
-        state = {key: value for key, value in json.loads(backend.to_str()).items() if key not in passing}
-    parts = [_CACHE_VERSION, asdict(args), source.fingerprint, state, tokenizer.chat_template, tokenizer.eos_token]
-    text = json.dumps([*parts, max_length], sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+def _source(args: DataArguments, preparation: Preparation) -> tuple[str, Any, Iterable[Row]]:
+    """Return the name of the training rows, what changes whenever any row does, and the rows, to be read once.
 
-
-def _prepare_into(
-    folder: Path, preparation: Preparation, source: Source, tokenizer: PreTrainedTokenizerBase, max_length: int | None
-) -> None:
-    """Write `train`, `eval` and `report.json` into a folder that appears only when it is complete."""
-    report = DataReport(source.name)
-    work = Path(tempfile.mkdtemp(dir=folder.parent))
+    Local files go first, then generated rows, then the Hub's.
+    """
+    digests: dict[str, tuple[str, str]] = {}  # of the bytes: size and time may stay when a file is written again
+    for field in ("train_files", "eval_files"):
+        for path in getattr(args, field) or ():
+            try:
+                with Path(path).open("rb") as file:
+                    digest = hashlib.file_digest(file, "blake2b").hexdigest()
+            except OSError as error:
+                raise DataError(f"The data file {path} cannot be read: {error.strerror}.") from error
+            if digest in digests:
+                before, other = digests[digest]
+                raise DataError(f"`{field}` names {path}, which holds the same rows as {other} in `{before}`.")
+            digests[digest] = field, str(path)
+    if args.train_files:
+        return ", ".join(Path(path).name for path in args.train_files), digests, read_files(args.train_files)
+    generated = preparation.rows()
+    if generated is not None:
+        return preparation.title, generated, generated
     try:
-        examples = _write_examples(source.train, preparation, report, work / "all.arrow")
-        train, held_out = _split(examples, preparation, tokenizer, report)
-        if source.eval is not None:
-            held_out = _write_examples(source.eval, preparation, report, work / "eval.arrow").remove_columns("rank")
-        train, lengths = _drop_long(train, tokenizer, max_length, report)
-        held_out, _ = _drop_long(held_out, tokenizer, max_length, report)
-        report.train_tokens, report.longest = int(lengths.sum()), int(lengths.max(initial=0))
-        report.train, report.held_out = len(train), len(held_out)
-        if not len(train):
-            raise DataError(f"No example is left to train on.\n{report}")
-        train.save_to_disk(work / "ready" / "train")
-        if len(held_out):
-            held_out.save_to_disk(work / "ready" / "eval")
-        (work / "ready" / "report.json").write_text(json.dumps(vars(report)), encoding="utf-8")
-        (work / "ready").rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        dataset = load_dataset(
+            args.dataset_name, args.dataset_config, revision=args.dataset_revision, split=args.dataset_split
+        )
+    except Exception as error:  # the Hub's client raises many kinds
+        raise DataError(f"The dataset `{args.dataset_name}` cannot be loaded: {one_line(error)}") from error
+    name = "/".join(filter(None, (args.dataset_name, args.dataset_config, args.dataset_split)))
+    rows = (Row(f"{name}, row {number}", row) for number, row in enumerate(dataset, start=1))
+    return name, [dataset._fingerprint, digests], rows
 
 
-def _write_examples(rows: Iterable[Row], preparation: Preparation, report: DataReport, path: Path) -> Dataset:
-    """Write the examples of all usable rows to an Arrow file, one at a time: they need not fit into memory."""
-    examples = _examples(tqdm(rows, "Reading rows", unit="row", disable=None), preparation, report)
-    first = next(examples, None)
-    if first is None:
+def _prepare(
+    rows: Iterable[Row],
+    preparation: Preparation,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    report: DataReport,
+) -> DatasetDict:
+    """Return the examples, `train` and `eval` if there are any, and fill in the report."""
+    train, held_out = _split(_examples(rows, preparation, report), preparation, tokenizer, report)
+    if preparation.args.eval_files:
+        held_out = _examples(read_files(preparation.args.eval_files), preparation, report).remove_columns("rank")
+    train, lengths = _drop_long(train, tokenizer, max_length, report)
+    held_out, _ = _drop_long(held_out, tokenizer, max_length, report)
+    report.train_tokens, report.longest = int(lengths.sum()), int(lengths.max(initial=0))
+    report.train, report.held_out = len(train), len(held_out)
+    if not len(train):
+        raise DataError(f"No example is left to train on.\n{report}")
+    return DatasetDict({"train": train, "eval": held_out} if len(held_out) else {"train": train})
+
+
+def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport) -> Dataset:
+    """Return the example of each usable row, with its `rank` in the choice of rows; count the others."""
+    examples = list(_usable(tqdm(rows, "Reading rows", unit="row", disable=None), preparation, report))
+    if not examples:
         raise DataError(f"No usable row was found.\n{report}")
-    turns = [{"role": Value("string"), "content": Value("string")}]
-    features = {str: Value("string"), list: turns, int: Value("int64")}
-    kind = _kind(first)
-    with ArrowWriter(
-        path=str(path), features=Features({k: features[type(value)] for k, value in first.items()})
-    ) as writer:
-        for example in chain([first], examples):
-            if _kind(example) != kind:
-                raise DataError(f"The rows differ in kind: the first has {kind}, a later one has {_kind(example)}.")
-            writer.write(example)
-        writer.finalize()
-    return Dataset.from_file(str(path))
+    kinds = list(dict.fromkeys(map(_kind, examples)))
+    if len(kinds) > 1:
+        raise DataError(f"The rows differ in kind: the first has {kinds[0]}, a later one has {kinds[1]}.")
+    return Dataset.from_list(examples)
 
 
 def _kind(example: dict[str, Any]) -> str:
-    names = ("prompt", "completion", "messages", "text", "chosen", "rejected")
-    named = {name: " as messages" if isinstance(example[name], list) else "" for name in names if name in example}
-    return " and ".join(name + form for name, form in named.items())
+    names = [name for name in TRL_COLUMNS if name in example]
+    return " and ".join(f"{name} as messages" if isinstance(example[name], list) else name for name in names)
 
 
-def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport) -> Iterator[dict[str, Any]]:
-    """Yield the example of each usable row, with its `rank` in the choice of rows; count the others."""
-    args = preparation.args
+def _usable(rows: Iterable[Row], preparation: Preparation, report: DataReport) -> Iterator[dict[str, Any]]:
+    args, mapping = preparation.args, preparation.args.column_mapping or {}
     for place, row in rows:
         report.read += 1
         try:
             if isinstance(row, BadRow):
                 raise row
-            for name in (args.column_mapping or {}).values():
+            for name in mapping.values():
                 if name not in row:
                     raise BadRow(f"missing field `{name}`", " (named by `column_mapping`)")
-            row = {**row, **{expected: row[name] for expected, name in (args.column_mapping or {}).items()}}
+            row = {**row, **{expected: row[name] for expected, name in mapping.items()}}
             yield {**preparation.example(row), "rank": random_order(preparation.identity(row), args.split_seed)}
         except Unwanted as reason:
             report.dropped[str(reason)] += 1
         except BadRow as error:
             if args.bad_rows == "error":
                 raise DataError(
-                    f"{place}: {error}. Mend the row, or set `bad_rows: skip` to leave such rows out."
+                    f"{place}: {error}. Mend the row, or leave such rows out: `bad_rows: skip`."
                 ) from error
             report.dropped[error.kind] += 1
             if len(report.bad_rows) < 5:
@@ -191,17 +176,14 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
 def _split(
     examples: Dataset, preparation: Preparation, tokenizer: PreTrainedTokenizerBase, report: DataReport
 ) -> tuple[Dataset, Dataset]:
-    ranks = examples.data.column("rank").to_numpy()
-    examples = examples.remove_columns("rank")
+    ranks, examples = np.array(examples["rank"]), examples.remove_columns("rank")
     dropped_before = report.dropped.total()
     train, held_out = preparation.split(examples, ranks, tokenizer, report)
     asked = preparation.args.num_train_examples
     if asked is not None and len(train) < asked or len(held_out) < preparation.num_held_out:
         report.train, report.held_out = len(train), len(held_out)
-        raise DataError(
-            f"Too few rows for `num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`: "
-            f"{len(train):,} and {len(held_out):,} are left; ask for fewer.\n{report}"
-        )
+        wanted = f"`num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`"
+        raise DataError(f"Too few rows for {wanted}: {len(train):,} and {len(held_out):,} are left.\n{report}")
     report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
     return examples.select(train), examples.select(held_out)
 

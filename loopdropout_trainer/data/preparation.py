@@ -6,24 +6,52 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.data.arguments import PREPARATIONS, DataArguments
-from loopdropout_trainer.data.report import DataReport
 from loopdropout_trainer.data.rows import BadRow, Row, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
 from loopdropout_trainer.settings.ranges import shown
 
 
+if TYPE_CHECKING:
+    from loopdropout_trainer.data.arguments import DataArguments
+
+TRL_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
+
+
 class Unwanted(Exception):
     """A sound row that the preparation leaves out; the text is the reason."""
+
+
+@dataclass
+class DataReport:
+    """What became of the rows; `print` shows the counts as a table."""
+
+    source: str = ""
+    read: int = 0
+    train: int = 0
+    held_out: int = 0
+    train_tokens: int = 0  # of the training examples, each counted once
+    longest: int = 0  # most tokens of one of them
+    unused: int = 0  # usable rows beyond the number to train on
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    bad_rows: list[str] = field(default_factory=list)  # the first few that were skipped, with their places
+
+    def __str__(self) -> str:
+        counts = {"read": self.read, "  to train on": self.train, "  held out": self.held_out}
+        counts |= {"  not used": self.unused} if self.unused else {}
+        counts |= {f"  dropped: {reason}": count for reason, count in sorted(self.dropped.items())}
+        width = max(map(len, counts))
+        lines = [f"{name:<{width}} {count:>11,}" for name, count in counts.items()]
+        return "\n".join([f"Rows of {self.source}", *lines, *(f"    {bad}" for bad in self.bad_rows)])
 
 
 class Preparation:
@@ -38,9 +66,6 @@ class Preparation:
         columns: that are read of a row, beside those of a prompt template.
         prompt_columns: that a prompt template may name; None: any of the row's.
 
-    Args:
-        args: settings of the run.
-
     Raises:
         ValueError: if `prompt_template` names no column or one that is never filled, or `column_mapping` one never read.
     """
@@ -48,52 +73,36 @@ class Preparation:
     title: ClassVar[str] = ""
     num_eval_examples: ClassVar[int] = 0
     prompt_template: ClassVar[str | None] = None
-    columns: ClassVar[Collection[str]] = (
-        *("prompt", "completion", "messages", "conversations", "text", "chosen", "rejected"),
-    )
+    columns: ClassVar[Collection[str]] = (*TRL_COLUMNS, "conversations")
     prompt_columns: ClassVar[Collection[str] | None] = None
 
     def __init__(self, args: DataArguments) -> None:
         self.args = args
-        self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
         self.num_held_out = self.num_eval_examples if args.num_eval_examples is None else args.num_eval_examples
         if args.eval_files:
             self.num_held_out = 0
-        self._check_columns()
-
-    def _check_columns(self) -> None:
-        """Refuse a prompt template that is the same for every row or cannot be filled, and a mapping that is never read."""
-        columns, fields = set(self.columns), [] if self.template is None else prompt_fields(self.template)
-        if self.template is not None and self.prompt_columns is None:
-            columns = {"completion", *fields}
-        fillable = fields if self.prompt_columns is None else self.prompt_columns
-        if self.template is not None and not (fields and set(fields) <= set(fillable)):
-            names = ", ".join(f"{{{name}}}" for name in fillable or ["column"])
-            other = f" and no others with `preparation: {self.args.preparation}`" if self.prompt_columns else ""
-            raise ValueError(
-                f"`prompt_template` must be {', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {names}{other}; got "
-                f"{shown(self.template)}."
-            )
-        unknown = sorted(set(self.args.column_mapping or ()) - columns)
-        if unknown:
-            raise ValueError(
-                f"`column_mapping` maps `{unknown[0]}`, which is never read; it may map {', '.join(sorted(columns))}."
-            )
+        columns = set(self.columns)
+        self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
+        if self.template is not None:  # it must differ from row to row, and its fields be filled
+            fields = prompt_fields(self.template)
+            fillable = fields if self.prompt_columns is None else self.prompt_columns
+            if not fields or not set(fields) <= set(fillable):
+                names = ", ".join(f"{{{name}}}" for name in fillable or ["column"])
+                valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {names}"
+                raise ValueError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
+            if self.prompt_columns is None:
+                columns = {"completion", *fields}
+        for name in sorted(set(args.column_mapping or ()) - columns):
+            valid = ", ".join(sorted(columns))
+            raise ValueError(f"`column_mapping` maps `{name}`, which is never read; it may map {valid}.")
 
     def rows(self) -> list[Row] | None:
         """Return generated rows, for a preparation that reads none."""
         return None
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the example that a row gives.
-
-        Raises:
-            BadRow: if the row cannot be used.
-            Unwanted: if the preparation leaves such rows out.
-        """
-        if self.template is not None:
-            return self.prompted(row, target(row, "completion"))
-        return standard_example(row)
+        """Return the example that a row gives; BadRow if it gives none, Unwanted if it is left out on purpose."""
+        return standard_example(row) if self.template is None else self.prompted(row, target(row, "completion"))
 
     def prompted(self, columns: Mapping[str, Any], completion: str) -> dict[str, Any]:
         """Return the example whose prompt is the template filled from these columns."""
@@ -106,35 +115,21 @@ class Preparation:
     def split(
         self, examples: Dataset, ranks: np.ndarray, tokenizer: PreTrainedTokenizerBase, report: DataReport
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the training and the held-out examples, before any is dropped for its length.
+        """Return indices of training and of held-out examples, in source order, before any is dropped for its length.
 
         Rows with the smallest ranks are held out, so that the choice depends on the rows and `split_seed` alone: not on
         their order, the training seed, or the model. Repetitions of a held-out row are not trained on.
 
         Args:
-            examples: all N examples in source order.
-            ranks: [N], pseudo-random numbers that depend on a row's identity and `split_seed`.
-            tokenizer: of the model.
+            examples, ranks: all N examples in source order; random numbers [N], of a row's identity and `split_seed`.
             report: to note dropped examples.
-
-        Returns:
-            Indices of training and of held-out examples, each in source order.
         """
         distinct, first = np.unique(ranks, return_index=True)
         held_out = np.sort(first[: self.num_held_out])
         rest = np.flatnonzero(~np.isin(ranks, distinct[: self.num_held_out]))
         repeated = len(ranks) - len(rest) - len(held_out)
-        if repeated:
-            report.dropped["repeats a held-out row"] += repeated
+        report.dropped += Counter({"repeats a held-out row": repeated})
         return rest[: self.args.num_train_examples], held_out
-
-
-def preparation_class(name: str | None) -> type[Preparation]:
-    """Return the class of a preparation by its name in `PREPARATIONS`; None: rows as they are."""
-    if name is None:
-        return Preparation
-    module, class_name = PREPARATIONS[name].split(".")
-    return getattr(importlib.import_module(f"loopdropout_trainer.data.{module}"), class_name)
 
 
 def random_order(identity: str, seed: int) -> int:
@@ -174,9 +169,6 @@ def messages(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
     return [_message(turn, f"{column}[{index}]") for index, turn in enumerate(turns)]
 
 
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-
-
 def _message(turn: Mapping[str, Any], place: str) -> dict[str, str]:
     if turn.get("tool_calls"):
         raise BadRow("tool calls are not supported", f" (in {place})")
@@ -186,7 +178,7 @@ def _message(turn: Mapping[str, Any], place: str) -> dict[str, str]:
         role, content = text(turn, "role"), text(turn, "content")
     except BadRow as error:
         raise BadRow(f"{error.kind} in a message", f" ({place})") from None
-    role = _SHAREGPT_ROLES.get(role, role)
+    role = {"human": "user", "gpt": "assistant"}.get(role, role)
     if role not in ("system", "user", "assistant"):
         raise BadRow("a role is not system, user or assistant", f" ({role!r} in {place})")
     return {"role": role, "content": content}

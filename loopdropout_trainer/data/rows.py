@@ -7,15 +7,18 @@ like dates (in JSON) or numbers (in CSV) into such, and it fills fields that a r
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import pyarrow
 import pyarrow.parquet
+
+
+_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class DataError(ValueError):
@@ -38,15 +41,10 @@ class Row(NamedTuple):
 
 
 def present(row: Mapping[str, Any], column: str) -> Any:
-    """Return a column of a row that must be there.
-
-    Raises:
-        BadRow: if it is not, or is null.
-    """
-    value = row.get(column)
-    if value is None:
+    """Return a column of a row that must be there, and not null."""
+    if row.get(column) is None:
         raise BadRow(f"missing field `{column}`", f" (it has {', '.join(f'`{key}`' for key in row) or 'none'})")
-    return value
+    return row[column]
 
 
 def read_files(paths: Sequence[str | Path]) -> Iterator[Row]:
@@ -57,69 +55,48 @@ def read_files(paths: Sequence[str | Path]) -> Iterator[Row]:
     Raises:
         DataError: if a file is missing, has no known ending, or cannot be read to its end.
     """
+    errors = (OSError, ValueError, RecursionError, EOFError, zlib.error, csv.Error, pyarrow.ArrowException)
     for path in map(Path, paths):
-        read = _READERS.get(Path(path.name.removesuffix(".gz")).suffix)
-        if read is None:
-            raise DataError(f"{path} must end in {', '.join(_READERS)} (the text formats also with .gz).")
         number = 0
         try:
-            for number, value in enumerate(read(path), start=1):
+            for number, value in enumerate(_read(path), start=1):
                 if value is not None:
                     yield Row(f"{path.name}, row {number}", value)
-        except (OSError, UnicodeDecodeError, EOFError, zlib.error, csv.Error, pyarrow.ArrowException) as error:
+        except errors as error:
             place = f" after row {number}" if number else ""
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"The data file {path} cannot be read{place}: {reason}.") from error
 
 
-def _open(path: Path):
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+def _read(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
+    """Yield each row of a file, or what is wrong with it; None for an empty line."""
+    ending = Path(path.name.removesuffix(".gz")).suffix
+    if ending not in _ENDINGS:
+        raise ValueError(f"its name must end in {', '.join(_ENDINGS)} (the text formats also with .gz)")
+    if ending == ".parquet":
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+        return
+    with fsspec.open(path, "rt", compression="infer", encoding="utf-8", newline="") as file:
+        if ending == ".csv":
+            csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
+            for cells in csv.DictReader(file):
+                extra = None in cells
+                yield BadRow("more cells than columns") if extra else {k: v for k, v in cells.items() if v is not None}
+        elif ending == ".json" and file.read(1024).lstrip().startswith("["):
+            file.seek(0)
+            yield from map(_object, json.load(file))
+        else:  # one object a line, also under the other name
+            file.seek(0)
+            yield from map(_line, file)
 
 
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
-    with _open(path) as file:
-        for line in file:
-            try:
-                yield _object(json.loads(line)) if line.strip() else None
-            except json.JSONDecodeError as error:
-                yield BadRow("broken JSON", f" ({error.msg} at character {error.pos + 1})")
-            except (ValueError, RecursionError) as error:  # a number with thousands of digits, a thousand brackets
-                yield BadRow("broken JSON", f" ({error})")
-
-
-def _read_json(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
-    with _open(path) as file:
-        if not file.read(1024).lstrip().startswith("["):  # one object a line, under the other name
-            yield from _read_jsonl(path)
-            return
-        file.seek(0)
-        try:
-            values = json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"The data file {path} is broken JSON ({error}), so none of its rows can be told apart; JSONL files can "
-                "skip broken rows."
-            ) from error
-    yield from map(_object, values)
+def _line(line: str) -> dict[str, Any] | BadRow | None:
+    try:
+        return _object(json.loads(line)) if line.strip() else None
+    except (ValueError, RecursionError) as error:
+        return BadRow("broken JSON", f" ({error})")
 
 
 def _object(value: Any) -> dict[str, Any] | BadRow:
     return value if isinstance(value, dict) else BadRow("not an object", f" (a {type(value).__name__})")
-
-
-def _read_csv(path: Path) -> Iterator[dict[str, Any] | BadRow]:
-    csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
-    with _open(path) as file:
-        for value in csv.DictReader(file):
-            cells = {key: cell for key, cell in value.items() if cell is not None}
-            yield BadRow("more cells than columns") if None in value else cells
-
-
-def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
-        yield from batch.to_pylist()
-
-
-_READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}

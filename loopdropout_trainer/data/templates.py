@@ -24,13 +24,13 @@ PROMPT_TEMPLATES = {
     "question": "Question: {question}\nAnswer:",
 }
 
-
+_CHATML = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 CHAT_TOKENS = {
     # The tokens that a chat needs, by chat template. What their tokenizers name is for text without turns: Ouro's, for
     # example, has <|endoftext|> as all three, and would not stop at the end of a turn.
-    "ouro": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-    "ouro_thinking": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-    "nanbeige": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<unk>"},
+    "ouro": {**_CHATML, "pad_token": "<|endoftext|>"},
+    "ouro_thinking": {**_CHATML, "pad_token": "<|endoftext|>"},
+    "nanbeige": {**_CHATML, "pad_token": "<unk>"},
     "huginn": {"bos_token": "<|begin_text|>", "eos_token": "<|end_turn|>", "pad_token": "<|pad|>"},
 }
 
@@ -48,31 +48,14 @@ def render_prompt(template: str, row: Mapping[str, Any]) -> str:
     Raises:
         BadRow: if the row lacks a column that the template names, or the column is not text or a number.
     """
-    return _FIELD.sub(lambda match: _cell(row, match[1]), PROMPT_TEMPLATES.get(template, template))
 
+    def cell(match: re.Match) -> str:
+        value = present(row, match[1])
+        if not isinstance(value, (str, int, float)):
+            raise BadRow(f"field `{match[1]}` is not text", f" (a {type(value).__name__})")
+        return str(value)
 
-def _cell(row: Mapping[str, Any], column: str) -> str:
-    value = present(row, column)
-    if not isinstance(value, (str, int, float)):
-        raise BadRow(f"field `{column}` is not text", f" (a {type(value).__name__})")
-    return str(value)
-
-
-def chat_template(name_or_path: str, field: str = "chat_template") -> str:
-    """Return the text of a chat template: one of this package, by its name, or a Jinja file.
-
-    Raises:
-        ValueError: if there is neither; it names the setting `field`.
-    """
-    packaged = Path(__file__).with_name("chat_templates") / f"{name_or_path}.jinja"
-    path = packaged if packaged.is_file() else Path(name_or_path)
-    if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in packaged.parent.glob("*.jinja")))
-        raise ValueError(f"`{field}` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"`{field}` {name_or_path} cannot be read: {error}.") from None
+    return _FIELD.sub(cell, PROMPT_TEMPLATES.get(template, template))
 
 
 def load_tokenizer(
@@ -87,20 +70,17 @@ def load_tokenizer(
         model: whose tokenizer.
         trust_remote_code: whether the tokenizer may run code of its own; nobody is asked.
         chat_template_path: of `SFTConfig`: another name for `chat_template`.
-
-    Raises:
-        ValueError: if there is none, it cannot be read, it names no end token, or the template's turns do not end with it.
     """
     with user_supplied(f"The tokenizer of {model.model_name_or_path} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
             model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
         )
-    if model.chat_template is not None and chat_template_path is not None:
+    given = {"chat_template": model.chat_template, "chat_template_path": chat_template_path}
+    named = {field: name for field, name in given.items() if name is not None}
+    if len(named) == 2:
         raise ValueError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
-    if model.chat_template is not None:
-        set_chat_template(tokenizer, model.chat_template)
-    elif chat_template_path is not None:
-        set_chat_template(tokenizer, chat_template_path, "chat_template_path")
+    for field, name in named.items():
+        set_chat_template(tokenizer, name, field)
     if tokenizer.eos_token is None:
         raise ValueError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
     if tokenizer.pad_token is None:
@@ -111,25 +91,31 @@ def load_tokenizer(
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, field: str = "chat_template") -> None:
     """Give a tokenizer a chat template, and the special tokens that belong to it; both are saved with the tokenizer.
 
-    Args:
-        tokenizer: to be changed.
-        name_or_path: a template of this package, or a Jinja file.
-        field: setting that names it, for errors.
-
     Raises:
-        ValueError: if the template is broken, the tokenizer lacks a token of it, or its turns do not end with the end token.
+        ValueError: if the template is broken, the tokenizer lacks a token of it, or its turns do not end with the end token;
+            it names the setting `field`.
     """
     tokenizer.chat_template = chat_template(name_or_path, field)
-    known = tokenizer.get_vocab()
     for role, token in CHAT_TOKENS.get(name_or_path, {}).items():
-        if token not in known:
+        if token not in tokenizer.get_vocab():
+            owner = tokenizer.name_or_path or "the model"
             raise ValueError(
-                f"`{field}: {name_or_path}` needs the token {token}, which the tokenizer of "
-                f"{tokenizer.name_or_path or 'the model'} does not have."
+                f"`{field}: {name_or_path}` needs the token {token}, which the tokenizer of {owner} lacks."
             )
         setattr(tokenizer, role, token)
     with user_supplied(f"`{field}: {name_or_path}` cannot be used"):
         check_turn_end(tokenizer)
+
+
+def chat_template(name_or_path: str, field: str = "chat_template") -> str:
+    """Return the text of a chat template: one of this package, by its name, or a Jinja file."""
+    packaged = Path(__file__).with_name("chat_templates") / f"{name_or_path}.jinja"
+    path = packaged if packaged.is_file() else Path(name_or_path)
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in packaged.parent.glob("*.jinja")))
+        raise ValueError(f"`{field}` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
+    with user_supplied(f"`{field}` {name_or_path} cannot be read"):
+        return path.read_text(encoding="utf-8")
 
 
 def apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: list, **options: Any) -> Any:
@@ -150,22 +136,18 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: list, **optio
 
 
 def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the last token that a chat template trains in an assistant's turn is the one that generation stops at.
+    """Raise ValueError unless the last token that a template trains in an assistant's turn is the one generation stops at.
 
     A template without generation marks is rendered, and its end left unchecked.
-
-    Raises:
-        ValueError: naming both tokens, or saying what the template does not do.
     """
     marks = "generation" in (tokenizer.chat_template or "")
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     encoded = apply_chat_template(tokenizer, turns, return_dict=True, return_assistant_tokens_mask=marks)
-    if not marks:
-        return
-    trained = [id for id, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
-    if not trained or trained[-1] != tokenizer.eos_token_id:
-        last = tokenizer.decode(trained[-1:]) if trained else "nothing"
-        raise ValueError(
-            f"The chat template ends an assistant's turn with {last!r}, and generation stops at {tokenizer.eos_token!r}: set "
-            "`eos_token` in the recipe to the template's."
-        )
+    trained = (
+        [id for id, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+        if marks
+        else []
+    )
+    if marks and trained[-1:] != [tokenizer.eos_token_id]:
+        ends = f"{tokenizer.decode(trained[-1:])!r}, and generation stops at {tokenizer.eos_token!r}"
+        raise ValueError(f"The chat template ends an assistant's turn with {ends}: set `eos_token` to the template's.")

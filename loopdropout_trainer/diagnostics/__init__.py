@@ -5,10 +5,13 @@ from pkgutil import iter_modules
 
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
 from loopdropout_trainer.diagnostics.live import LiveDiagnosticsCallback
-from loopdropout_trainer.diagnostics.readouts import readout_losses
 from loopdropout_trainer.diagnostics.rows import evaluation_batches, labelled_batches
-from loopdropout_trainer.diagnostics.scores import Scores
-from loopdropout_trainer.diagnostics.single_loop import SingleLoopActivation, single_loop_activation
+from loopdropout_trainer.diagnostics.scores import (
+    Scores,
+    SingleLoopActivation,
+    readout_losses,
+    single_loop_activation,
+)
 
 
 __all__ = [

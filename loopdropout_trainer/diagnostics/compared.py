@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments
 from loopdropout_trainer.evaluation.loading import train_info
-from loopdropout_trainer.evaluation.results import read_evaluation
 from loopdropout_trainer.saving.adapter_files import adapter_folder
 from loopdropout_trainer.saving.files import sha256
-from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
-BASE = "base"
-"""Name of the model without an adapter in every diagnostic."""
-
-_DATA_SETTINGS = (
-    *("model_revision", "preparation", "dataset_name", "dataset_config", "dataset_revision", "dataset_split"),
-    *("train_files", "column_mapping", "num_train_examples", "split_seed", "prompt_template", "prompt_end"),
-    *("chat_template", "max_length"),
+TRAINED_ON = (
+    *("model_name_or_path", "model_revision", "preparation", "dataset_name", "dataset_config", "dataset_revision"),
+    *("dataset_split", "train_files", "column_mapping", "num_train_examples", "split_seed", "prompt_template"),
+    *("prompt_end", "chat_template", "max_length"),
 )
-"""Settings of a training, beside the base model, that two adapters must share to be compared."""
+"""Settings of a training that two adapters must share to be compared; the first one also with the base model."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ComparedModel:
     """A model that is measured.
 
@@ -36,145 +32,77 @@ class ComparedModel:
         method: its name in tables; several models of one name are one method's seeds.
         kind: `base`, `adapter` or `merged`.
         path: folder or Hub name; None for the base.
-        seed, rule, p, train_num_loops: of its training, as far as its folder tells.
         settings: of its training, as far as its folder tells.
-        evaluation: results by benchmark, of an `evaluation.json`, that are taken instead of generating them.
-        weights: hash of its own weight files; None for the base, and for a merged model on the Hub.
+        trained: as far as its adapter tells.
+        weights: hash of its own weight files, or its name where they are not here.
     """
 
     method: str
     kind: str
     path: str | None = None
-    seed: int | None = None
-    rule: str | None = None
-    p: Any = None
-    train_num_loops: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    trained: Mapping[str, Any] = field(default_factory=dict)
     weights: str | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """What stands in the results beside the measurement."""
-        left_out = ("settings", "evaluation", "weights")
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        seed, depth = self.settings.get("seed"), self.trained.get("num_loops")
+        of = {name: self.trained.get(name, self.settings.get(name)) for name in ("rule", "p")}
+        found = {"method": self.method, "kind": self.kind, "path": self.path, "seed": seed, **of}
+        return {**found, "train_num_loops": depth}
 
 
 def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel]:
     """Return the base model, then the adapters and merged models that are given as `name=path`.
-
-    A name whose adapters were trained at several depths becomes one method for each depth.
 
     Args:
         arguments: what is given.
         base: name or folder of the base model.
 
     Raises:
-        RecipeError: for another form, a name of the base's, something that is no adapter or is given twice, adapters that
-            cannot be compared, or an evaluation that belongs to none of them.
+        RecipeError, SetupError: for another form, a name of the base's, something that is no adapter or is given twice, or
+            adapters that cannot be compared.
     """
-    evaluations = [_pair("evaluations", given) for given in arguments.evaluations]
-
-    def of_evaluation(method: str) -> Mapping[str, Any]:
-        place = next((place for place, (name, _) in enumerate(evaluations) if name == method), None)
-        return {} if place is None else _evaluated(evaluations.pop(place)[1], method)
-
-    found = [ComparedModel(BASE, "base", evaluation=of_evaluation(BASE))]
+    found = [ComparedModel("base", "base", settings={"model_name_or_path": base})]
     for option, kind in (("adapters", "adapter"), ("models", "merged")):
         for given in getattr(arguments, option):
-            method, path = _pair(option, given)
-            if method == BASE:
-                raise RecipeError(f"`{option}` must not name one `{BASE}`: the base model is measured anyway.")
-            found.append(replace(_read(method, kind, path), evaluation=of_evaluation(method)))
-    for method, file in evaluations:
-        raise RecipeError(f"`evaluations` names {file} for `{method}`, which has no model left to belong to.")
-    _check_different(found)
-    _check_comparable([model for model in found if model.kind == "adapter" and model.settings], base)
-    several = {one.method for one in found for other in found if one.train_num_loops != other.train_num_loops
-               and one.method == other.method}  # fmt: skip
-    return [
-        replace(model, method=f"{model.method} (K = {model.train_num_loops or 'unknown'})")
-        if model.method in several
-        else model
-        for model in found
-    ]
-
-
-def _pair(option: str, given: str) -> tuple[str, str]:
-    name, _, path = (part.strip() for part in given.partition("="))
-    if not (name and path):
-        raise RecipeError(f"`{option}` takes name=path; got {given!r}.")
-    return name, path
+            method, _, path = (part.strip() for part in given.partition("="))
+            if not (method and path) or any(each.method == method and each.kind != kind for each in found):
+                raise RecipeError(f"`{option}` takes name=path, with a name that no other kind has; got {given!r}.")
+            model = _read(method, kind, path)
+            for other in found:
+                _check_comparable(other, model)
+            found.append(model)
+    return found
 
 
 def _read(method: str, kind: str, path: str) -> ComparedModel:
     """Return what the folder of an adapter or a merged model tells."""
-    folder, facts, weights = Path(path), {}, None
-    if kind == "adapter":
-        facts, folder = train_info(path), adapter_folder(path)
-        weights = sha256(folder / "adapter_model.safetensors")
-    elif folder.is_dir():
-        weights = sha256(folder.glob("*.safetensors"))
-    settings = _training_settings(folder)
-    rule, p = (facts.get(name, settings.get(name)) for name in ("rule", "p"))
-    depth = facts.get("num_loops")
-    return ComparedModel(method, kind, path, settings.get("seed"), rule, p, depth, settings, weights=weights)
+    trained = train_info(path) if kind == "adapter" else {}
+    folder = adapter_folder(path) if kind == "adapter" else Path(path)
+    pattern = "adapter_model.safetensors" if kind == "adapter" else "*.safetensors"
+    results, settings = folder / "results.json", {}
+    if results.is_file():
+        with user_supplied(f"{results} is not the results file of a training"):
+            settings = dict(json.loads(results.read_bytes())["run_info"]["settings"])
+    weights = sha256(folder.glob(pattern)) if folder.is_dir() else path
+    return ComparedModel(method, kind, path, settings, trained, weights)
 
 
-def _training_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings that a training left beside its adapter in `results.json`, or {}."""
-    path = folder / "results.json"
-    try:
-        return dict(json.loads(path.read_bytes())["run_info"]["settings"]) if path.is_file() else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise RecipeError(f"{path} is not the results file of a training: mend it, or remove it.") from None
-
-
-def _evaluated(file: str, method: str) -> Mapping[str, Any]:
-    """Return the benchmarks of the only row of an `evaluation.json`, or of the row that is named as the method is."""
-    try:
-        rows = read_evaluation(file)["rows"]
-        return dict((next(iter(rows.values())) if len(rows) == 1 else rows[method])["benchmarks"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecipeError(
-            f"`evaluations` names {file}, which has no results of `{method}`: {one_line(error)}."
-        ) from error
-
-
-def _check_different(models: Sequence[ComparedModel]) -> None:
-    """Refuse one name for an adapter and a merged model, and weights that are given twice: they are no other seed."""
-    kinds: dict[str, str] = {}
-    seen: dict[str, ComparedModel] = {}
-    for model in models:
-        if kinds.setdefault(model.method, model.kind) != model.kind:
-            raise RecipeError(f"`{model.method}` names an adapter and a merged model: give them different names.")
-        other = seen.setdefault(model.weights or str(model.path), model)
-        if other is not model:
-            raise RecipeError(
-                f"`{other.method}` ({other.path}) and `{model.method}` ({model.path}) hold the same weights: give each once."
-            )
-
-
-def _check_comparable(adapters: Sequence[ComparedModel], base: str) -> None:
-    """Refuse adapters of another base model, or that were trained on other data than the first one.
+def _check_comparable(other: ComparedModel, model: ComparedModel) -> None:
+    """Refuse a model that was given before, or an adapter of another base model or other data.
 
     What an adapter's folder does not tell is not compared.
     """
-    for model in adapters:
-        trained_on = model.settings.get("model_name_or_path")
-        if trained_on is not None and _last_part(trained_on) != _last_part(base):
-            raise RecipeError(
-                f"`{model.method}` ({model.path}) was trained on `model_name_or_path` {trained_on}, and the recipe has "
-                f"{base}: they cannot be compared."
-            )
-        first = adapters[0]
-        for key in _DATA_SETTINGS:
-            before, now = first.settings.get(key), model.settings.get(key)
-            if _last_part(before) != _last_part(now):
-                raise RecipeError(
-                    f"`{first.method}` ({first.path}) and `{model.method}` ({model.path}) cannot be compared: `{key}` was "
-                    f"{before!r} in one training and {now!r} in the other."
-                )
+    names = f"`{other.method}` ({other.path}) and `{model.method}` ({model.path})"
+    if model.weights == other.weights:
+        raise RecipeError(f"{names} hold the same weights: give each once.")
+    known = model.kind == "adapter" and model.settings and other.kind != "merged" and other.settings
+    for key in TRAINED_ON[: None if other.kind == "adapter" else 1] if known else ():
+        before, now = other.settings.get(key), model.settings.get(key)
+        if _last_part(before) != _last_part(now):
+            raise RecipeError(f"{names} cannot be compared: `{key}` was {before!r} for one and {now!r} for the other.")
 
 
 def _last_part(value: Any) -> Any:

@@ -3,6 +3,7 @@
 live/rho_loop_t       loss reduction with the adapter in loop t only, in percent of the frozen model's loss
 live/readout_loop_t   cross entropy of loop t's readout with every loop adapted
 live/loss_dose_c      cross entropy with the gate c in every loop, c = 0, 0.5, 1, 2
+live/seconds          that the measurement took
 """
 
 from __future__ import annotations
@@ -11,19 +12,13 @@ import time
 
 import torch
 from transformers import Trainer, TrainerCallback
-from transformers.utils import logging
 
-from loopdropout_trainer.diagnostics.readouts import readout_losses
 from loopdropout_trainer.diagnostics.rows import evaluation_batches
-from loopdropout_trainer.diagnostics.scores import Batch
-from loopdropout_trainer.diagnostics.single_loop import final_loop_loss
+from loopdropout_trainer.diagnostics.scores import readout_losses, reduction, score
 from loopdropout_trainer.evaluation.processes import random_states_kept
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.training.distributed import shards_weights
-
-
-logger = logging.get_logger(__name__)
 
 
 class LiveDiagnosticsCallback(TrainerCallback):
@@ -48,14 +43,12 @@ class LiveDiagnosticsCallback(TrainerCallback):
                 "Live diagnostics need unsharded weights in every process, and ZeRO-3 and FSDP shard them: leave them out, "
                 "and run recipes/diagnose.py on the saved adapter."
             )
-        self.trainer, self.every_steps, self.num_rows = trainer, every_steps, num_rows
+        self.trainer, self.every_steps = trainer, every_steps
         with random_states_kept():
-            self.batches: list[Batch] = evaluation_batches(trainer, num_rows)  # this process's share
-        self.seconds = self._began = 0.0
-        self._last_step = -1
+            self.batches = evaluation_batches(trainer, num_rows)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.seconds, self._began, self._last_step = 0.0, time.perf_counter(), -1
+        self._last_step = -1
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every_steps == 0:
@@ -64,36 +57,28 @@ class LiveDiagnosticsCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if state.global_step != self._last_step:
             self._measure(state.global_step)
-        share = 100 * self.seconds / (time.perf_counter() - self._began)
-        logger.info(f"Live diagnostics took {self.seconds:.1f} seconds, {share:.1f}% of the training's time.")
 
     def _measure(self, step: int) -> None:
         began = time.perf_counter()
         self._last_step = step
         with random_states_kept(), self.trainer.accelerator.autocast():
             logs = self._losses()
-        seconds = time.perf_counter() - began
-        self.seconds += seconds
         # Past TRL's `log`, which would add and clear the metrics that the trainer has gathered since it logged last; and
         # without the effect that a log of the trainer's own, due at this step, is taken for done.
         is_due = self.trainer.control.should_log
-        Trainer.log(self.trainer, {**logs, "live/seconds": round(seconds, 3)})
+        Trainer.log(self.trainer, {**logs, "live/seconds": round(time.perf_counter() - began, 3)})
         self.trainer.control.should_log = is_due
 
     def _losses(self) -> dict[str, float]:
-        """Return what is logged, the means over target tokens of all processes' rows."""
         model = self.trainer.model
         num_loops = find_looped_model(model).config.num_loops
-        readouts = readout_losses(model, self.batches, over_processes=True)
 
         def loss(gates: torch.Tensor) -> float:
-            return final_loop_loss(model, self.batches, gates, over_processes=True)
+            return score(model, self.batches, gates, over_processes=True).loss
 
-        doses = {f"{dose:g}": loss(torch.full((num_loops,), dose)) for dose in (0.0, 0.5, 2.0)}
-        doses["1"], frozen = readouts[-1], doses["0"]
-        logs = {
-            f"live/rho_loop_{t}": 100 * (frozen - loss(one_hot)) / frozen
-            for t, one_hot in enumerate(torch.eye(num_loops), start=1)
-        }
+        readouts = readout_losses(model, self.batches, over_processes=True)
+        doses = {f"{dose:g}": loss(torch.full((num_loops,), dose)) for dose in (0.0, 0.5, 2.0)} | {"1": readouts[-1]}
+        only = map(loss, torch.eye(num_loops))
+        logs = {f"live/rho_loop_{t}": reduction(doses["0"], each) for t, each in enumerate(only, start=1)}
         logs |= {f"live/readout_loop_{t}": each for t, each in enumerate(readouts, start=1)}
         return logs | {f"live/loss_dose_{dose}": each for dose, each in doses.items()}

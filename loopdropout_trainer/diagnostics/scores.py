@@ -1,85 +1,145 @@
-"""Teacher-forced scores of target tokens, and the states that predict them, under the gates in force.
+"""Teacher-forced scores of target tokens: of the final loop under any gates, and of each loop's readout.
 
-A batch is model inputs with `labels` [B, S], -100 where no target is.
+A batch is model inputs with `labels` [B, S], -100 where no target is. Of several processes each holds the complete model
+and all batches, and takes a share of the batches: the results do not depend on how many processes there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from peft import PeftModel
 from torch import nn
 from torch.nn import functional as F
 
+from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.looped import find_looped_model
 
 
 Batch = dict[str, torch.Tensor]
+Found = TypeVar("Found")
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Means over target tokens.
-
-    Attributes:
-        loss: cross entropy per target token, in nats.
-        accuracy_percent: share of target tokens that are the most probable one.
-    """
+class Scores(NamedTuple):
+    """Means over target tokens: cross entropy in nats, and the share for which the target is the most probable token."""
 
     loss: float
     accuracy_percent: float
 
-    @classmethod
-    def of(cls, sums: np.ndarray) -> Scores:
-        """Return the means of sums [3]: losses, most probable targets, targets.
 
-        Raises:
-            ValueError: if there is no target token.
-        """
-        losses, most_probable, tokens = np.broadcast_to(sums, (3,)).tolist()
-        if not tokens:
-            raise ValueError("The batches hold no target token: every label is -100.")
-        return cls(losses / tokens, 100 * most_probable / tokens)
+@dataclass(frozen=True)
+class SingleLoopActivation:
+    """Cross entropies of the final loop, in nats per target token, under different activations of one adapter.
+
+    Attributes:
+        frozen: CE(0), no loop adapted.
+        only: CE(e_t) for t = 1..K, only loop t adapted.
+        all_on: every loop adapted, as at inference.
+    """
+
+    frozen: float
+    only: tuple[float, ...]
+    all_on: float
+
+    @property
+    def reductions(self) -> tuple[float, ...]:
+        """rho_t = 100 (CE(0) - CE(e_t)) / CE(0) for t = 1..K, in percent."""
+        return tuple(map(self.reduction, self.only))
+
+    def reduction(self, loss: float) -> float:
+        """Return by how much a loss is below the frozen model's, in percent."""
+        return reduction(self.frozen, loss)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run the block in evaluation mode and without gradients; put training mode back."""
+def reduction(frozen: float, loss: float) -> float:
+    """Return by how much a loss is below the frozen model's, in percent."""
+    return 100 * (frozen - loss) / frozen
+
+
+def single_loop_activation(
+    model: PeftModel, batches: Iterable[Batch], over_processes: bool = False
+) -> SingleLoopActivation:
+    """Measure how well the update works in one loop alone (Appendix "Single-Loop Activation").
+
+    Args:
+        model: PEFT model over a looped model; of several adapters, the active one is measured.
+        batches: model inputs with `labels` [B, S], -100 where no target is; they are run K + 2 times.
+        over_processes: whether all processes call this with the same batches, and share the work.
+
+    Raises:
+        ValueError: if the batches hold no target token.
+    """
+    batches = list(batches)
+    num_loops = find_looped_model(model).config.num_loops
+
+    def loss(gates: torch.Tensor) -> float:
+        return score(model, batches, gates, over_processes).loss
+
+    only = tuple(map(loss, torch.eye(num_loops)))
+    return SingleLoopActivation(loss(torch.zeros(num_loops)), only, loss(torch.ones(num_loops)))
+
+
+def readout_losses(model: nn.Module, batches: Iterable[Batch], over_processes: bool = False) -> list[float]:
+    """Return the cross entropy per target token, in nats, of the readout after each loop t = 1..K.
+
+    Args:
+        model: looped causal language model, with or without an adapter; under the gates in force.
+        batches, over_processes: see `single_loop_activation`.
+
+    Raises:
+        ValueError: if the batches hold no target token.
+    """
+    return [each.loss for each in score_readouts(model, batches, over_processes)]
+
+
+def score(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    gates: Sequence[float] | torch.Tensor | None = None,
+    over_processes: bool = False,
+) -> Scores:
+    """Return the final loop's scores under gates [K]; None: those in force."""
+
+    def of_batch(batch: Batch) -> np.ndarray:
+        looped, inputs, labels = split_batch(model, batch)
+        return _sums(looped, [looped.base_model(**inputs, use_cache=False).last_hidden_state], labels)
+
+    with nullcontext() if gates is None else use_gates(model, gates):
+        return _means(over_batches(model, batches, of_batch, over_processes))[0]
+
+
+def score_readouts(model: nn.Module, batches: Iterable[Batch], over_processes: bool = False) -> list[Scores]:
+    """Return the scores of every loop's readout, all K from one forward pass."""
+
+    def of_batch(batch: Batch) -> np.ndarray:
+        looped, inputs, labels = split_batch(model, batch)
+        return _sums(looped, looped.loop_readouts(**inputs), labels)
+
+    return _means(over_batches(model, batches, of_batch, over_processes))
+
+
+def over_batches(
+    model: nn.Module, batches: Iterable[Batch], measure: Callable[[Batch], Found], over_processes: bool = False
+) -> list[Found]:
+    """Return what `measure` finds in every batch, in their order; it runs in evaluation mode and without gradients."""
+    state = all_processes() if over_processes else None
+    places = list(enumerate(batches))
+    share = places if state is None else places[state.process_index :: state.num_processes]
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            yield
+            found = [(place, measure(batch)) for place, batch in share]
     finally:
         model.train(was_training)
-
-
-def total(parts: Iterable[np.ndarray], over_processes: bool = False) -> np.ndarray:
-    """Return the sum of what batches give, of this process or of all; 0 without batches.
-
-    Args:
-        parts: arrays of one shape.
-        over_processes: whether every process holds batches of its own, and calls this. A mean over tokens of several
-            processes is the quotient of two such sums: means of single batches or processes weigh tokens differently.
-    """
-    own = sum(parts, np.zeros(()))
-    return sum(gather_object([own])) if over_processes else own
-
-
-def score_final(model: nn.Module, batch: Batch) -> np.ndarray:
-    """Return sums over the batch's target tokens, [3]: losses of the final loop, most probable targets, targets."""
-    looped, inputs, labels = split_batch(model, batch)
-    return _score(looped, looped.base_model(**inputs, use_cache=False).last_hidden_state, labels)
-
-
-def score_readouts(model: nn.Module, batch: Batch) -> np.ndarray:
-    """Return the same as `score_final` for every loop's readout, [K, 3]."""
-    looped, inputs, labels = split_batch(model, batch)
-    return np.stack([_score(looped, readout, labels) for readout in looped.loop_readouts(**inputs)])
+    return [value for _, value in sorted(gather_object(found) if state else found, key=lambda pair: pair[0])]
 
 
 def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch.Tensor]:
@@ -91,10 +151,21 @@ def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch
     return looped, inputs, inputs.pop("labels")[:, 1:]
 
 
-def _score(looped: nn.Module, readout: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+def _sums(looped: nn.Module, readouts: Sequence[torch.Tensor], labels: torch.Tensor) -> np.ndarray:
+    """Return sums over a batch's target tokens, [readouts, 3]: losses, most probable targets, targets."""
     is_target = labels != -100
     targets = labels[is_target]  # [n]
-    logits = looped.get_output_embeddings()(readout[:, :-1][is_target]).float()  # [n, V]
-    losses = F.cross_entropy(logits, targets, reduction="none").double().sum()
-    most_probable = (logits.argmax(dim=-1) == targets).sum()
-    return np.array([losses.item(), most_probable.item(), len(targets)])
+    sums = []
+    for readout in readouts:
+        logits = looped.get_output_embeddings()(readout[:, :-1][is_target]).float()  # [n, V]
+        losses = F.cross_entropy(logits, targets, reduction="none").double().sum()
+        sums.append([losses.item(), (logits.argmax(dim=-1) == targets).sum().item(), len(targets)])
+    return np.array(sums)
+
+
+def _means(of_batches: Sequence[np.ndarray]) -> list[Scores]:
+    """Return the means over all target tokens; those of single batches would weigh tokens differently."""
+    sums = sum(of_batches, np.zeros((1, 3)))
+    if not sums[0, 2]:
+        raise ValueError("The batches hold no target token: every label is -100.")
+    return [Scores(losses / tokens, 100 * most_probable / tokens) for losses, most_probable, tokens in sums.tolist()]

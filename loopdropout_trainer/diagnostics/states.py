@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from loopdropout_trainer.adapters import use_gates
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
-from loopdropout_trainer.diagnostics.scores import Batch, split_batch
+from loopdropout_trainer.diagnostics.scores import Batch, over_batches, split_batch
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models.looped_modeling import LoopedBackbone
 
@@ -19,33 +21,30 @@ MOST_TOKENS = 500
 """Most target tokens whose states are compared by CKA, spread over all batches of rows."""
 
 
+class _OfStates(Diagnostic):
+    """A function of the states at all n target tokens: `of_batch` gives arrays [n, ...], `summary` their JSON."""
+
+    def measure(self, context: Context) -> dict[str, Any]:
+        of_batch = partial(self.of_batch, context)
+        parts = over_batches(context.model, context.batches, of_batch, over_processes=True)
+        found = self.summary(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        return {"states": "carried" if carries_states(context.model) else "readout", **found}
+
+
 def carries_states(model: nn.Module) -> bool:
     """Return whether the model tells the states that it carries; of a described model only the readouts are known."""
     return isinstance(find_looped_model(model).base_model, LoopedBackbone)
 
 
-def target_states(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states and the readouts after each loop where a target token is predicted, [K, targets, H] each.
-
-    The readouts take the place of states that a model does not tell.
-    """
+def states_and_readouts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states (or what takes their place) and the readouts after each loop at the n target tokens, [K, n, H]."""
     looped, inputs, labels = split_batch(model, batch)
     if carries_states(model):
         output = looped.base_model(**inputs, use_cache=False, output_readouts=True)
-        states, readouts = output.loop_states, output.readouts
+        groups = (output.loop_states, output.readouts)
     else:
-        states = readouts = looped.loop_readouts(**inputs)
-    is_target = labels != -100
-    return tuple(torch.stack([each[:, :-1][is_target] for each in group]) for group in (states, readouts))
-
-
-class _OfStates(Diagnostic):
-    """A function of the states at all target tokens: `of_batch` gives arrays [n, ...], `summary` their JSON."""
-
-    def measure(self, context: Context) -> dict[str, Any]:
-        parts = context.over_batches(lambda batch: self.of_batch(context, batch))
-        found = self.summary(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return {"states": "carried" if carries_states(context.model) else "readout", **found}
+        groups = (looped.loop_readouts(**inputs),) * 2
+    return tuple(torch.stack([each[:, :-1][labels != -100] for each in group]) for group in groups)
 
 
 class Settling(_OfStates):
@@ -56,7 +55,7 @@ class Settling(_OfStates):
 
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, ...]:
         """Return distances, divergences and agreements, [n, K] each."""
-        states, readouts = target_states(context.model, batch)  # [K, n, H] each
+        states, readouts = states_and_readouts(context.model, batch)
         states = states.float()
         distances = (states - states[-1]).norm(dim=-1) / states[-1].norm(dim=-1)
         head = find_looped_model(context.model).get_output_embeddings()
@@ -101,13 +100,10 @@ class Similarity(_OfStates):
     name = "similarity"
     title = "Linear CKA of the loops' states"
 
-    def settings(self, context: Context) -> dict[str, Any]:
-        return {"most_tokens": MOST_TOKENS}
-
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray]:
         """Return the states [n, K, H] of at most a batch's share of target tokens, evenly spaced."""
-        states, _ = target_states(context.model, batch)
-        n, most = states.shape[1], max(1, MOST_TOKENS // len(context.rows.batches))
+        states, _ = states_and_readouts(context.model, batch)
+        n, most = states.shape[1], max(1, MOST_TOKENS // len(context.batches))
         chosen = torch.linspace(0, n - 1, min(most, n)).round().long()
         return (states[:, chosen].transpose(0, 1).float().cpu().numpy(),)
 
@@ -129,12 +125,12 @@ class Updates(_OfStates):
     needs_adapter = True
 
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return relative sizes [n, K] and cosines [n, K, K] for the batch's n target tokens."""
-        with_update, _ = target_states(context.model, batch)  # [K, n, H]
+        """Return relative sizes [n, K] and cosines [n, K, K]."""
+        with_update, _ = states_and_readouts(context.model, batch)  # [K, n, H]
         without = []
         for loop, one_hot in enumerate(torch.eye(context.num_loops)):
-            with context.gated(1 - one_hot):
-                without.append(target_states(context.model, batch)[0][loop])
+            with use_gates(context.model, 1 - one_hot):
+                without.append(states_and_readouts(context.model, batch)[0][loop])
         without = torch.stack(without).float()
         effects = with_update.float() - without
         sizes = effects.norm(dim=-1) / without.norm(dim=-1)  # [K, n]

@@ -1,13 +1,18 @@
-"""What every benchmark is, whatever it asks for: problems on which a model is evaluated, and a verdict on each."""
+"""What every benchmark is, whatever it asks for, and the evaluation of a model on one; killed, it goes on where it was."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
+from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.evaluation.subject import Subject
 
@@ -48,10 +53,8 @@ class Task(ABC):
     part_of: str | None = None
 
     @abstractmethod
-    def load(
-        self, name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
-    ) -> Benchmark:
-        """Return the benchmark with its problems, from local files or as published.
+    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> Benchmark:
+        """Return the benchmark with its problems, from local files or as published; for the arguments see `load_benchmark`.
 
         Raises:
             ValueError, OSError: for a file that cannot be read or a bad row (the message names file and row), or if
@@ -66,3 +69,45 @@ class Task(ABC):
 def list_of(files: Files) -> list[Any]:
     """Return one or several files as a list."""
     return list(files) if isinstance(files, Sequence) and not isinstance(files, str) else [files]
+
+
+def evaluate_benchmark(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, batch_size: int = 16, **options: Any
+) -> BenchmarkResult:
+    """Evaluate a model under the gates that are in force; see `evaluate_subject`, also for the options."""
+    return evaluate_subject(Subject(model, tokenizer, batch_size), benchmark, **options)
+
+
+def evaluate_subject(
+    subject: Subject,
+    benchmark: Benchmark,
+    log_dir: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> BenchmarkResult:
+    """Evaluate a model with gates, a readout or a chat template of its own on a benchmark.
+
+    Call it in all processes: each holds the complete model, takes a share of the problems, and returns the result of all.
+
+    Args:
+        subject: the model, and how it is run.
+        benchmark: problems.
+        log_dir: folder that keeps each answer as soon as it is there. Answers found in it are not computed again.
+        settings: what the answers depend on beside the benchmark and the subject, such as the model's name; compared with
+            those of the answers in `log_dir`.
+        progress: show a bar in the first process.
+
+    Raises:
+        SettingsChangedError: if `log_dir` holds answers of other settings.
+        ValueError: if a file in it is damaged, or the model's weights are sharded over processes (FSDP2, ZeRO-3):
+            processes that generate texts of different lengths would wait for one another.
+    """
+    if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in subject.model.parameters()):
+        raise ValueError(
+            "The model's weights are sharded over processes, but each process evaluates problems of its own: leave "
+            "`benchmarks` out of the training, and evaluate the saved adapter with recipes/evaluate.py."
+        )
+    log = AnswerLog(log_dir, all_processes().process_index)
+    if log_dir is not None:
+        log.found = from_main_process(lambda: log.read({**(settings or {}), **benchmark.settings(subject)}))
+    return benchmark.run(subject, log, progress)

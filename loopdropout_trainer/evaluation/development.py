@@ -6,36 +6,26 @@ from datasets import Dataset
 
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
-from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
+from loopdropout_trainer.evaluation.metrics import metamath_gsm8k
 
 
 DEVELOPMENT = "development"
 _SCORED_LIKE = {"metamath_gsm": "metamath_gsm8k", "gsm8k": "gsm8k", "arithmetic": "arithmetic_test"}
 
 
-def development_benchmark(
-    rows: Dataset | None, preparation: str | None, limit: int | None = None
-) -> GeneratedBenchmark:
-    """Return the held-out rows as a benchmark, with the prompts and the metric of the preparation's test set.
-
-    Args:
-        rows: held-out rows with `question` and `answer` (`load_data(...).eval`).
-        preparation: its name.
-        limit: only the first rows.
+def development_benchmark(rows: Dataset | None, preparation: str | None, limit: int | None = None):
+    """Return held-out rows (`load_data(...).eval`) as a benchmark, with prompts and metric of the preparation's test set.
 
     Raises:
         ValueError: if there are no held-out rows, or the preparation has no questions with answers.
     """
-    if preparation not in _SCORED_LIKE:
+    if preparation not in _SCORED_LIKE or not rows:
         raise ValueError(
-            f"The benchmark `{DEVELOPMENT}` needs a `preparation` with questions and answers "
-            f"({', '.join(_SCORED_LIKE)}); got {preparation!r}."
+            f"The benchmark `{DEVELOPMENT}` needs held-out rows (`num_eval_examples`) of a `preparation` with questions and "
+            f"answers ({', '.join(_SCORED_LIKE)}); got {preparation!r} with {len(rows or ())}."
         )
-    if not rows:
-        raise ValueError(f"The benchmark `{DEVELOPMENT}` needs held-out rows: set `num_eval_examples`.")
     task = BENCHMARKS[_SCORED_LIKE[preparation]]
-    if limit is not None:
-        rows = rows.select(range(min(limit, len(rows))))
+    rows = rows.select(range(min(limit or len(rows), len(rows))))
     references = rows["answer"][:]
     if preparation == "metamath_gsm":  # its answers are numbers for the scorer, and text for the others
         references = [str(metamath_gsm8k.extract_answer(answer)) for answer in references]

@@ -14,54 +14,42 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.data import load_tokenizer
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.adapter_files import (
-    adapter_folder,
-    adapter_metadata,
-    base_sha256,
-    load_adapter,
-    read_adapter_config,
-)
+from loopdropout_trainer.saving import adapter_files
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import is_user_error, one_line, user_supplied
-from loopdropout_trainer.settings.recipe import RecipeError
+from loopdropout_trainer.settings.command import user_supplied
 
 
 def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a looped model at its evaluation depth, with an adapter on it if there is one, and its tokenizer.
 
     Raises:
-        RecipeError: if there is no such model or adapter, its weights are not finite, or the adapter is of another kind of
+        ValueError: if there is no such model or adapter, its weights are not finite, or the adapter is of another kind of
             model or method.
     """
-    try:
-        tokenizer = load_tokenizer(model)
-        with user_supplied(f"The model {model.model_name_or_path} cannot be loaded"):
-            base = AutoModelForCausalLM.from_pretrained(
-                model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
-            )
-        find_looped_model(base)
-        for name, parameter in base.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
-                raise ValueError(f"The model {model.model_name_or_path} holds NaN or infinity in `{name}`.")
-        if adapter is None:
-            return base.eval(), tokenizer
-        with user_supplied(f"The adapter {adapter} cannot be loaded"):
-            adapted = load_adapter(base, adapter_folder(adapter))
-        add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
-        return adapted.eval(), tokenizer
-    except ValueError as error:
-        if not is_user_error(error):
-            raise
-        raise RecipeError(one_line(error)) from error
+    tokenizer = load_tokenizer(model)
+    with user_supplied(f"The model {model.model_name_or_path} cannot be loaded"):
+        base = AutoModelForCausalLM.from_pretrained(
+            model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
+        )
+    find_looped_model(base)
+    for name, parameter in base.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"The model {model.model_name_or_path} holds NaN or infinity in `{name}`.")
+    if adapter is None:
+        return base.eval(), tokenizer
+    with user_supplied(f"The adapter {adapter} cannot be loaded"):
+        adapted = adapter_files.load_adapter(base, adapter_files.adapter_folder(adapter))
+    add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
+    return adapted.eval(), tokenizer
 
 
 def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | None = None) -> dict[str, Any]:
     """Return what tells one model from another: names, dtype, and the hash of the weights' files (see `base_sha256`)."""
     return {
         "model": arguments.base_name,
-        "weights": base_sha256(find_looped_model(model)),
-        "adapter": None if adapter is None else sha256(adapter_folder(adapter).glob("adapter_*")),
+        "weights": adapter_files.base_sha256(find_looped_model(model)),
+        "adapter": None if adapter is None else sha256(adapter_files.adapter_folder(adapter).glob("adapter_*")),
         "dtype": arguments.dtype,
         "attn_implementation": arguments.attn_implementation,
     }
@@ -76,25 +64,23 @@ def train_info(adapter: str | None) -> dict[str, Any]:
     if adapter is None:
         return {}
     with user_supplied(f"The adapter {adapter} cannot be loaded"):
-        folder = adapter_folder(adapter)
-        config = read_adapter_config(folder)
+        folder = adapter_files.adapter_folder(adapter)
+        config = adapter_files.read_adapter_config(folder)
     targets = config.target_modules
     return {
-        **adapter_metadata(folder),
-        "r": config.r,
-        "lora_alpha": config.lora_alpha,
-        "use_rslora": config.use_rslora,
+        **adapter_files.adapter_metadata(folder),
+        **{name: getattr(config, name) for name in ("r", "lora_alpha", "use_rslora")},
         "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
     }
 
 
 @contextmanager
-def quiet(logger: str) -> Iterator[None]:
+def quiet(name: str) -> Iterator[None]:
     """Let a library's logger report nothing but errors inside the block."""
-    library = logging.getLogger(logger)
-    level = library.level
-    library.setLevel(logging.ERROR)
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        library.setLevel(level)
+        logger.setLevel(level)

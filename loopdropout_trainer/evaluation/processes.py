@@ -8,17 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from torch import nn
-from torch.distributed.tensor import DTensor
-
-
-Value = TypeVar("Value")
 
 
 def all_processes(**kwargs: Any) -> PartialState:
@@ -27,7 +22,7 @@ def all_processes(**kwargs: Any) -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available(), **kwargs)
 
 
-def from_main_process(compute: Callable[[], Value]) -> Value:
+def from_main_process(compute: Callable[[], Any]) -> Any:
     """Return in all processes what the main one computes, or raise the ValueError that it raises."""
     outcome: list[Any] = [None]
     if all_processes().is_main_process:
@@ -51,16 +46,3 @@ def random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def check_unsharded(model: nn.Module) -> None:
-    """Refuse FSDP2's and ZeRO-3's shards: processes that generate texts of different lengths would wait for one another.
-
-    Raises:
-        ValueError: if the model's weights are sharded over processes.
-    """
-    if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ValueError(
-            "The model's weights are sharded over processes, but each process evaluates problems of its own: leave "
-            "`benchmarks` out of the training, and evaluate the saved adapter with recipes/evaluate.py."
-        )

@@ -1,13 +1,17 @@
-"""The results of an evaluation: one verdict for each problem, and the counts that tables are made of."""
+"""The results of an evaluation: one verdict for each problem, the counts that tables are made of, and their file."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
+
+from loopdropout_trainer.saving.files import write_atomically
 
 
 FORMAT = 2
@@ -44,9 +48,9 @@ class Prediction:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of the results file; those that only some benchmarks have are left out where they are None."""
-        row = asdict(self)
         optional = ("values", "group", "log_likelihoods", "note")
-        return {"id": row.pop("id"), **{key: row[key] for key in row if key not in optional or row[key] is not None}}
+        row = {key: value for key, value in asdict(self).items() if key not in optional or value is not None}
+        return {"id": row.pop("id"), **row}
 
 
 @dataclass(frozen=True)
@@ -105,9 +109,9 @@ class BenchmarkResult:
         return next(iter(self.metrics.values()))
 
     @property
-    def total(self) -> int:
-        """Number of problems."""
-        return len(self.predictions)
+    def score(self) -> float:
+        """The first metric, in percent."""
+        return self.first.score
 
     @property
     def correct(self) -> int | None:
@@ -115,24 +119,24 @@ class BenchmarkResult:
         return self.first.correct
 
     @property
+    def total(self) -> int:
+        """Number of problems."""
+        return len(self.predictions)
+
+    @property
     def missing(self) -> int:
         """Number of completions without an answer."""
         return sum(prediction.extracted is None for prediction in self.predictions)
 
     @property
-    def errors(self) -> int:
-        """Number of completions that the scorer could not read."""
-        return sum(prediction.error is not None for prediction in self.predictions)
-
-    @property
-    def score(self) -> float:
-        """The first metric, in percent."""
-        return self.first.score
-
-    @property
     def missing_rate(self) -> float:
         """Completions without an answer, in percent."""
         return 100 * self.missing / self.total
+
+    @property
+    def errors(self) -> int:
+        """Number of completions that the scorer could not read."""
+        return sum(prediction.error is not None for prediction in self.predictions)
 
     def as_json(self) -> dict[str, Any]:
         """Return the result's part of the results file."""
@@ -147,11 +151,8 @@ class BenchmarkResult:
     @classmethod
     def from_json(cls, name: str, measured: Mapping[str, Any]) -> BenchmarkResult:
         """Read a benchmark's entry of the results file."""
-        return cls(
-            name,
-            [Prediction(**prediction) for prediction in measured["predictions"]],
-            {metric: Metric(**fields) for metric, fields in measured["metrics"].items()},
-        )
+        predictions = [Prediction(**prediction) for prediction in measured["predictions"]]
+        return cls(name, predictions, {metric: Metric(**values) for metric, values in measured["metrics"].items()})
 
 
 def read_evaluation(path: str | Path) -> dict[str, Any]:
@@ -161,39 +162,66 @@ def read_evaluation(path: str | Path) -> dict[str, Any]:
         ValueError: if it is not one, or of another format.
     """
     try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, or no text
-        raise ValueError(f"{path} is not a results file: {error}.") from None
-    rows = report.get("rows") if isinstance(report, dict) and report.get("format") == FORMAT else None
-    if not isinstance(rows, dict) or not all({"meta_info", "benchmarks"} <= {*entry} for entry in rows.values()):
-        raise ValueError(f"{path} is not a results file of format {FORMAT}; see docs/evaluation.md.")
-    return report
+        report = json.loads(Path(path).read_bytes())
+        if report["format"] == FORMAT and all(
+            {"meta_info", "benchmarks"} <= {*row} for row in report["rows"].values()
+        ):
+            return report
+        reason = f"not of format {FORMAT}, or not complete"
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise ValueError(f"{path} is not a results file ({reason}); see docs/evaluation.md.")
 
 
-def load_result_rows(path: str | Path) -> dict[str, dict[str, BenchmarkResult]]:
-    """Read the results of every row in an `evaluation.json`: row -> benchmark -> result.
+def load_results(path: str | Path, row: str | None = None) -> dict[str, BenchmarkResult]:
+    """Read the results of one row (None: the only one) in an `evaluation.json`, by benchmark.
 
     Raises:
-        ValueError: if it is not a results file, or something is missing in it.
+        ValueError: if there is no such row, or something is missing in it.
     """
+    rows = read_evaluation(path)["rows"]
+    row = next(iter(rows)) if row is None and len(rows) == 1 else row
+    if row not in rows:
+        raise ValueError(f"`row` must be one of the rows of {path} ({', '.join(rows)}); got {row!r}.")
     try:
-        return {
-            row: {name: BenchmarkResult.from_json(name, measured) for name, measured in entry["benchmarks"].items()}
-            for row, entry in read_evaluation(path)["rows"].items()
-        }
+        return {name: BenchmarkResult.from_json(name, each) for name, each in rows[row]["benchmarks"].items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a complete results file: {type(error).__name__}: {error}.") from error
 
 
-def load_results(path: str | Path, row: str | None = None) -> dict[str, BenchmarkResult]:
-    """Read the results of one row in an `evaluation.json`, by benchmark.
+def add_result(
+    path: Path, row: str, row_info: Mapping, benchmark: str, entry: Mapping, averages: Mapping[str, Sequence[str]]
+) -> None:
+    """Write a benchmark's entry to a row of the results file, beside what other evaluations may have written since."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        report = read_evaluation(path) if path.is_file() else {"format": FORMAT, "rows": {}}
+        content = report["rows"].setdefault(row, {**row_info, "benchmarks": {}})
+        content["benchmarks"][benchmark] = entry
+        content["averages"] = {**content.get("averages", {}), **averages_of(content["benchmarks"], averages)}
+        write_atomically(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
-    Raises:
-        ValueError: if there is no such row, or there are several and `row` names none.
-    """
-    rows = load_result_rows(path)
-    if row is None and len(rows) == 1:
-        return next(iter(rows.values()))
-    if row not in rows:
-        raise ValueError(f"`row` must be one of the rows of {path} ({', '.join(rows)}); got {row!r}.")
-    return rows[row]
+
+def averages_of(benchmarks: Mapping[str, Any], averages: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the plain means of metrics' scores in a row of the results file, for averages whose metrics are all there."""
+    scores = {name: metric["score"] for entry in benchmarks.values() for name, metric in entry["metrics"].items()}
+    return {
+        name: {"score": sum(scores[metric] for metric in metrics) / len(metrics), "metrics": list(metrics)}
+        for name, metrics in averages.items()
+        if all(metric in scores for metric in metrics)
+    }
+
+
+def results_table(rows: Mapping[str, Any], names: Sequence[str], averages: Sequence[str]) -> str:
+    """Return a Markdown table of the metrics in a results file, then these averages: a column for each row of `names`."""
+    columns: list[dict[str, str]] = []
+    metrics: dict[str, None] = {}
+    for name in names:
+        columns.append({key: f"{each['score']:.2f}" for key, each in rows[name].get("averages", {}).items()})
+        for entry in rows[name]["benchmarks"].values():
+            for metric, values in entry["metrics"].items():
+                count = "" if values["correct"] is None else f" ({values['correct']}/{values['total']})"
+                columns[-1][metric], metrics[metric] = f"{values['score']:.2f}{count}", None
+    lines = [["Metric", *names], ["---", *["---:"] * len(names)]]
+    lines += [[metric, *(column.get(metric, "-") for column in columns)] for metric in [*metrics, *averages]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,80 +18,6 @@ from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
 
 
-def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
-    """Return one gate for each loop, [K], from numbers or from text such as `1-0-0-0`; None for unit gates.
-
-    Raises:
-        ValueError: if these are not K finite numbers.
-    """
-    if gates is None:
-        return None
-    try:
-        parts = gates.split("-") if isinstance(gates, str) else [gates] if isinstance(gates, int | float) else gates
-        numbers = [float(part) for part in parts]
-        as_gate_matrix(numbers, num_loops)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"`gates` must be a number for each of the {num_loops} loops, such as {'-'.join('1' * num_loops)}; got {gates!r}."
-        ) from None
-    return None if all(number == 1 for number in numbers) else numbers
-
-
-@contextmanager
-def run_as(model: nn.Module, gates: Sequence[float] | None = None, readout: int | None = None) -> Iterator[None]:
-    """Run a model inside the block under given gates, and read it out after a given loop.
-
-    The readout after loop t is what a run of t loops gives, so that the loops after it are not computed.
-
-    Args:
-        model: looped model, with an adapter if there are gates.
-        gates: [K] for its K loops; None: those in force, which are unit gates unless the caller has applied others.
-        readout: t, 1-based; None: the last loop.
-    """
-    config = find_looped_model(model).config
-    num_loops = config.num_loops
-    with ExitStack() as stack:
-        if readout is not None and readout != num_loops:
-            stack.callback(setattr, config, "num_loops", num_loops)
-            config.num_loops = readout
-        if gates is not None:
-            stack.enter_context(use_gates(model, list(gates)[: config.num_loops]))
-        yield
-
-
-@torch.no_grad()
-def check_readout(model: nn.Module, readout: int) -> None:
-    """Check that a model can be read out after loop `readout`, and that a run of as many loops gives the same.
-
-    Raises:
-        ValueError: if it has no such loop, or its loops depend on how many there are.
-    """
-    looped = find_looped_model(model)
-    num_loops = looped.config.num_loops
-    if isinstance(readout, bool) or not isinstance(readout, int) or not 1 <= readout <= num_loops:
-        raise ValueError(f"`readout` must be one of the loops 1 to {num_loops}; got {readout!r}.")
-    if readout == num_loops:
-        return
-    inputs = {"input_ids": torch.arange(2, 10, device=looped.device).unsqueeze(0)}
-    want = looped.loop_readouts(**inputs)[readout - 1].float()
-    with run_as(model, readout=readout):
-        got = looped.base_model(**inputs, use_cache=False).last_hidden_state.float()
-    if (got - want).norm() > 1e-2 * want.norm():
-        raise ValueError(
-            f"The readout of {type(looped).__name__} after loop {readout} of {num_loops} is not that of a run of {readout} "
-            f"loops: leave `readout` out, or set `num_loops` to {readout}."
-        )
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the special token that the chat template puts after what the assistant says, if there is one."""
-    said = "said"
-    turns = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
-    rest = apply_chat_template(tokenizer, turns, tokenize=False).rpartition(said)[2]
-    added = tokenizer.get_added_vocab()
-    return min((token for token in added if token in rest), key=rest.find, default=None)
-
-
 @dataclass
 class Subject:
     """A model with all that its answers depend on.
@@ -101,7 +27,8 @@ class Subject:
         tokenizer: of the model.
         batch_size: rows that one process computes together; the answers do not depend on it.
         decoding: see `generate_greedy`.
-        gates: [K] multipliers of the adapter, also as `1-0-0-0`; None: those in force.
+        gates: [K] multipliers of the adapter, also as `1-0-0-0`; None: those in force, which are unit gates unless the
+            caller has applied others.
         readout: loop t, 1-based, whose readout gives the logits; None: the last one.
         apply_chat_template: whether prompts are turns of a chat; None: as the benchmark's protocol has it.
         system_instruction: text of a system turn before them.
@@ -115,38 +42,49 @@ class Subject:
     tokenizer: PreTrainedTokenizerBase
     batch_size: int = 16
     decoding: str = "eager"
-    gates: str | Sequence[float] | None = None
+    gates: str | float | Sequence[float] | None = None
     readout: int | None = None
     apply_chat_template: bool | None = None
     system_instruction: str | None = None
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.num_loops = find_looped_model(self.model).config.num_loops
-        self.gates = parse_gates(self.gates, self.num_loops)
+        self.looped = find_looped_model(self.model)
+        self.num_loops = self.looped.config.num_loops
+        if self.gates is not None:
+            self.gates = parse_gates(self.gates, self.num_loops)
         if self.gates is not None and not adapted_layers(self.model):
             raise ValueError("`gates` multiply an adapter's update, and the model has no adapter: leave them out.")
         if self.readout is not None:
-            check_readout(self.model, self.readout)
+            self._check_readout()
         if self.system_instruction is not None and not self.apply_chat_template:
             raise ValueError("`system_instruction` is a turn of a chat: set `apply_chat_template` to true.")
 
     @classmethod
     def of(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, arguments: BenchmarkArguments, **fields: Any):
         """Return the subject that a recipe describes."""
-        return cls(
-            model,
-            tokenizer,
-            arguments.benchmark_batch_size,
-            arguments.decoding,
-            apply_chat_template=arguments.apply_chat_template,
-            system_instruction=arguments.system_instruction,
-            max_new_tokens=arguments.max_new_tokens,
-            **fields,
-        )
+        for name in ("decoding", "apply_chat_template", "system_instruction", "max_new_tokens"):
+            fields[name] = getattr(arguments, name)
+        return cls(model, tokenizer, arguments.benchmark_batch_size, **fields)
+
+    @torch.no_grad()
+    def _check_readout(self) -> None:
+        """Check that the model has the loop `readout`, and that a run of as many loops gives the same states after it."""
+        readout = self.readout
+        if not isinstance(readout, int) or not 1 <= readout <= self.num_loops:
+            raise ValueError(f"`readout` must be one of the loops 1 to {self.num_loops}; got {readout!r}.")
+        inputs = {"input_ids": torch.arange(2, 10, device=self.looped.device).unsqueeze(0)}
+        want = self.looped.loop_readouts(**inputs)[readout - 1].float()
+        with run_as(self.model, readout=readout):
+            got = self.looped.base_model(**inputs, use_cache=False).last_hidden_state.float()
+        if (got - want).norm() > 1e-2 * want.norm():
+            raise ValueError(
+                f"The readout of {type(self.looped).__name__} after loop {readout} is not that of a run of {readout} loops: "
+                f"leave `readout` out, or set `num_loops` to {readout}."
+            )
 
     def running(self):
-        """Run the model inside the block under its gates and to its readout."""
+        """Run the model inside the block under its gates and to its readout; see `run_as`."""
         return run_as(self.model, self.gates, self.readout)
 
     def in_turns(self, protocol: bool) -> bool:
@@ -189,3 +127,48 @@ class Subject:
             "system_instruction": self.system_instruction,
             "own_max_new_tokens": self.max_new_tokens,
         }
+
+
+@contextmanager
+def run_as(model: nn.Module, gates: Sequence[float] | None = None, readout: int | None = None) -> Iterator[None]:
+    """Run a model inside the block under given gates, and read it out after a given loop.
+
+    The readout after loop t is what a run of t loops gives, so that the loops after it are not computed.
+
+    Args:
+        model: looped model, with an adapter if there are gates.
+        gates: [K] for its K loops; None: those in force.
+        readout: t, 1-based; None: the last loop.
+    """
+    config = find_looped_model(model).config
+    num_loops = config.num_loops
+    config.num_loops = num_loops if readout is None else readout
+    try:
+        with nullcontext() if gates is None else use_gates(model, list(gates)[: config.num_loops]):
+            yield
+    finally:
+        config.num_loops = num_loops
+
+
+def parse_gates(gates: str | float | Sequence[float], num_loops: int) -> list[float] | None:
+    """Return one gate for each loop, [K], from numbers or from text such as `1-0-0-0`; None for unit gates.
+
+    Raises:
+        ValueError: if these are not K finite numbers.
+    """
+    try:
+        numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
+        as_gate_matrix(numbers, num_loops)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"`gates` must be one for each of the {num_loops} loops, as 1-0-0-0; got {gates!r}."
+        ) from None
+    return None if all(number == 1 for number in numbers) else numbers
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the special token that the chat template puts after what the assistant says, if there is one."""
+    turns = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said"}]
+    rest = apply_chat_template(tokenizer, turns, tokenize=False).rpartition("said")[2]
+    added = tokenizer.get_added_vocab()
+    return min((token for token in added if token in rest), key=rest.find, default=None)

@@ -16,9 +16,8 @@ from trl import GRPOTrainer
 from loopdropout_trainer.experimental.completions import load_completions, restart_at_epochs, save_completions
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.streams import ExampleId
-from loopdropout_trainer.generation.decoding import why_unsupported
+from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
-from loopdropout_trainer.generation.sampling import Sampler
 from loopdropout_trainer.looped import GatePlan, find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.distributed import shards_weights

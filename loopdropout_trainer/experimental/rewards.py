@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from loopdropout_trainer.evaluation.metrics.gsm8k_strict import gsm8k_strict as strict
-from loopdropout_trainer.evaluation.scorers import last_integer
+from loopdropout_trainer.evaluation.metrics import gsm8k_strict as strict
+from loopdropout_trainer.evaluation.metrics import last_integer
 
 
 Completion = str | list[dict[str, str]]

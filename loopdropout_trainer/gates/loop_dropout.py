@@ -1,4 +1,7 @@
-"""Loop Dropout: g_t = b_t / q_t with b_t ~ Bernoulli(q_t) independent for each example and loop, q_t = 1 - p_t (Eq. 2)."""
+"""Loop Dropout: g_t = b_t / q_t with b_t ~ Bernoulli(q_t) independent for each example and loop, q_t = 1 - p_t (Eq. 2).
+
+The rules that use the same masks in another way are here as well.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.probabilities import check_p, check_p_length
+from loopdropout_trainer.gates.probabilities import check_p
 from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
@@ -21,7 +24,8 @@ class MaskedRule(GateRule):
         object.__setattr__(self, "p", check_p(self.p))
 
     def check(self, num_loops: int) -> None:
-        check_p_length(self.p, num_loops)
+        if isinstance(self.p, tuple) and len(self.p) != num_loops:
+            raise ValueError(f"`p` has {len(self.p)} values, but the model runs {num_loops} loops: give one for each.")
 
     def sample(self, draw: Draw) -> torch.Tensor:
         return rescaled_masks(draw, self.p)
@@ -51,3 +55,93 @@ class LoopDropout(MaskedRule):
     """
 
     name = "loop_dropout"
+
+
+@register_rule
+@dataclass(frozen=True)
+class Unscaled(MaskedRule):
+    """Loop Dropout without rescaling: the expected update in training is q Delta, at inference Delta.
+
+    Gate: b_t, b_t ~ Bernoulli(q_t)
+    Mean: q
+    Covariance: p q I
+    Paper: Section "Training controls"; Appendix "Update Scaling and a Local Curvature View"
+    """
+
+    name = "unscaled"
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        return (~draw.removals(self.p)).to(torch.float32)
+
+
+@register_rule
+@dataclass(frozen=True)
+class DoseControl(MaskedRule):
+    """Every gate of an example is the mean of its Loop Dropout gates: [0, 2, 0, 2] becomes [1, 1, 1, 1].
+
+    Gate: (1/K) sum_s b_s / q_s
+    Mean: 1
+    Covariance: (p/q) P_par, P_par = 11'/K
+    Paper: Section "Training controls"; Appendix "What the Controls Match"
+    """
+
+    name = "dose_control"
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        return super().sample(draw).mean(dim=0, keepdim=True).expand(draw.num_loops, -1).contiguous()
+
+
+@register_rule
+@dataclass(frozen=True)
+class ModuleWise(MaskedRule):
+    """Removes single maps instead of complete applications; gates are [K, N, M] for M adapted maps.
+
+    Gate: b_tm / q_t, b_tm ~ Bernoulli(q_t) for each module m
+    Mean: 1
+    Covariance: (p/q) I over loops, and over modules
+    Paper: Section "Training controls"; Appendix "Sharing, scale and granularity controls"
+    """
+
+    name = "module_wise"
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        p = torch.as_tensor(self.p, dtype=torch.float64).view(-1, 1, 1)
+        return ((draw.module_event_uniforms() >= p) / (1 - p)).to(torch.float32)
+
+
+@register_rule
+@dataclass(frozen=True)
+class Learned(MaskedRule):
+    """One trainable scalar gamma_t for each loop, from 1; alone (p = 0) or together with Loop Dropout.
+
+    The gammas are saved with the adapter and stay at inference. They cannot be merged unless all are equal.
+
+    Gate: gamma_t b_t / q_t, b_t ~ Bernoulli(q_t)
+    Mean: gamma
+    Covariance: (p/q) diag(gamma^2)
+    Paper: Table "Structured, scheduled and adaptive masks"
+    """
+
+    name = "learned"
+    adapter = "learned"
+    mergeable = False
+    p: float | tuple[float, ...] = 0.0
+
+
+@register_rule
+@dataclass(frozen=True)
+class Independent(MaskedRule):
+    """h_t = F(h_{t-1}; W + g_t Delta_t): `lora_r` is the rank of each loop's pair.
+
+    Rank 4 matches the parameters of a shared rank-16 adapter at four loops (equal budget), rank 16 its rank (equal rank).
+
+    Gate: b_t / q_t on loop t's own update, b_t ~ Bernoulli(q_t)
+    Mean: 1
+    Covariance: (p/q) I
+    Paper: Table "Sharing x masking on Ouro-1.4B"; Appendix "Sharing and masking"
+    """
+
+    name = "independent"
+    adapter = "per_loop"
+    mergeable = False
+    p: float | tuple[float, ...] = 0.0

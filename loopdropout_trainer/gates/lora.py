@@ -1,4 +1,7 @@
-"""LoRA: g = 1 in every loop, in training as at inference (Eq. 2)."""
+"""LoRA, the unmasked reference, and LoRA Dropout (Lin et al. 2024), a baseline with sparse factors.
+
+PEFT's `lora_dropout` field is input dropout instead.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from loopdropout_trainer.gates.probabilities import check_one_p, check_range
 from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
 @register_rule
 @dataclass(frozen=True)
 class LoRA(GateRule):
-    """The unmasked reference; with the adapter's own fields also input dropout, rsLoRA and LoRA+.
+    """The unmasked reference (Eq. 2); with the adapter's own fields also input dropout, rsLoRA and LoRA+.
 
     Gate: 1
     Mean: 1
@@ -24,3 +28,47 @@ class LoRA(GateRule):
 
     def sample(self, draw: Draw) -> torch.Tensor:
         return torch.ones(draw.num_loops, len(draw.example_ids))
+
+
+@register_rule
+@dataclass(frozen=True)
+class LoRADropout(LoRA):
+    """Random input dimensions (columns of A) and output dimensions (rows of B) are removed, never the rank.
+
+    Delta = (alpha/r) diag(m_out) B A diag(m_in), m ~ Bernoulli(q) / q for each dimension: one pair of masks for each
+    module, held over loops, examples and the optimizer step. The loss is the mean over `num_masks` such draws. As
+    masks are rescaled, the expected masked update is (alpha/r) B A, which is what inference uses: plain LoRA, which
+    merges. The original's masks are not rescaled, and its inference uses the expected q^2 Delta: the same thing at
+    alpha q^2. So a new adapter is made, trained and saved with q^2 times the `lora_alpha` that is asked for, whatever p.
+
+    Cost: the draws differ from the first adapted layer on, so that nothing but the input can be shared between them:
+    `num_masks` forward and backward passes per micro-batch, one after another in the memory of one. What is done once is
+    the optimizer step, the reduction of gradients over processes, and the loading of data.
+
+    Gate: 1, on sparse factors
+    Mean: 1
+    Covariance: 0; E[masked Delta] = Delta
+    Paper: Appendix "Baseline Configurations and Per-Seed Results" (LoRA Dropout)
+    """
+
+    name = "lora_dropout"
+    adapter = "lora_dropout"
+    p: float = 0.5
+    num_masks: int = 4
+
+    def __post_init__(self):
+        object.__setattr__(self, "p", check_one_p(self.p))
+        check_range(self.num_masks, "num_masks", 1, 64, integer=True)
+
+    @property
+    def alpha_factor(self) -> float:
+        return (1 - self.p) ** 2
+
+    @property
+    def passes(self) -> int:
+        return self.num_masks
+
+    def seeds(self, draw: Draw) -> torch.Tensor:
+        """Return [M] seeds of this pass's masks."""
+        u = draw.step_uniforms("lora dropout", self.num_masks * draw.num_modules)
+        return (u * 2.0**53).to(torch.int64).view(self.num_masks, -1)[draw.pass_index]

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 
 def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
-    """Return p as a float or a tuple of floats.
-
-    Raises:
-        ValueError: if a value is not a number in [0, 1).
-    """
+    """Return p as a float or a tuple of floats; raise ValueError if one is not a number in [0, 1)."""
     values = list(p) if isinstance(p, Sequence) and not isinstance(p, str) else [p]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
@@ -21,23 +17,11 @@ def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float,
 
 
 def check_one_p(p: float | Sequence[float], name: str = "p") -> float:
-    """Return p as one float for all loops.
-
-    Raises:
-        ValueError: if it is not one number in [0, 1).
-    """
+    """Return p as one float for all loops; raise ValueError if it is not one number in [0, 1)."""
     p = check_p(p, name)
     if isinstance(p, tuple):
         raise ValueError(f"`{name}` must be one drop probability for all loops with this rule; got {list(p)}.")
     return p
-
-
-def check_p_length(p: float | tuple[float, ...], num_loops: int) -> None:
-    """Raise ValueError if p is a list whose length is not the number of loops."""
-    if isinstance(p, tuple) and len(p) != num_loops:
-        raise ValueError(
-            f"`p` has {len(p)} values, but the model runs {num_loops} loops: give one for each, or one for all."
-        )
 
 
 def check_range(value: float, name: str, low: float, high: float, integer: bool = False) -> None:

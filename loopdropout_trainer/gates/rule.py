@@ -6,18 +6,12 @@ each of them optional:
 - `adapter` names the kind of LoRA layer (a file of `loopdropout_trainer.adapters`) that applies the rule. The two
   meet in numbers only: the layer gets the gates, the rule's public fields, and the `seeds` from which it expands random
   factors too large to pass around (weight noise, sparse factors).
-- `passes`: forward and backward passes per micro-batch over which the loss is averaged.
-- `wants_sensitivity`: gates then require gradients, and `observe` gets |d loss / d g_t| after each optimizer step.
-- `state_dict` and `load_state_dict`: what a checkpoint must keep beside the adapter.
-- `alpha_factor`: what a new adapter's `lora_alpha` is multiplied by, if inference uses another strength than training.
-- `mergeable`: False if what it trains differs from loop to loop at inference, so that a recipe that asks for merging is
-  refused before training.
+- `passes`, `wants_sensitivity`, `state_dict`, `alpha_factor` and `mergeable` say what is more than `sample`: see `GateRule`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -85,8 +79,10 @@ class GateRule:
 
     name: ClassVar[str]
     adapter: ClassVar[str] = "gated"
-    wants_sensitivity: ClassVar[bool] = False
-    mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
+    wants_sensitivity: ClassVar[bool] = False  # gates then require gradients, for `observe`
+    mergeable: ClassVar[bool] = (
+        True  # at unit gates every loop uses the same update; else a recipe cannot ask for merging
+    )
 
     @property
     def alpha_factor(self) -> float:
@@ -130,22 +126,14 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
 
 
 def make_rule(name: str, **fields: Any) -> GateRule:
-    """Build the rule `name` from its fields.
-
-    Raises:
-        ValueError: for an unknown rule, a field that the rule does not take, or a value that it refuses; the message
-            lists what is valid.
-    """
+    """Build the rule `name` from its fields; raise ValueError, with what is valid, for what it does not take."""
     if name not in RULES:
-        near = difflib.get_close_matches(str(name), RULES, n=1)
-        hint = f" Did you mean `{near[0]}`?" if near else ""
-        raise ValueError(f"Unknown rule {name!r}.{hint} Valid rules: {', '.join(sorted(RULES))}.")
+        raise ValueError(f"Unknown rule {name!r}. Valid rules: {', '.join(sorted(RULES))}.")
     cls = RULES[name]
     valid = field_names(cls)
     for field in fields:
         if field not in valid:
-            takes = f"takes {', '.join(valid)}" if valid else "takes no fields"
-            raise ValueError(f"The rule {name!r} has no field {field!r}; it {takes}.")
+            raise ValueError(f"The rule {name!r} has no field {field!r}; it takes {', '.join(valid) or 'no fields'}.")
     return cls(**fields)
 
 

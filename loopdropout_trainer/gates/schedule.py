@@ -1,13 +1,14 @@
-"""Loop Dropout whose p moves over training."""
+"""Loop Dropout whose p moves: over training, or with how sensitive the loss is to each loop's gate."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from loopdropout_trainer.gates.loop_dropout import rescaled_masks
-from loopdropout_trainer.gates.probabilities import check_one_p
+from loopdropout_trainer.gates.probabilities import check_one_p, check_range
 from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
@@ -39,3 +40,78 @@ class Schedule(GateRule):
 
     def sample(self, draw: Draw) -> torch.Tensor:
         return rescaled_masks(draw, self.p_at(draw.step, draw.num_steps))
+
+
+@register_rule
+@dataclass
+class Adaptive(GateRule):
+    """p_t is proportional (`direction: more`) or inversely proportional (`less`) to a running estimate of sensitivity.
+
+    The sensitivity of loop t is the sum of |d loss_b / d g_t| over the examples of an optimizer step, as a share of the
+    sum over loops (so that neither the loss's scale nor the batch's size matters); the estimate is its exponential moving
+    average with weight `decay` on the past. The mean of p over loops stays `p`, and every p_t stays in [p_min, p_max].
+    Before the first estimate p_t = p.
+
+    Gate: b_t / q_t, b_t ~ Bernoulli(q_t), p_t = clip(lambda s_t^(+1 or -1), p_min, p_max), mean p_t = p
+    Mean: 1
+    Covariance: diag(p_t / q_t)
+    Paper: Table "Structured, scheduled and adaptive masks"; Appendix "Other masks and random-number streams"
+    """
+
+    name = "adaptive"
+    wants_sensitivity = True
+    p: float = 0.5
+    direction: str = "more"
+    p_min: float = 0.05
+    p_max: float = 0.95
+    decay: float = 0.95
+    estimate: torch.Tensor | None = field(default=None, init=False, repr=False)  # [K] float64, mean 1
+
+    def __post_init__(self):
+        self.p = check_one_p(self.p)
+        if self.direction not in ("more", "less"):
+            raise ValueError(f"`direction` must be 'more' or 'less' (where sensitive); got {self.direction!r}.")
+        check_range(self.decay, "decay", 0, 1)
+        self.p_min, self.p_max = check_one_p(self.p_min, "p_min"), check_one_p(self.p_max, "p_max")
+        if not self.p_min <= self.p <= self.p_max:
+            raise ValueError(
+                f"`p` must lie between `p_min` and `p_max`; got {self.p} outside [{self.p_min}, {self.p_max}]."
+            )
+
+    def probabilities(self, num_loops: int) -> torch.Tensor:
+        """Return p_t, [K] float64."""
+        if self.estimate is None:
+            return torch.full((num_loops,), self.p, dtype=torch.float64)
+        floor = 1e-9  # a loop whose gate never mattered has no reciprocal
+        weights = self.estimate.clamp(min=floor)
+        weights = weights if self.direction == "more" else 1 / weights
+        return _proportional(weights / weights.mean(), self.p, self.p_min, self.p_max)
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        return rescaled_masks(draw, self.probabilities(draw.num_loops))
+
+    def observe(self, sensitivity: torch.Tensor) -> None:
+        total = sensitivity.double().sum()
+        if not (torch.isfinite(total) and total > 0):  # an overflown step of float16 training, or B still zero
+            return
+        share = sensitivity.double() * len(sensitivity) / total
+        self.estimate = share if self.estimate is None else self.decay * self.estimate + (1 - self.decay) * share
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"estimate": None if self.estimate is None else self.estimate.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        estimate = state["estimate"]
+        self.estimate = None if estimate is None else torch.tensor(estimate, dtype=torch.float64)
+
+
+def _proportional(weights: torch.Tensor, mean: float, low: float, high: float) -> torch.Tensor:
+    """Return clip(lambda * weights, low, high) with the one lambda that gives it this mean, which is in reach."""
+    lower, upper = 0.0, high / float(weights.min())  # all low, all high; the mean grows with lambda in between
+    for _ in range(200):
+        middle = (lower + upper) / 2
+        if float((middle * weights).clamp(low, high).mean()) < mean:
+            lower = middle
+        else:
+            upper = middle
+    return (upper * weights).clamp(low, high)

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 from transformers.utils import logging
 
-from loopdropout_trainer.generation.sampling import Sampler
+from loopdropout_trainer.gates.streams import uniforms
 
 
 logger = logging.get_logger(__name__)
@@ -106,19 +107,18 @@ class SlotLayer(StaticLayer):
 
     def resize(self) -> None:
         num_slots, num_columns = self.cache.num_slots, len(self.cache.columns)
-        if self.cache.allocated_columns > self.allocated[0].shape[1]:
-            self.allocated = [_widened(states, self.cache.allocated_columns) for states in self.allocated]
+        more = self.cache.allocated_columns - self.allocated[0].shape[1]
+        if more > 0:  # zeros, since what a mask leaves out is multiplied by zero, and must be finite
+            self.allocated = [torch.nn.functional.pad(states, (0, 0, 0, 0, 0, more)) for states in self.allocated]
         # Three views of one memory: by token, to write single tokens; by slot, to attend to the columns in use.
         self.tokens = [states.flatten(0, 1) for states in self.allocated]  # [slots * columns, heads, d]
         self.keys, self.values = (states[:num_slots, :num_columns].transpose(1, 2) for states in self.allocated)
         for states in (self.keys, self.values, *self.tokens):  # CUDA graphs then read and write them in place
             torch._dynamo.mark_static_address(states, guard=False)
-        for states in self.allocated:  # what the others are views of
-            torch._dynamo.maybe_mark_dynamic(states, 1)
-        for states in (self.keys, self.values):
-            torch._dynamo.maybe_mark_dynamic(states, 2)
-        for states in self.tokens:
-            torch._dynamo.maybe_mark_dynamic(states, 0)
+        # What the others are views of comes first: one compiled step for caches of any length.
+        for dimension, views in ((1, self.allocated), (2, (self.keys, self.values)), (0, self.tokens)):
+            for states in views:
+                torch._dynamo.maybe_mark_dynamic(states, dimension)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -140,16 +140,6 @@ class SlotLayer(StaticLayer):
         """Return 0: rows differ in length, so that masks and positions are given with every call."""
         return 0
 
-    def get_max_length(self) -> int:
-        return len(self.cache.columns)
-
-
-def _widened(states: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """Return a copy with zeros behind it: what a mask leaves out is multiplied by zero, and must be finite."""
-    wider = states.new_zeros(len(states), num_columns, *states.shape[2:])
-    wider[:, : states.shape[1]] = states
-    return wider
-
 
 @dataclass
 class _Row:
@@ -161,36 +151,85 @@ class _Row:
         return len(self.prompt) + len(self.completion)
 
 
-class GreedyDecoder:
-    """Continues every prompt with its most probable tokens.
+def most_probable(logits: torch.Tensor, rows: list[int], positions: list[int]) -> torch.Tensor:
+    """Return the most probable tokens [B] by logits [B, V]."""
+    return logits.argmax(dim=-1)
+
+
+class Sampler:
+    """Draws tokens from softmax(logits / temperature), cut by top-k, top-p and min-p in this order, as transformers does.
+
+    The token at position n of row i is the one at which the cumulated probability, in the order of the vocabulary, passes
+    a uniform number that is a function of (seed, step, row i, n). So a row has the same completion in any batch, process
+    and order, and again after a resume, up to the rounding of its logits.
 
     Args:
+        seed, purpose, step: key of the stream.
+        rows: number of each prompt under that key.
+        length: most tokens of a completion.
+        temperature: above 0. top_k: number of tokens that may be drawn, 0 for all. top_p: their least joint probability.
+        min_p: least probability relative to the most probable token, or None.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        purpose: str,
+        step: int,
+        rows: Sequence[int],
+        length: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float | None = None,
+    ) -> None:
+        self.uniforms = uniforms(seed, purpose, step, [(row, 0) for row in rows], length)  # [N, length]
+        warpers = (
+            (temperature != 1, transformers.TemperatureLogitsWarper, float(temperature)),
+            (top_k, transformers.TopKLogitsWarper, top_k),
+            (top_p < 1, transformers.TopPLogitsWarper, top_p),
+            (min_p, transformers.MinPLogitsWarper, min_p),
+        )
+        self.warpers = transformers.LogitsProcessorList([make(value) for wanted, make, value in warpers if wanted])
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Return the tokens [B] that rows, counted as in `rows` of the constructor, draw at positions from logits [B, V]."""
+        probabilities = self.warpers(None, logits).softmax(dim=-1)
+        cumulated = probabilities.double().cumsum(dim=-1)
+        u = self.uniforms[list(rows), list(positions)].to(logits.device)  # [B]
+        # The first token whose cumulated probability is above u: never one of probability 0.
+        return torch.searchsorted(cumulated, (u * cumulated[:, -1]).unsqueeze(1), right=True).squeeze(1)
+
+
+@dataclass(eq=False)
+class Decoder:
+    """Continues every prompt token by token.
+
+    Attributes:
         model: causal language model in evaluation mode that is supported, see `why_unsupported`.
         prompts: token ids, none of them empty; started in this order.
         max_new_tokens: most tokens of a completion.
         num_slots: most rows at a time.
         have_ended: tells of some completions, as token ids, which ones have ended.
         compiled: run the steps compiled, with all slots computed to the end.
+        choose: gives the next tokens [B] from logits [B, V], the prompts' indices and the places in their completions: the
+            most probable ones, or those that a `Sampler` draws.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[list[int]],
-        max_new_tokens: int,
-        num_slots: int,
-        have_ended: Callable[[list[list[int]]], list[bool]],
-        compiled: bool = False,
-    ) -> None:
-        self.model = model
-        self.max_new_tokens = max_new_tokens
-        self.have_ended = have_ended
-        self.compiled = compiled
-        self.device = model.device  # found by a walk through the modules: once
-        self.waiting = deque(_Row(index, prompt) for index, prompt in enumerate(prompts))
-        self.num_slots = min(num_slots, len(prompts))
+    model: PreTrainedModel
+    prompts: Sequence[list[int]]
+    max_new_tokens: int
+    num_slots: int
+    have_ended: Callable[[list[list[int]]], list[bool]]
+    compiled: bool = False
+    choose: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor] = most_probable
+
+    def __post_init__(self) -> None:
+        self.device = self.model.device  # found by a walk through the modules: once
+        self.waiting = deque(_Row(index, prompt) for index, prompt in enumerate(self.prompts))
+        self.num_slots = min(self.num_slots, len(self.prompts))
         self.slots: list[_Row | None] = [None] * self.num_slots  # fewer when compacted, up to as many when admitting
-        self.cache = SlotCache(self.num_slots, self.device, model.dtype)
+        self.cache = SlotCache(self.num_slots, self.device, self.model.dtype)
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, list[int]]]:
@@ -255,9 +294,7 @@ class GreedyDecoder:
         # ids [[a, b], [x, 0]], positions [[0, 1], [0, 1]], and the logits are read at `ends` [1, 0].
         self._set(slots, torch.arange(length).expand(len(rows), -1), is_prefill=True)
         ends = torch.tensor([len(row) - 1 for row in rows])
-        tokens = self._choose(_logits(self.model, self.cache, ids, ends), rows)
-        for row, token in zip(rows, tokens, strict=True):
-            row.completion.append(token)
+        self._extend(rows, _logits(self.model, self.cache, ids, ends))
 
     def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
         """Tell the cache which tokens the next call computes: `positions` [B, S] of the rows in these slots."""
@@ -269,33 +306,29 @@ class GreedyDecoder:
     def _step(self) -> None:
         """Add a token to every row."""
         self._fit()
-        rows = self.slots
         # A free slot (compiled steps keep them) computes token 0 at position 0, which the next prompt writes over.
-        tokens = [0 if row is None else row.completion[-1] for row in rows]
-        positions = [[0 if row is None else len(row) - 1] for row in rows]
-        self._set(list(range(len(rows))), torch.tensor(positions), is_prefill=False)
-        ids = torch.tensor(tokens, device=self.device).unsqueeze(1)  # [B, 1]
-        for row, token in zip(rows, self._next_tokens(ids), strict=True):
-            if row is not None:
-                row.completion.append(token)
+        tokens = [[0] if row is None else row.completion[-1:] for row in self.slots]
+        positions = [[0 if row is None else len(row) - 1] for row in self.slots]
+        self._set(list(range(len(self.slots))), torch.tensor(positions), is_prefill=False)
+        logits = self._run(torch.tensor(tokens, device=self.device))  # [B, 1] -> [B, V]
+        used = [slot for slot, row in enumerate(self.slots) if row is not None]
+        self._extend([self.slots[slot] for slot in used], logits if len(used) == len(tokens) else logits[used])
 
-    def _choose(self, logits: torch.Tensor, rows: list[_Row]) -> list[int]:
-        """Return the next token of each row from its logits [B, V]."""
-        return logits.argmax(dim=-1).tolist()
+    def _extend(self, rows: list[_Row], logits: torch.Tensor) -> None:
+        """Add a token to the completion of each row, by its logits [B, V]."""
+        tokens = self.choose(logits, [row.index for row in rows], [len(row.completion) for row in rows])
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.completion.append(token)
 
-    def _next_tokens(self, ids: torch.Tensor) -> list[int]:
-        """Return the token [B] that follows the tokens [B, 1] of each slot."""
-        return self._run(_most_probable, ids).tolist()
-
-    def _run(self, step: Callable, ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, ids: torch.Tensor) -> torch.Tensor:
         if self.compiled:
             try:
-                return _compiled(step, ids.device.type)(self.model, self.cache, ids)
+                return _compiled(ids.device.type)(self.model, self.cache, ids)
             except Exception as error:  # of many kinds; if it was none of the compiler, the eager step raises it again
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 logger.warning(f"The decoding step cannot be compiled and runs without: {reason}")
                 self.compiled = False
-        return step(self.model, self.cache, ids)
+        return _logits(self.model, self.cache, ids)
 
     def _evict(self) -> list[_Row]:
         """Evict the rows whose completions have ended, and return them."""
@@ -309,67 +342,31 @@ class GreedyDecoder:
         return ended
 
 
-class SamplingDecoder(GreedyDecoder):
-    """Continues every prompt with tokens drawn by a sampler.
-
-    Args:
-        sampler: draws the token of each row from logits; rows are counted as `prompts` are.
-        others: those of `GreedyDecoder`.
-    """
-
-    def __init__(self, *args, sampler: Sampler, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.sampler = sampler
-
-    def _choose(self, logits: torch.Tensor, rows: list[_Row]) -> list[int]:
-        return self.sampler(logits, [row.index for row in rows], [len(row.completion) for row in rows]).tolist()
-
-    def _next_tokens(self, ids: torch.Tensor) -> list[int]:
-        logits = self._run(_logits, ids)  # [B, V]
-        used = [slot for slot, row in enumerate(self.slots) if row is not None]
-        tokens = [0] * len(self.slots)
-        for slot, token in zip(used, self._choose(logits[used], [self.slots[slot] for slot in used]), strict=True):
-            tokens[slot] = token
-        return tokens
-
-
 def _logits(
     model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor, ends: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the logits [B, V], in float32, after the tokens [B, S] of the cache's rows: the last ones, or those at `ends`."""
-    hidden = model.base_model(input_ids=ids, **_call_arguments(cache)).last_hidden_state  # ready for the head
-    last = hidden[:, -1] if ends is None else hidden[torch.arange(len(hidden)), ends]
-    return model.get_output_embeddings()(last).float()
-
-
-def _most_probable(model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor) -> torch.Tensor:
-    """Return the most probable tokens [B] after the tokens [B, 1] of the cache's rows."""
-    return _logits(model, cache, ids).argmax(dim=-1)
-
-
-@cache
-def _compiled(step: Callable, device_type: str) -> Callable:
-    # Triton's kernels then round where the separate operations do, so that bfloat16 gives the same tokens.
-    return torch.compile(step, options={"triton.cudagraphs": device_type == "cuda", "emulate_precision_casts": True})
-
-
-def _call_arguments(cache: SlotCache) -> dict:
-    """Return what the model takes beside tokens; a token attends to the columns up to its own position."""
-    # A prompt's columns are its own tokens, a step's all that are in use: at position 2 of 5 columns [0, 0, 0, -inf, -inf].
+    # A token attends to the columns up to its own position: at position 2 of 5 columns [0, 0, 0, -inf, -inf]. A prompt's
+    # columns are its own tokens, a step's all that are in use.
     columns = cache.columns[: cache.positions.shape[1]] if cache.is_prefill else cache.columns
     unseen = columns > cache.positions[:, None, :, None]  # [B, 1, S, columns]
     # As what is added to the scores: each attention layer of each loop would make that of a mask of truth values.
     mask = torch.zeros_like(unseen, dtype=cache.dtype).masked_fill_(unseen, torch.finfo(cache.dtype).min)
-    return {
-        "attention_mask": mask,
-        "position_ids": cache.positions,
-        "past_key_values": cache,
-        "use_cache": True,
-    }
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": cache.positions}
+    hidden = model.base_model(**given, past_key_values=cache, use_cache=True).last_hidden_state  # ready for the head
+    last = hidden[:, -1] if ends is None else hidden[torch.arange(len(hidden)), ends]
+    return model.get_output_embeddings()(last).float()
+
+
+@cache
+def _compiled(device_type: str) -> Callable:
+    # Triton's kernels then round where the separate operations do, so that bfloat16 gives the same tokens.
+    options = {"triton.cudagraphs": device_type == "cuda", "emulate_precision_casts": True}
+    return torch.compile(_logits, options=options)
 
 
 def why_unsupported(model: PreTrainedModel) -> str | None:
-    """Return what keeps `GreedyDecoder` from a model, or None.
+    """Return what keeps `Decoder` from a model, or None.
 
     It needs what transformers' static caches need too, attention with a given mask [B, 1, S, columns], in all layers.
     """

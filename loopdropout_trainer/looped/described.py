@@ -15,13 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from loopdropout_trainer.looped import (
-    LoopedModelMixin,
-    LoopState,
-    NotLoopedError,
-    check_num_loops,
-    find_looped_model,
-)
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, NotLoopedError, check_num_loops, find_looped_model
 
 
 class LoopDescription(LoopedModelMixin):
@@ -60,18 +54,13 @@ class LoopDescription(LoopedModelMixin):
 
     def readout_module(self) -> nn.Module:
         """Return the module that runs once in each loop and gives the state that the loop's readout is made of."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say how a readout is made: define `readout_module`."
-        )
+        raise NotImplementedError(f"{type(self).__name__} must define `readout_module`.")
 
     def readout(self, output: Any) -> torch.Tensor:
         """Return the head-ready hidden state [B, S, H] for an output of `readout_module`; default: the output itself."""
         return output
 
     # What follows from it.
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        return _reduced(self)
 
     def recurrent_linears(self) -> list[str]:
         layers = set(map(id, self.recurrent_layers()))
@@ -92,10 +81,8 @@ class LoopDescription(LoopedModelMixin):
         finally:
             hook.remove()
         if len(readouts) != self.config.num_loops:
-            raise ValueError(
-                f"{type(self).__name__}.readout_module must return a module that runs once in each of the "
-                f"{self.config.num_loops} loops; it ran {len(readouts)} times."
-            )
+            loops = f"once in each of the {self.config.num_loops} loops"
+            raise ValueError(f"`readout_module` must return a module that runs {loops}; it ran {len(readouts)} times.")
         return tuple(readouts)
 
 
@@ -118,31 +105,24 @@ def _describe(model: PreTrainedModel) -> None:
 @functools.cache
 def _both(added: type, own: type) -> type:
     """Return a subclass of both classes that goes by the second one's name, which libraries choose modules by."""
-    return type(own.__name__, (added, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
-
-
-def _reduced(module: nn.Module) -> tuple:
-    """Return what `torch.save` keeps of an instance of `_both`, a class that no module holds under its name."""
-    added, own = type(module).__bases__
-    return _empty, (added, own), module.__dict__
+    # What `torch.save` keeps of an instance: no module holds the class under its name.
+    reduced = lambda module, protocol: (_empty, (added, own), module.__dict__)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (added, own), {**names, "__reduce_ex__": reduced})
 
 
 def _empty(added: type, own: type) -> nn.Module:
-    cls = _both(added, own)
-    return cls.__new__(cls)
+    return object.__new__(_both(added, own))
 
 
 class _Announcing:
-    """Announces the running loop in `forward`.
+    """Announces the running loop in `forward`, by inheritance and not by a hook.
 
-    By inheritance, not by a hook: transformers checkpoints the outermost `forward` of a layer, so that this one runs
-    inside the checkpoint and is recomputed with it. A hook on the layer would run outside.
+    transformers checkpoints the outermost `forward` of a layer, so that this one runs inside the checkpoint and is recomputed
+    with it. A hook on the layer would run outside.
     """
 
     looped_model: tuple[LoopDescription]  # in a tuple: nn.Module would take the model for a part of its layer
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        return _reduced(self)
 
     def forward(self, *args, **kwargs):
         (model,) = self.looped_model
@@ -161,17 +141,11 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
     Args:
         model_class: causal language model whose `base_model` returns a head-ready `last_hidden_state`.
         description: how it loops.
-
-    Raises:
-        ValueError: if the class is looped already, or is not a causal language model around a backbone.
     """
     if issubclass(model_class, LoopedModelMixin):
         raise ValueError(f"{model_class.__name__} is looped by itself; it needs no description.")
     if not model_class.base_model_prefix or not model_class.can_generate():
-        raise ValueError(
-            f"{model_class.__name__} is not a causal language model around a backbone: register the class that "
-            "AutoModelForCausalLM would load."
-        )
+        raise ValueError(f"{model_class.__name__} is not a causal language model around a backbone.")
 
     def set_num_loops(config: PreTrainedConfig, num_loops: int) -> None:
         description.set_num_loops(config, check_num_loops(num_loops))
@@ -200,8 +174,7 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
         model: looped model.
         inputs: of the model, without labels.
 
-    Raises:
-        NotLoopedError: naming a projection, and the loops that were announced when it ran.
+    Raises NotLoopedError, naming a projection and the loops that were announced when it ran.
     """
     looped = find_looped_model(model)
     announced = defaultdict(list)
@@ -221,6 +194,5 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
         loops = announced[name]
         if sorted(set(loops)) != list(range(looped.config.num_loops)) or loops != sorted(loops):
             raise NotLoopedError(
-                f"`{name}` should run in each of the {looped.config.num_loops} loops, in order; the loops announced when it "
-                f"ran were {loops}."
+                f"`{name}` should run in each of the {looped.config.num_loops} loops, in order; those announced were {loops}."
             )

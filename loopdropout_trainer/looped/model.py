@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -55,24 +55,15 @@ class LoopedModelMixin:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
         raise NotImplementedError
 
-    def describe_weights(self, names: Collection[str]) -> str | None:
-        """Return a sentence on whose weights have these names, if they are known."""
-        return None
-
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a collated batch of examples with what else the model reads of it; by default nothing."""
         return batch
 
     def recompute_pointwise(self, enabled: bool = True) -> None:
-        """In training, compute norms and activations once more in the backward pass instead of keeping their results.
-
-        Raises:
-            ValueError: if the model cannot.
-        """
+        """In training, compute norms and activations once more in the backward pass instead of keeping their results."""
         if enabled:
             raise ValueError(
-                f"`recompute_pointwise` needs a model class of this package, and {type(self).__name__} is not one: set it to "
-                "false."
+                f"`recompute_pointwise` must be false: {type(self).__name__} is no class of this package."
             )
 
     def enable_input_require_grads(self) -> None:
@@ -89,16 +80,11 @@ def _require_gradient(module: nn.Module, args: tuple, output: torch.Tensor) -> N
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
-    """Return the looped model inside PEFT, DDP or other wrappers.
-
-    Raises:
-        NotLoopedError: if there is none.
-    """
+    """Return the looped model inside PEFT, DDP or other wrappers; raise NotLoopedError if there is none."""
     found = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
     if found is None:
         raise NotLoopedError(
-            f"{type(model).__name__} is not a looped model: nothing in it announces its loops. Loop Dropout needs a model "
-            "that applies one block several times, such as `model_type: ouro`, or one that was built after "
+            f"{type(model).__name__} is not a looped model, such as `model_type: ouro`, or one that was built after "
             "`register_looped` described its class."
         )
     return found
@@ -109,11 +95,7 @@ MOST_LOOPS = 1024
 
 
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
-    """Return `num_loops` if it is a usable recurrence depth K.
-
-    Raises:
-        ValueError: if it is not an integer from 1 to `MOST_LOOPS`.
-    """
+    """Return `num_loops` if it is a usable recurrence depth K, an integer from 1 to `MOST_LOOPS`; else raise ValueError."""
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
         raise ValueError(
             f"`{name}` is the number of loops K and must be an integer from 1 to {MOST_LOOPS:,}; got {num_loops!r}."

@@ -1,9 +1,11 @@
 """Looped model families, written for transformers 5. Importing this package registers them with the Auto classes and PEFT."""
 
+# ruff: noqa: F401  (handed on)
+
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from loopdropout_trainer.models import hrm_text  # noqa: F401  (registers itself)
+from loopdropout_trainer.models import hrm_text  # registers itself
 from loopdropout_trainer.models.huginn import HuginnConfig, HuginnForCausalLM, HuginnModel
 from loopdropout_trainer.models.loopus import LoopusConfig, LoopusForCausalLM, LoopusModel
 from loopdropout_trainer.models.nanbeige import NanbeigeConfig, NanbeigeForCausalLM, NanbeigeModel
@@ -30,18 +32,3 @@ TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.update(
     huginn_raven=r"(.*\.)?(adapter|core_block\..*\.(Wqkv|proj|fc))",
     hrm_text=r".*\b[LH]_module\..*_proj",
 )
-
-__all__ = [
-    "HuginnConfig",
-    "HuginnForCausalLM",
-    "HuginnModel",
-    "LoopusConfig",
-    "LoopusForCausalLM",
-    "LoopusModel",
-    "NanbeigeConfig",
-    "NanbeigeForCausalLM",
-    "NanbeigeModel",
-    "OuroConfig",
-    "OuroForCausalLM",
-    "OuroModel",
-]

@@ -43,15 +43,10 @@ def _multiply(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def truncated_normals(keys: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Draw from the standard normal distribution, truncated at 3 sigma.
+    """Return standard normals, truncated at 3 sigma, [..., width] float32; a longer request starts with the shorter one's.
 
     Args:
-        keys: int64 of 64-bit stream keys, of any shape that broadcasts with `positions`.
-        positions: [...] int64.
-        width: numbers for each position; a longer request starts with the shorter one's numbers.
-
-    Returns:
-        [..., width] float32.
+        keys: int64 of 64-bit stream keys, of any shape that broadcasts with positions [...] int64.
     """
     blocks = torch.arange(math.ceil(width / 4), device=positions.device)
     positions, keys = positions.unsqueeze(-1), keys.unsqueeze(-1)

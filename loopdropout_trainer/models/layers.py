@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
 from loopdropout_trainer.models.operations import recomputable, rms_norm, rotate_halves, swiglu
 
@@ -61,16 +61,20 @@ def attend(
     return kernel(module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs)
 
 
-class SelfAttention(nn.Module):
-    """Attention with rotary positions and separate projections, as in Llama; with `norm`, also of each head as in Qwen3.
+class Attention(nn.Module):
+    """Attention of any family. A subclass makes its projections and, by `heads`, queries, keys and values of them.
 
     Args:
-        config: with the fields of transformers' Llama.
+        config: with `head_dim`, `num_attention_heads` and `num_key_value_heads`.
         layer_idx: layer of the cache that holds its keys.
-        norm: makes the normalisation of queries' and keys' heads from their size; None: there is none.
+
+    Class attributes:
+        output: name of its last projection.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int, norm: Any = None) -> None:
+    output = "o_proj"
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -78,13 +82,12 @@ class SelfAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
-        width, kv_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
-        if norm is not None:
-            self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
+
+    def heads(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values of states [B, S, H], rotated, each [B, heads, S, d]."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -95,6 +98,33 @@ class SelfAttention(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the attention's output [B, S, H], and its weights if the kernel gives them."""
+        query, key, value = self.heads(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output, weights = attend(self, query, key, value, attention_mask, dropout, **kwargs)
+        return project(output.flatten(-2), getattr(self, self.output))[0], weights
+
+
+class SelfAttention(Attention):
+    """Attention with rotary positions and separate projections, as in Llama; with `norm`, also of each head as in Qwen3.
+
+    Args:
+        config: with the fields of transformers' Llama.
+        norm: makes the normalisation of queries' and keys' heads from their size; None: there is none.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, norm: Any = None) -> None:
+        super().__init__(config, layer_idx)
+        width, kv_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        if norm is not None:
+            self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
+
+    def heads(self, hidden_states, position_embeddings):
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, heads, d]
         if hasattr(self, "q_norm"):  # it keeps its input, so that nothing else need be kept
@@ -102,12 +132,7 @@ class SelfAttention(nn.Module):
             key = recomputable(_normed_and_rotated, key, self.k_norm, *position_embeddings)
         else:
             query, key = (rotate_halves(x.transpose(1, 2), *position_embeddings) for x in (query, key))
-        value = value.transpose(1, 2)  # [B, heads, S, d], as the others
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        output, weights = attend(self, query, key, value, attention_mask, dropout, **kwargs)
-        return project(output.flatten(-2), self.o_proj)[0], weights
+        return query, key, value.transpose(1, 2)
 
 
 def _normed_and_rotated(x: torch.Tensor, norm: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -125,9 +150,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return recomputable(rms_norm, x, self.weight, self.variance_epsilon)
-
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.variance_epsilon}"
 
 
 class GatedMLP(nn.Module):
@@ -153,21 +175,14 @@ class StaysFloat32(nn.Module):
     """A module whose float32 weights and buffers a cast of the model, such as `model.bfloat16()`, does not round."""
 
     def _apply(self, fn, recurse: bool = True):
-        before = [(tensor, tensor.detach()) for tensor in self.parameters()]
-        buffers = [(module, dict(module.named_buffers(recurse=False))) for module in self.modules()]
-        super()._apply(fn, recurse)
-        for parameter, exact in before:
-            moved = parameter.data
-            if (restored := _restored(moved, exact)) is not moved:
-                parameter.data = restored
-        for module, exact in buffers:
-            for name, buffer in exact.items():
-                module._buffers[name] = _restored(module._buffers[name], buffer)
-        return self
+        def moved_only(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            if tensor.dtype != torch.float32 or moved.dtype.itemsize >= tensor.dtype.itemsize:
+                return moved
+            return moved.float() if tensor.is_meta else tensor.to(moved.device)
+
+        return super()._apply(moved_only, recurse)
 
 
-def _restored(moved: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return a float32 tensor where it was moved to, without the rounding of a cast."""
-    if exact.dtype != torch.float32 or moved.dtype.itemsize >= exact.dtype.itemsize:
-        return moved
-    return moved.float() if exact.is_meta else exact.to(moved.device)
+class ExactRotaryEmbedding(StaysFloat32, LlamaRotaryEmbedding):
+    """transformers' rotary embedding, all its kinds, with frequencies that a cast of the model does not round."""

@@ -25,9 +25,8 @@ def fit_cache(cache: Cache, num_layers: int) -> None:
         stale = type(first) is DynamicLayer and cache.layers[num_layers - 1].get_seq_length() != first.get_seq_length()
     if stale:
         raise ValueError(
-            f"This cache has {held} layers for (loop, layer) pairs, not all with every token; the model needs {num_layers}. "
-            "Its number of loops was raised in between, or it was made for layers that run once, as by prefix tuning: start "
-            "from an empty cache."
+            f"This cache has {held} layers for (loop, layer) pairs, not all with every token; the model needs {num_layers}: "
+            "its number of loops was raised, or it was made for layers that run once, as by prefix tuning."
         )
     if cache.layer_class_to_replicate is None:  # else the cache adds layers by itself
         cache.layers.extend(copy.deepcopy(cache.layers[index % held]) for index in range(held, num_layers))

@@ -8,7 +8,8 @@ A family supplies `run_prelude`, `recurrent_step` and `readout`; the driver is `
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+import types
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -25,9 +26,8 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
+from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
-from loopdropout_trainer.models.speed.compilation import compile_layers
-from loopdropout_trainer.models.speed.run import FastRun
 from loopdropout_trainer.models.strict_loading import load_strictly
 
 
@@ -87,23 +87,24 @@ class LoopInputs:
                 injected=None if self.injected is None else self.injected[:, rows],
             )
 
-    def layer_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that every layer takes; in a loop they name it."""
-        return {
-            "attention_mask": self.attention_mask,
-            "position_ids": self.position_ids,
-            "position_embeddings": self.position_embeddings,
-            "step": self.step,
-            **self.attention_kwargs,
-        }
+    def run(self, layers: Iterable[nn.Module], **layer_kwargs) -> torch.Tensor:
+        """Return the state [B, S, H] after some layers, which are told the loop."""
+        state = self.state
+        for layer in layers:
+            state = layer(
+                state,
+                attention_mask=self.attention_mask,
+                position_ids=self.position_ids,
+                position_embeddings=self.position_embeddings,
+                step=self.step,
+                **self.attention_kwargs,
+                **layer_kwargs,
+            )
+        return state
 
 
 class PlainRun:
-    """One forward pass of a backbone, row by row of its batch. `FastRun` has the same methods and gives the same results.
-
-    Args:
-        backbone: whose loops run.
-    """
+    """One forward pass of a backbone, row by row of its batch. `FastRun` gives the same results in less time and memory."""
 
     def __init__(self, backbone: LoopedBackbone) -> None:
         self.backbone = backbone
@@ -120,12 +121,10 @@ class PlainRun:
         return replace(inputs, attention_mask=mask)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, S, ...] as `arrange` returns its inputs."""
+        """Return [B, S, ...] as `arrange` returns its inputs; `unpack` is the way back."""
         return x
 
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, S, ...] of a tensor that lies as `arrange` has returned its inputs."""
-        return x
+    unpack = pack
 
     def start(self, inputs: LoopInputs) -> AbstractContextManager:
         """Take the first loop's inputs; the loops run inside the context that is returned."""
@@ -147,42 +146,41 @@ class PlainRun:
 class LoopedConfigMixin:
     """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`).
 
-    `backprop_depth` is the number of last loops that gradients flow through; None: all of them. A family also says how often
-    its attention layers run in all, as the property `num_layer_runs`.
+    `backprop_depth` is the number of last loops that gradients flow through; None: all of them.
     """
 
     # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
     auto_map = {}
+    base_model_pp_plan = {}
     # Other programs that read the family's checkpoints, and how: a command with {name}, for the card of a merged model.
     served_by: ClassVar[dict[str, str]] = {}
 
     def __setattr__(self, name, value):
-        if name in ("num_loops", self.attribute_map.get("num_loops")):
-            check_num_loops(value, name)
-        if name == "backprop_depth" and value is not None:
+        depth = name in ("num_loops", self.attribute_map.get("num_loops"))
+        if depth or (name == "backprop_depth" and value is not None):
             check_num_loops(value, name)
         super().__setattr__(name, value)
 
     def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:
-        """Fill in what the hub's fields leave open and the names of the checkpoint's tensors tell; nothing by default.
+        """Fill in what the hub's fields leave open and the names of the checkpoint's tensors tell; nothing by default."""
 
-        Args:
-            weight_names: returns them, or None if they are not to be had.
-        """
+    @property
+    def num_recurrent_layers(self) -> int:
+        """How many of the attention layers are inside the loop; default: all of them."""
+        return self.num_hidden_layers
+
+    @property
+    def num_layer_runs(self) -> int:
+        """How often an attention layer runs in a forward pass."""
+        return self.num_hidden_layers + (self.num_loops - 1) * self.num_recurrent_layers
 
     def to_diff_dict(self) -> dict:
-        """Return what is saved; a `backprop_depth` that was never set is not."""
+        """Return what is saved: the dtype also under its old name, and no `backprop_depth` that was never set."""
         fields = super().to_diff_dict()
-        if fields.get("backprop_depth") is None:
-            fields.pop("backprop_depth", None)
-        return fields
-
-
-def every_run(layer: type[nn.Module]) -> OutputRecorder:
-    """Return what records the hidden states of a layer in every loop: `config.num_layer_runs` of them and the first."""
-    recorder = OutputRecorder(layer)
-    recorder.num_hidden_layers_key = "num_layer_runs"
-    return recorder
+        fields["torch_dtype"] = fields.get("dtype")
+        return {
+            name: x for name, x in fields.items() if x is not None or name not in ("torch_dtype", "backprop_depth")
+        }
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
@@ -207,10 +205,17 @@ class RecurrentLayer(GradientCheckpointingLayer):
         raise NotImplementedError
 
 
+_STATES = OutputRecorder(RecurrentLayer)
+_STATES.num_hidden_layers_key = "num_layer_runs"  # no argument in older releases
+
+
 @load_strictly
 class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     """A `PreTrainedModel` whose layers run more than once in a forward pass."""
 
+    base_model_prefix = "model"
+    # Hidden states and attentions of every run of a layer, not of every layer.
+    _can_record_outputs = {"hidden_states": _STATES, "attentions": OutputRecorder(Attention, index=1)}
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
@@ -228,7 +233,17 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         return [f"{prefix}{name}" for name in self.base_model.recurrent_names()]
 
     def compile_layers(self) -> bool:
-        compile_layers(module for module in self.modules() if isinstance(module, RecurrentLayer))
+        # torch keeps the programs of a function with its code, allows few, and after them runs the function uncompiled. So
+        # each model compiles a copy: the trainings of one process, each with its own rule, would use up each other's.
+        compiled = {}
+        for layer in (module for module in self.modules() if isinstance(module, RecurrentLayer)):
+            if (kind := type(layer)) not in compiled:
+                own = kind.layer_forward
+                copied = types.FunctionType(
+                    own.__code__.replace(), own.__globals__, own.__name__, None, own.__closure__
+                )
+                compiled[kind] = torch.compile(copied, dynamic=True)
+            layer.compiled_forward = compiled[kind]
         return True
 
     def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
@@ -240,19 +255,10 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
         # Reentrant checkpointing runs a backward pass inside the backward pass. A layer that ran K times then reports
         # its gradients K times: DDP raises or lets the ranks diverge, ZeRO-3 reduces wrong sums, silently.
-        if gradient_checkpointing_func is None:
-            gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
-        use_reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
-        if enable and use_reentrant is not False:
-            if use_reentrant:
-                logger.warning(
-                    "Reentrant gradient checkpointing gives wrong gradients for layers that run several times in "
-                    "distributed training; using the non-reentrant kind (`use_reentrant: false`) instead."
-                )
-            gradient_checkpointing_func = functools.partial(gradient_checkpointing_func, use_reentrant=False)
-        super()._set_gradient_checkpointing(
-            enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs
-        )
+        checkpoint = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
+        if enable and getattr(checkpoint, "keywords", {}).get("use_reentrant"):
+            logger.warning("Reentrant gradient checkpointing is wrong for layers that run several times: not used.")
+        super()._set_gradient_checkpointing(enable, functools.partial(checkpoint, use_reentrant=False), **kwargs)
 
 
 class LoopedBackbone(LoopedPreTrainedModel):
@@ -277,10 +283,6 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """Return the names, in the backbone, of the linear projections inside the recurrent block."""
         raise NotImplementedError
 
-    def layer_counts(self) -> tuple[int, int]:
-        """Return how many attention layers run outside of the loop, and how many inside."""
-        raise NotImplementedError
-
     def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of the positions, in the form that the family's attention takes."""
         return self.rotary_emb(embeddings, position_ids)
@@ -300,7 +302,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     # What all of them do.
 
     def run_loops(
-        self, run: PlainRun | FastRun, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
+        self, run: PlainRun, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
     ) -> tuple[LoopInputs, list[torch.Tensor]]:
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
@@ -318,11 +320,10 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """
         num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
         first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
-        _, num_inside = self.layer_counts()
         states = []
         with run.start(inputs):
             for loop in range(num_loops):
-                view = None if cache is None else LoopCacheView(cache, loop * num_inside)
+                view = None if cache is None else LoopCacheView(cache, loop * self.config.num_recurrent_layers)
                 options = {"loop": loop, "past_key_values": view, "use_cache": use_cache}
                 with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
                     run.loop(functools.partial(self.recurrent_step, **options), loop)
@@ -363,31 +364,27 @@ class LoopedBackbone(LoopedPreTrainedModel):
             use_cache = self.config.use_cache and not self.training and not output_readouts
         cache = self._fit_cache(past_key_values, use_cache, output_readouts)
         run = self._new_run(embeddings, attention_mask, cache, kwargs)
-        inputs = run.arrange(
-            self._loop_inputs(embeddings, attention_mask, position_ids, cache, kwargs), attention_mask, cache
-        )
+        if position_ids is None:
+            position_ids = _positions(embeddings, attention_mask, 0 if cache is None else cache.get_seq_length())
+        rotations = self.rotate(embeddings, position_ids)
+        inputs = LoopInputs(embeddings, None, position_ids, rotations, attention_kwargs=kwargs)
+        inputs = run.arrange(inputs, attention_mask, cache)
 
         outside = {"past_key_values": cache, "use_cache": use_cache}
         inputs = self.run_prelude(inputs, None if initial_state is None else run.pack(initial_state), **outside)
         inputs, states = self.run_loops(run, inputs, cache, use_cache, output_readouts)
         readouts = [run.unpack(self.readout(replace(inputs, state=state), **outside)) for state in states]
         states = [run.unpack(state) for state in states]
-        if not output_readouts:
-            last = run.unpack(self.readout(inputs, **outside))
+        last = readouts[-1] if output_readouts else run.unpack(self.readout(inputs, **outside))
         self.loop_state.announce(self.loop_state.plan.step(0))  # what belongs to this pass ends with it
         return LoopedModelOutput(
-            last_hidden_state=readouts[-1] if output_readouts else last,
+            last_hidden_state=last,
             past_key_values=cache,
             readouts=tuple(readouts) if output_readouts else None,
             loop_states=tuple(states) if output_readouts else None,
         )
 
-    def _embed(
-        self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        initial_state: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _embed(self, input_ids, inputs_embeds, initial_state) -> torch.Tensor:
         """Return the embeddings [B, S, H] of checked inputs."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
@@ -414,50 +411,29 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 f"`output_readouts` cannot be combined with a cache in {type(self).__name__}: the layers behind the loop "
                 "cache the final loop's keys only. Set `use_cache=False`, or `config.num_loops` to the loop wanted."
             )
-        num_outside, num_inside = self.layer_counts()
-        fit_cache(cache, num_outside + self.config.num_loops * num_inside)
+        fit_cache(cache, self.config.num_layer_runs)
         return cache
 
-    def _new_run(
-        self, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, options: dict
-    ) -> PlainRun | FastRun:
+    def _new_run(self, embeddings: torch.Tensor, attention_mask: Any, cache: Cache | None, options: dict) -> PlainRun:
         """Return what runs this forward pass: plainly, unless an optimisation is switched on and applies."""
-        run, recomputes = PlainRun(self), self.recomputes_pointwise and self.training
+        recomputes = self.recomputes_pointwise and self.training
         packs = cache is None and self.training_policy.packs and self.can_pack
         if not (packs or recomputes):
-            return run
+            return PlainRun(self)
+        from loopdropout_trainer.models.speed.run import FastRun  # which is made of this module's classes
+
         # Packed examples have no rows: nothing may be asked of these, and a mask must say which tokens are padding.
         records = ("output_hidden_states", "output_attentions")
         packs = packs and not any(options.get(name, getattr(self.config, name, False)) for name in records)
         shaped = torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
-        return FastRun(run, packs and (attention_mask is None or shaped), recomputes)
-
-    def _loop_inputs(
-        self,
-        embeddings: torch.Tensor,
-        attention_mask: torch.Tensor | dict | None,
-        position_ids: torch.Tensor | None,
-        cache: Cache | None,
-        attention_kwargs: dict,
-    ) -> LoopInputs:
-        """Return what the prelude reads: embeddings [B, S, H] with their positions, still without a mask."""
-        if position_ids is None:
-            token_mask = attention_mask if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 else None
-            position_ids = _positions(embeddings, token_mask, cache.get_seq_length() if cache is not None else 0)
-        return LoopInputs(
-            state=embeddings,
-            attention_mask=None,
-            position_ids=position_ids,
-            position_embeddings=self.rotate(embeddings, position_ids),
-            attention_kwargs=attention_kwargs,
-        )
+        return FastRun(self, packs and (attention_mask is None or shaped), recomputes)
 
 
-def _positions(embeddings: torch.Tensor, token_mask: torch.Tensor | None, seen: int) -> torch.Tensor:
+def _positions(embeddings: torch.Tensor, attention_mask: Any, seen: int) -> torch.Tensor:
     """Return positions [B or 1, S]: of a token among its row's tokens, padding not counted."""
     length = embeddings.shape[1]
-    if token_mask is not None and token_mask.shape[1] == seen + length:
-        return (token_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+    if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 and attention_mask.shape[1] == seen + length:
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
     return (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
 
 
@@ -503,11 +479,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         self.base_model.training_policy = policy
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Refuse what `generate_batch` begins with.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse what `generate_batch` begins with."""
         raise ValueError(
             "Continuous batching has one paged cache for each layer, and a looped model needs one for each loop of it: use "
             "`generate`, or `loopdropout_trainer.evaluation.generate_greedy`, which packs prompts of all lengths."

@@ -3,7 +3,6 @@
     RMS norm  y = w x r,  r = (mean x^2 + eps)^(-1/2):   dx = w dy r - x r^3 mean(w dy x);   keeps x and r [..., 1]
     SwiGLU    y = silu(a) b:                             da = dy b silu'(a),  db = dy silu(a);   keeps a and b
     Rotation  by the angle of each pair of channels:     the rotation by its negative;   keeps cosines and sines
-    Rows      some of a matrix, each once:               the gradient in their places;   keeps their indices
 
 They round where transformers' modules round. Under `torch.compile` they are plain expressions, which it fuses by itself. For
 x = [3, 4], w = [1, 1], eps = 0, the norm has r = 1 / sqrt((9 + 16) / 2) = 0.283 and y = [0.849, 1.131].
@@ -59,11 +58,6 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
     return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
-
-
-def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [n] of x [N, ...], none of them twice."""
-    return _Rows.apply(x, rows) if x.requires_grad and torch.is_grad_enabled() else x[rows]
 
 
 # The forward passes, by themselves where nothing has a gradient: a function of autograd takes as long as small tensors do.
@@ -160,17 +154,3 @@ class _Rotation(torch.autograd.Function):
         turned[..., :half].addcmul_(grad[..., half:], sin[..., half:])
         turned[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
         return turned, None, None
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, rows):
-        ctx.save_for_backward(rows)
-        ctx.num_rows = len(x)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (rows,) = ctx.saved_tensors  # none twice, so that the gradients are written, not added up
-        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None

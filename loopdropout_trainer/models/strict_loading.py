@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 
 DOWNLOAD_FIELDS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
 
 
 class WrongWeightsError(ValueError):
@@ -28,44 +27,28 @@ class WrongWeightsError(ValueError):
 
 
 def check_weights(model: PreTrainedModel, report: LoadStateDictInfo, source: str, may_reshape: bool = False) -> None:
-    """Refuse a checkpoint that does not hold exactly the model's weights.
+    """Raise WrongWeightsError, naming weights, if transformers' `report` says that a checkpoint holds others than the model.
 
-    Args:
-        model: before missing weights are made up.
-        report: what transformers found; tied and ignorable weights are taken out of it.
-        source: name of the checkpoint.
-        may_reshape: whether the caller asked for fresh weights where shapes differ (`ignore_mismatched_sizes`).
-
-    Raises:
-        WrongWeightsError: naming the weights, and what the checkpoint looks like.
+    Tied and ignorable weights are taken out of the report; `may_reshape`: the caller gave `ignore_mismatched_sizes`.
     """
     model._adjust_missing_and_unexpected_keys(report)
     if model.base_model is model:  # a backbone, of whose checkpoint the head is a part
         report.unexpected_keys -= {name for name in report.unexpected_keys if name.startswith("lm_head.")}
     tied = getattr(model, "all_tied_weights_keys", {})
     either = {**tied, **{source: target for target, source in tied.items()}}
-    absent = {name for name in report.missing_keys if name not in either or either[name] in report.missing_keys}
     wrong = []
-    if absent:
+    if absent := {name for name in report.missing_keys if name not in either or either[name] in report.missing_keys}:
         wrong.append(f"it lacks {_listed(absent)}")
     if report.unexpected_keys:
         wrong.append(f"it holds {_listed(report.unexpected_keys)}, which the model does not have")
     if report.mismatched_keys and not may_reshape:
         name, held, wanted = min(report.mismatched_keys)
-        others = len(report.mismatched_keys) - 1
-        wrong.append(
-            f"its `{name}` is {list(held)} instead of {list(wanted)}"
-            + (f", and {others} more differ" if others else "")
+        wrong.append(f"its `{name}` is {list(held)} instead of {list(wanted)}")
+    if wrong:
+        raise WrongWeightsError(
+            f"The weights of {source} are not those of the {type(model).__name__} that its configuration describes: "
+            f"{'; '.join(wrong)}."
         )
-    if not wrong:
-        return
-    expected = set(model.state_dict())
-    present = (expected - report.missing_keys) | report.unexpected_keys
-    signs = "".join(f" {sign}" for sign in _signs(model, expected, present))
-    raise WrongWeightsError(
-        f"The weights of {source} are not those of the {type(model).__name__} that its configuration describes: "
-        f"{'; '.join(wrong)}.{signs}"
-    )
 
 
 def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -84,46 +67,16 @@ def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def _listed(names: Collection[str]) -> str:
     """Return names with their numbers as stars, and how many each stands for."""
-    counts: dict[str, int] = defaultdict(int)
-    for name in sorted(names):
-        counts[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] += 1
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in sorted(names))
     shown = [f"`{name}`" + (f" ({count} times)" if count > 1 else "") for name, count in list(counts.items())[:6]]
     more = sum(list(counts.values())[6:])
     return ", ".join(shown) + (f" and {more} others" if more else "")
 
 
-def _signs(model: PreTrainedModel, expected: set[str], present: set[str]) -> Iterable[str]:
-    """Yield sentences on what a checkpoint with these names looks like."""
-    if any(".lora_" in name for name in present):
-        yield "They are of a LoRA adapter: load the base model, and put the adapter on it with `load_adapter`."
-        return
-    wrapper = next((prefix for prefix in _WRAPPERS if any(name.startswith(prefix) for name in present)), None)
-    if wrapper is not None:
-        yield f"Names begin with `{wrapper}`, which a wrapper left there: save the model inside it."
-        return
-    layers, wanted = _layer_counts(present), _layer_counts(expected)
-    for stack in sorted(layers.keys() & wanted.keys()):
-        if layers[stack] != wanted[stack]:
-            yield f"The checkpoint has {layers[stack]} layers in `{stack}`, the configuration {wanted[stack]}."
-    family_sign = model.describe_weights(present)
-    if family_sign:
-        yield family_sign
-
-
-def _layer_counts(names: Iterable[str]) -> dict[str, int]:
-    indices: dict[str, set[str]] = defaultdict(set)
-    for name in names:
-        for match in re.finditer(r"\.(\d+)\.", name):
-            indices[name[: match.start()]].add(match[1])
-    return {stack: len(found) for stack, found in indices.items()}
-
-
 def checkpoint_names(name_or_path: str, **init_kwargs: Any) -> list[str] | None:
     """Return the names of the tensors in a safetensors checkpoint, without loading them; None if there is none.
 
-    Args:
-        name_or_path: folder or hub name; from the Hub the index is read, or the file itself if there is only one.
-        init_kwargs: keywords of `from_pretrained`; those in `DOWNLOAD_FIELDS` are read.
+    From the Hub the index is read, or the file itself if there is only one; by those keywords in `DOWNLOAD_FIELDS`.
     """
     download = {key: init_kwargs[key] for key in DOWNLOAD_FIELDS if key in init_kwargs}
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}

@@ -21,11 +21,11 @@ import plotnine as p9
 import yaml
 from matplotlib import pyplot
 
-from loopdropout_trainer.gates import Draw, make_rule
+from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.reports.averaging import average, difference, is_protocol, select, settings_of, shown, telling
 from loopdropout_trainer.reports.reading import ALL, BASE, NONE, TRAINING, ReportError
 from loopdropout_trainer.reports.specs import as_trained
-from loopdropout_trainer.settings.methods import TITLES
+from loopdropout_trainer.settings.methods import method_title
 
 
 ORANGE, BLUE, GREY = "#E69F00", "#0072B2", "#7a7a7a"
@@ -48,7 +48,8 @@ _MORE = [
         ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", GREY, "#8c6d1f"), markers, strict=True
     )
 ]
-_METHODS = [title for title in ("LoRA+", "rsLoRA", "Input dropout", *TITLES.values()) if title not in LOOKS]
+_KNOWN = ("LoRA+", "rsLoRA", "Input dropout", *(method_title({"rule": rule}) for rule in RULES))
+_METHODS = [title for title in _KNOWN if title not in LOOKS]
 LOOKS |= zip(_METHODS, _MORE, strict=False)
 
 

@@ -113,6 +113,10 @@ def benchmark_rows(result: Row, name: str, **how: Any) -> Iterator[Row]:
         told = len(listed) == of["total"] and None not in verdicts
         found = {"metric": metric, "value": of["score"], "total": of["total"]}
         yield {**how, **found, "verdicts": np.array(verdicts, dtype=float) if told else None}
+    for column, groups in (result.get("groups") or {}).items():
+        for group, of in groups.items():
+            value = {"value": 100 * of["correct"] / of["total"], "total": of["total"]}
+            yield {**how, "metric": f"by_{column}", "group": group, **value}
     yield {**how, "metric": "missing", "value": 100 * result["missing"] / result["total"]}
 
 

@@ -26,69 +26,65 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from loopdropout_trainer.data import LoadedData
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.training.config import (
-    LoopDropoutArguments,
-    LoopDropoutConfig,
-    LoopDropoutDPOConfig,
-)
+from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig, LoopDropoutDPOConfig
 from loopdropout_trainer.training.depth import step_uniforms
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A training run before it starts; `print` shows it as a table.
+    """A training run before it starts; as a string it is a table.
 
     Attributes:
         model: name; `num_loops`: recurrence depth K; `parameters`: of the frozen model.
-        rule, p: how gates are drawn; `trainable_parameters`: of the adapter.
+        trainable_parameters: of the adapter.
         examples, tokens: of the training data, each counted once.
-        batch_size: examples in an optimizer step, over all processes.
-        steps, epochs: of the run.
         flops_per_token: estimate by the formula of this module.
-        per_example, completions: how many are sampled of each example, and as words, in reinforcement learning.
     """
 
     model: str
     num_loops: int
     parameters: int
-    rule: str
-    p: float | list[float] | None
     trainable_parameters: int
     examples: int
     tokens: int
-    batch_size: int
     steps: int
     epochs: float
-    learning_rate: float
-    seed: int
     flops_per_token: float
-    data: str = ""
-    per_example: int = 1
-    completions: str = ""
+    data: str
+    config: LoopDropoutArguments
 
     @property
     def flops(self) -> float:
         """Estimated floating-point operations of the whole run."""
-        return self.flops_per_token * self.tokens * self.per_example * self.epochs
+        samples = self.config.num_generations if isinstance(self.config, LoopDropoutGRPOConfig) else 1
+        return self.flops_per_token * self.tokens * samples * self.epochs
 
     @property
     def rule_and_adapter(self) -> str:
         """The two of them in one line."""
-        rule = self.rule if self.p is None else f"{self.rule}, p = {self.p}"
+        rule = self.config.rule if self.config.p is None else f"{self.config.rule}, p = {self.config.p}"
         share = 100 * self.trainable_parameters / self.parameters
         return f"{rule}; {self.trainable_parameters:,} trainable parameters ({share:.2f}%)"
 
     def __str__(self) -> str:
-        what = "completions" if self.completions else "examples"
+        config, completions = self.config, ""
+        batch_size = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
+        if isinstance(config, LoopDropoutGRPOConfig):
+            prompts = config.generation_batch_size // config.num_generations
+            every = config.generates_every / config.gradient_accumulation_steps
+            completions = f"{config.num_generations} for each of {prompts:,} prompts every "
+            completions += "step" if every == 1 else f"{every:g} steps"
+            completions += f", of at most {config.max_completion_length:,} tokens"
         lines = {
             "model": f"{self.model}, {self.parameters:,} parameters, K = {self.num_loops} loops",
             "rule": self.rule_and_adapter,
             "data": self.data,
             "examples": f"{self.examples:,} with {self.tokens:,} tokens, {self.tokens / self.examples:.0f} in the mean",
-            "steps": f"{self.steps:,} of {self.batch_size:,} {what} ({self.epochs:.4g} epochs)",
-            "completions": self.completions,
-            "learning rate": f"{self.learning_rate:g}, seed {self.seed}",
-            "work": f"{_with_unit(self.flops_per_token)} a token, {_with_unit(self.flops)} in all (estimate)",
+            "steps": f"{self.steps:,} of {batch_size:,} {'completions' if completions else 'examples'} "
+            f"({self.epochs:.4g} epochs)",
+            "completions": completions,
+            "learning rate": f"{config.learning_rate:g}, seed {config.seed}",
+            "work": f"{self.flops_per_token / 1e9:.3g} GFLOP a token, {self.flops / 1e15:.3g} PFLOP in all (estimate)",
         }
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text)
@@ -105,10 +101,8 @@ def plan_run(
 
     Args:
         model: looped model with or without its adapter, or only its config with the depth that it will run at.
-        data: as loaded for the run.
-        config: training arguments.
-        peft_config: the adapter; default: the one that `model` has.
-        model_name: to be printed; default: the name in its config.
+        data, config: as loaded for the run, and its training arguments.
+        peft_config, model_name: the adapter, and a name to be printed; default: those that `model` has.
     """
     if isinstance(model, PeftModel):
         peft_config = model.peft_config[model.active_adapter]
@@ -118,47 +112,30 @@ def plan_run(
         model = find_looped_model(model if peft_config is None else get_peft_model(model, peft_config))
     adapter = sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
 
-    num_loops = model.config.num_loops
-    rule = config.make_rule()
+    num_loops, rule = model.config.num_loops, config.make_rule().adapter
     steps_per_epoch, steps = num_steps(len(data.train), config)
-    samples = isinstance(config, LoopDropoutGRPOConfig)
     return RunPlan(
         model=model_name or model.config.name_or_path,
         num_loops=num_loops,
-        parameters=sum(p.numel() for name, p in model.named_parameters() if not _is_adapter(name)),
-        rule=config.rule,
-        p=config.p,
-        trainable_parameters={"per_loop": num_loops * adapter, "learned": num_loops + adapter}.get(
-            rule.adapter, adapter
-        ),
+        parameters=sum(p.numel() for p in model.parameters()) - adapter,
+        trainable_parameters={"per_loop": num_loops * adapter, "learned": num_loops + adapter}.get(rule, adapter),
         examples=len(data.train),
         tokens=data.report.train_tokens,
-        batch_size=config.train_batch_size * config.gradient_accumulation_steps * config.world_size,
         steps=steps,
         epochs=steps / steps_per_epoch,
-        learning_rate=config.learning_rate,
-        seed=config.seed,
-        flops_per_token=work_per_token(model, config, steps),
+        flops_per_token=_work_per_token(model, config, steps),
         data=data.description,
-        per_example=config.num_generations if samples else 1,
-        completions=_completions(config) if samples else "",
+        config=config,
     )
 
 
-def _completions(config: LoopDropoutGRPOConfig) -> str:
-    prompts = config.generation_batch_size // config.num_generations
-    steps = config.generates_every / config.gradient_accumulation_steps
-    return (
-        f"{config.num_generations} for each of {prompts:,} prompts every {'step' if steps == 1 else f'{steps:g} steps'}, "
-        f"of at most {config.max_completion_length:,} tokens"
-    )
-
-
-def work_per_token(model: nn.Module, config: LoopDropoutArguments, steps: int) -> float:
+def _work_per_token(model: nn.Module, config: LoopDropoutArguments, steps: int) -> float:
     """Return the work that a run does for each token of its data (of each completion, with its prompt), in FLOP."""
-    depth, scored = _mean_loops(config, find_looped_model(model).config.num_loops, steps)
-    work = config.make_rule().passes * flops_per_token(model, depth, scored)
-    forward = forward_flops_per_token(model)
+    looped = find_looped_model(model)
+    depth, scored = _mean_loops(config, looped.config.num_loops, steps)
+    inside, outside, adapter = _weights(looped)
+    work = config.make_rule().passes * flops_per_token(looped, depth, scored)
+    forward = 2 * (looped.config.num_loops * (inside + adapter) + outside)
     if isinstance(config, LoopDropoutDPOConfig):
         return work + forward  # the reference
     if isinstance(config, LoopDropoutGRPOConfig):
@@ -183,61 +160,37 @@ def _mean_loops(config: LoopDropoutArguments, num_loops: int, steps: int) -> tup
 def flops_per_token(model: nn.Module, num_loops: float | None = None, scored: float = 1) -> float:
     """Return the work of one forward and one backward pass of a looped model with its adapter, in FLOP per token.
 
-    Args:
-        num_loops: that run; default: the model's own depth.
-        scored: loops whose readout the loss scores.
+    `num_loops` run (default: the model's own depth), and the loss scores the readouts of `scored` of them.
     """
     inside, outside, adapter = _weights(model)
     num_loops = find_looped_model(model).config.num_loops if num_loops is None else num_loops
     return 4 * (num_loops * inside + scored * outside) + 6 * num_loops * adapter
 
 
-def forward_flops_per_token(model: nn.Module) -> float:
-    """Return the work of one forward pass at the model's own depth, in FLOP per token."""
-    inside, outside, adapter = _weights(model)
-    return 2 * (find_looped_model(model).config.num_loops * (inside + adapter) + outside)
-
-
 def _weights(model: nn.Module) -> tuple[int, int, int]:
     """Return the weights of linear layers inside and outside the recurrent block, and those of the adapter."""
     model = find_looped_model(model)
-    return *_linear_weights(model), sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
+    recurrent, inside, outside = set(model.recurrent_linears()), 0, 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not _is_adapter(name):
+            is_inside = name.removesuffix(".base_layer") in recurrent
+            inside += is_inside * module.weight.numel()
+            outside += (not is_inside) * module.weight.numel()
+    return inside, outside, sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
 
 
 def num_steps(num_examples: int, config: LoopDropoutArguments) -> tuple[int, int]:
     """Return the optimizer steps of one epoch and of the whole run, as transformers' Trainer counts them."""
     if isinstance(config, LoopDropoutGRPOConfig):  # whole generations, each of them trained on so many micro-batches
         rounds = num_examples // (config.generation_batch_size // config.num_generations)
-        steps_per_epoch = max(1, math.ceil(rounds * config.generates_every / config.gradient_accumulation_steps))
-        steps = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * steps_per_epoch)
-        return steps_per_epoch, steps
-    batches = math.ceil(math.ceil(num_examples / config.train_batch_size) / config.world_size)
+        batches = max(1, rounds * config.generates_every)
+    else:
+        batches = math.ceil(math.ceil(num_examples / config.train_batch_size) / config.world_size)
     steps_per_epoch = math.ceil(batches / config.gradient_accumulation_steps)
     if config.max_steps > 0:
         return steps_per_epoch, config.max_steps
     return steps_per_epoch, math.ceil(config.num_train_epochs * steps_per_epoch)
 
 
-def _linear_weights(model: nn.Module) -> tuple[int, int]:
-    """Return the number of weights in the linear layers inside and outside the recurrent block."""
-    recurrent = set(model.recurrent_linears())
-    inside = outside = 0
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not _is_adapter(name):
-            if name.removesuffix(".base_layer") in recurrent:
-                inside += module.weight.numel()
-            else:
-                outside += module.weight.numel()
-    return inside, outside
-
-
 def _is_adapter(name: str) -> bool:
     return ".lora_" in name
-
-
-def _with_unit(flops: float) -> str:
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if flops < 1000:
-            return f"{flops:.3g} {unit}FLOP"
-        flops /= 1000
-    return f"{flops:.3g} EFLOP"

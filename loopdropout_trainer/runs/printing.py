@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich import box
@@ -10,26 +10,25 @@ from rich.console import Console
 from rich.table import Table
 
 from loopdropout_trainer.evaluation import BenchmarkResult
-from loopdropout_trainer.evaluation.scorers import last_integer
+from loopdropout_trainer.evaluation.metrics import last_integer
 from loopdropout_trainer.evaluation.statistics import sign_test
 from loopdropout_trainer.runs.result import RunResult
 
 
 def print_results(outcomes: Sequence[RunResult], console: Console | None = None) -> None:
-    """Print what was trained, what was measured of it, and where things were saved."""
+    """Print what was trained, what was measured of it, and where things were saved.
+
+    Tables have at most 80 columns for two methods, two benchmarks and eight depths.
+    """
     console = console or Console()
-    parts: list[tuple[Table, str]] = [(training_table(outcomes), "")]
-    if outcomes[0].benchmarks:
-        parts.append((accuracy_table(outcomes), about_accuracy(outcomes)))
-    if all(outcome.by_depth for outcome in outcomes):
-        parts.append((depth_table(outcomes), about_depths(outcomes)))
-    if all(outcome.single_loop_benchmarks for outcome in outcomes):
-        parts.append((single_loop_accuracy_table(outcomes), ""))
-    if all(outcome.single_loop is not None for outcome in outcomes):
-        parts.append((loss_reduction_table(outcomes), about_loss_reductions(outcomes)))
-    for table, sentence in parts:
-        console.print(table.title, style="bold", highlight=False)  # a table's own title is broken at the table's width
-        table.title = None
+    for title, columns, rows, sentence in _tables(outcomes):
+        console.print(title, style="bold", highlight=False)  # a table's own title is broken at the table's width
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("method", no_wrap=True)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
         console.print(table)
         if sentence:
             console.print(sentence, highlight=False)
@@ -39,89 +38,54 @@ def print_results(outcomes: Sequence[RunResult], console: Console | None = None)
             console.print(f"{outcome.title}: {what} in {where}", highlight=False, soft_wrap=True)
 
 
-# Tables: at most 80 columns for two methods, two benchmarks and eight depths.
+def _tables(outcomes: Sequence[RunResult]) -> Iterator[tuple[str, list[str], list[list[str]], str]]:
+    """Yield title, columns, rows and sentence of each table."""
+    first, titles = outcomes[0], [outcome.title for outcome in outcomes]
+    depth = f"K = {first.num_loops}"
+    rows = []
+    for o in outcomes:  # by reward: its mean over the first and the last tenth of the log
+        counts = [f"{count:,}" for count in (o.trainable_parameters, o.examples, o.steps)]
+        losses = [f"{number:.4f}" for number in o.rewards or [o.train_loss]]
+        rows.append([o.title, "-" if o.p is None else str(o.p), *counts, *losses, f"{o.train_seconds:.0f}"])
+    losses = ["loss"] if first.rewards is None else ["reward, first", "last"]
+    yield f"Training at {depth}", ["p", "trainable", "examples", "steps", *losses, "seconds"], rows, ""
+    if first.benchmarks:
+        measured = [("before training", first.base_benchmarks), *((o.title, o.benchmarks) for o in outcomes)]
+        rows = [
+            [name, *(cell for result in each for cell in _cells(result).values())] for name, each in measured if each
+        ]
+        columns = [column for result in first.benchmarks for column in _cells(result)]
+        yield f"Accuracy at the training depth {depth}, in %", columns, rows, about_accuracy(outcomes)
+    if all(outcome.by_depth for outcome in outcomes):
+        name, columns = next(iter(first.by_depth.values())).name, [f"K={depth}" for depth in first.by_depth]
+        rows = [_scores(outcome.title, outcome.by_depth.values()) for outcome in outcomes]
+        yield f"Accuracy on {name} with K loops at inference, in %", columns, rows, about_depths(outcomes)
+    loops = [f"loop {loop}" for loop in range(1, first.num_loops + 1)]
+    if all(outcome.single_loop_benchmarks for outcome in outcomes):
+        title = f"Accuracy on {first.single_loop_benchmarks[0].name} with the adapter in one loop only, in %"
+        yield title, loops, [_scores(outcome.title, outcome.single_loop_benchmarks) for outcome in outcomes], ""
+    if all(outcome.single_loop is not None for outcome in outcomes):
+        losses = [outcome.single_loop for outcome in outcomes]
+        rho = [(*each.reductions, each.reduction(each.all_on)) for each in losses]  # in percent (Section 5)
+        rows = [[title, *(f"{each:.1f}" for each in row)] for title, row in zip(titles, rho, strict=True)]
+        rows = [[*row, f"{each.frozen:.4f}"] for row, each in zip(rows, losses, strict=True)]
+        changes = [f"{title} {row[-2] - row[0]:+.1f}" for title, row in zip(titles, rho, strict=True)]
+        sentence = f"From the first to the last loop rho_t changes by, in points: {', '.join(changes)}."
+        title = "Loss reduction with the adapter in one loop only, rho_t in %"
+        yield title, [*loops, "all loops", "frozen loss"], rows, sentence
 
 
-def _table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+def _cells(result: BenchmarkResult) -> dict[str, str]:
+    """Return the accuracy, by the column's name; of `#### N` answers also that of the last number, wherever it stands."""
+    count = "" if result.correct is None else f"{result.correct}/{result.total}  "  # None: parts of points
+    cells = {result.name: f"{count}{result.score:.1f}"}
+    if all("####" in prediction.reference for prediction in result.predictions):
+        cells["last number"] = f"{100 * correct_by_last_number(result) / result.total:.1f}"
+    return cells
 
 
-def training_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return how each adapter was trained; by reward: its mean over the first and the last tenth of the log."""
-    by_reward = outcomes[0].rewards is not None
-    figures = ("reward, first", "last") if by_reward else ("loss",)
-    table = _table(
-        f"Training at K = {outcomes[0].num_loops}", ("p", "trainable", "examples", "steps", *figures, "seconds")
-    )
-    for outcome in outcomes:
-        table.add_row(
-            outcome.title,
-            "-" if outcome.p is None else str(outcome.p),
-            f"{outcome.trainable_parameters:,}",
-            f"{outcome.examples:,}",
-            f"{outcome.steps:,}",
-            *(f"{number:.4f}" for number in outcome.rewards or [outcome.train_loss]),
-            f"{outcome.train_seconds:.0f}",
-        )
-    return table
-
-
-def accuracy_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return the accuracy at the training depth; of `#### N` answers also that of the last number, wherever it stands."""
-    benchmarks = outcomes[0].benchmarks
-    columns = []
-    for result in benchmarks:
-        columns += [result.name, "last number"] if _has_marks(result) else [result.name]
-    table = _table(f"Accuracy at the training depth K = {outcomes[0].num_loops}, in %", columns)
-    rows = [("before training", outcomes[0].base_benchmarks), *((o.title, o.benchmarks) for o in outcomes)]
-    for name, results in rows:
-        cells = []
-        for result in results:
-            count = "" if result.correct is None else f"{result.correct}/{result.total}  "  # None: parts of points
-            cells.append(f"{count}{result.score:.1f}")
-            if _has_marks(result):
-                cells.append(f"{100 * correct_by_last_number(result) / result.total:.1f}")
-        if cells:
-            table.add_row(name, *cells)
-    return table
-
-
-def depth_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return the accuracy by the number of loops at inference, in percent."""
-    depths = list(outcomes[0].by_depth)
-    name = outcomes[0].by_depth[depths[0]].name
-    table = _table(f"Accuracy on {name} with K loops at inference, in %", [f"K={depth}" for depth in depths])
-    for outcome in outcomes:
-        table.add_row(outcome.title, *(f"{result.score:.1f}" for result in outcome.by_depth.values()))
-    return table
-
-
-def single_loop_accuracy_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return the accuracy with the adapter in one loop only, in percent."""
-    name = outcomes[0].single_loop_benchmarks[0].name
-    loops = range(1, len(outcomes[0].single_loop_benchmarks) + 1)
-    table = _table(f"Accuracy on {name} with the adapter in one loop only, in %", [f"loop {loop}" for loop in loops])
-    for outcome in outcomes:
-        table.add_row(outcome.title, *(f"{result.score:.1f}" for result in outcome.single_loop_benchmarks))
-    return table
-
-
-def loss_reduction_table(outcomes: Sequence[RunResult]) -> Table:
-    """Return rho_t, by how much the adapter in loop t only reduces the frozen model's loss, in percent (Section 5)."""
-    columns = [*(f"loop {loop}" for loop in range(1, outcomes[0].num_loops + 1)), "all loops", "frozen loss"]
-    table = _table("Loss reduction with the adapter in one loop only, rho_t in %", columns)
-    for outcome in outcomes:
-        measured = outcome.single_loop
-        numbers = (*measured.reductions, measured.reduction(measured.all_on))
-        table.add_row(outcome.title, *(f"{rho:.1f}" for rho in numbers), f"{measured.frozen:.4f}")
-    return table
-
-
-# Sentences, each of them true of the table above it by the way it is made.
+def _scores(title: str, results: Iterator[BenchmarkResult]) -> list[str]:
+    return [title, *(f"{result.score:.1f}" for result in results)]
 
 
 def about_accuracy(outcomes: Sequence[RunResult]) -> str:
@@ -130,16 +94,15 @@ def about_accuracy(outcomes: Sequence[RunResult]) -> str:
     for results in zip(*(outcome.benchmarks for outcome in outcomes), strict=True):
         if len(results) != 2 or any(result.correct is None for result in results):
             continue
-        (first, one), (second, other) = zip((o.title for o in outcomes), results, strict=True)
-        if one.correct < other.correct:
-            first, one, second, other = second, other, first, one
+        ranked = sorted(zip(results, outcomes, strict=True), key=lambda each: -each[0].correct)
+        (one, first), (other, second) = ranked
         if one.correct == other.correct:
-            sentences.append(f"{one.name}: {first} and {second} have the same accuracy.")
-            continue
-        sentences.append(
-            f"{one.name}: {first} is {one.score - other.score:.1f} points more accurate than {second} "
-            f"(paired sign test, p = {paired_sign_test(one, other):.2g}; one seed)."
-        )
+            sentences.append(f"{one.name}: {first.title} and {second.title} have the same accuracy.")
+        else:
+            sentences.append(
+                f"{one.name}: {first.title} is {one.score - other.score:.1f} points more accurate than {second.title} "
+                f"(paired sign test, p = {paired_sign_test(one, other):.2g}; one seed)."
+            )
     return "\n".join(sentences)
 
 
@@ -148,43 +111,27 @@ def about_depths(outcomes: Sequence[RunResult]) -> str:
     if len(outcomes) != 2:
         return ""
     first, second = outcomes
-    gaps = {depth: result.score - second.by_depth[depth].score for depth, result in first.by_depth.items()}
     groups = {
-        f"{first.title} is more accurate at": [depth for depth, gap in gaps.items() if gap > 0],
-        f"{second.title} is more accurate at": [depth for depth, gap in gaps.items() if gap < 0],
-        "they are level at": [depth for depth, gap in gaps.items() if gap == 0],
+        f"{first.title} is more accurate at": [],
+        f"{second.title} is more accurate at": [],
+        "they are level at": [],
     }
-    parts = [f"{words} K = {', '.join(map(str, depths))}" for words, depths in groups.items() if depths]
-    sentence = "; ".join(parts)
+    for depth, result in first.by_depth.items():
+        gap = result.score - second.by_depth[depth].score
+        list(groups.values())[0 if gap > 0 else 1 if gap < 0 else 2].append(str(depth))
+    sentence = "; ".join(f"{words} K = {', '.join(depths)}" for words, depths in groups.items() if depths)
     return f"{sentence[0].upper()}{sentence[1:]} (trained at K = {first.num_loops}; one seed)."
-
-
-def about_loss_reductions(outcomes: Sequence[RunResult]) -> str:
-    """Say whether each method's update is biased towards late loops: rho_K - rho_1."""
-    parts = []
-    for outcome in outcomes:
-        rho = outcome.single_loop.reductions
-        parts.append(f"{outcome.title} {rho[-1] - rho[0]:+.1f}")
-    return f"From the first to the last loop rho_t changes by, in points: {', '.join(parts)}."
 
 
 def paired_sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
     """Return the p-value of the sign test over the problems that only one of two methods solves."""
-    pairs = list(zip(one.predictions, other.predictions, strict=True))
-    wins, losses = (sum(a.correct > b.correct for a, b in way) for way in (pairs, [pair[::-1] for pair in pairs]))
-    return sign_test(wins, losses)
+    pairs = [(a.correct, b.correct) for a, b in zip(one.predictions, other.predictions, strict=True)]
+    return sign_test(sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
 
 
 def correct_by_last_number(result: BenchmarkResult) -> int:
     """Count the completions whose last number is the reference's, whatever stands before it."""
     return sum(last_integer(p.completion) == last_integer(p.reference) is not None for p in result.predictions)
-
-
-def _has_marks(result: BenchmarkResult) -> bool:
-    return all("####" in prediction.reference for prediction in result.predictions)
-
-
-# The figure.
 
 
 def plot_results(outcomes: Sequence[RunResult], path: str | Path) -> Path:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 import textwrap
 from typing import TextIO
 
-import datasets
 from tqdm.auto import tqdm
-from transformers import ProgressCallback, Trainer
-from transformers.utils.logging import disable_progress_bar
+from transformers import ProgressCallback
 
 
-SHORT = 20_000  # examples; a bar over fewer of them is gone before anyone can read it
+_OF_REWARDS = {  # what the log of DPO and GRPO says beside the loss, and how a line says it
+    "reward": "reward {:.3f}",
+    "rewards/margins": "margin {:.3f}",
+    "rewards/accuracies": "chosen preferred {:.0%}",
+    "completions/mean_length": "{:.0f} tokens",
+    "completions/clipped_ratio": "cut off {:.0%}",
+    "kl": "KL {:.4f}",
+    "entropy": "entropy {:.3f}",
+    "gate_mean": "mean gate {:.2f}",
+    "completions/tokens_per_second": "{:.0f} sampled tokens/s",
+}
 
 
 def write_line(line: str, file: TextIO) -> None:
@@ -25,25 +34,25 @@ def write_line(line: str, file: TextIO) -> None:
     tqdm.write(line, file=file)
 
 
-class LogAboveBars(logging.StreamHandler):
-    """Writes log records to standard error, above the bars."""
+class _LogAboveBars(logging.StreamHandler):
+    """Writes log records above the bars; a message that every evaluation of a run repeats is written once."""
+
+    _said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        write_line(self.format(record), sys.stderr)
+        line = self.format(record)
+        if line not in self._said or record.levelno > logging.WARNING:
+            write_line(line, sys.stderr)
+        self._said.add(line)
 
 
-def hide_short_bars(num_examples: int) -> None:
-    """Leave out the bars of loading weights, and those of preparing examples unless there are many of them."""
-    disable_progress_bar()
-    if num_examples < SHORT:
-        datasets.disable_progress_bars()
-
-
-def show_training(trainer: Trainer, title: str) -> None:
-    """Give a trainer one bar with a title, and one line for each logging interval, instead of its own."""
-    if not trainer.args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(TrainingProgress(title))
+def show_log() -> None:
+    """Write this package's log to standard error: from INFO on in the first process, from WARNING on in the others."""
+    log = logging.getLogger("loopdropout_trainer")
+    if not log.handlers:
+        log.addHandler(_LogAboveBars())
+        log.handlers[0].setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
 
 class TrainingProgress(ProgressCallback):
@@ -71,29 +80,13 @@ class TrainingProgress(ProgressCallback):
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:
     """Return the line of one logging interval or evaluation; None for the summary of the whole run, which has a table."""
-    for loss, words in (("loss", "loss"), ("eval_loss", "held-out loss")):
-        if loss not in logs:
-            continue
-        figures = [f"{words} {float(logs[loss]):.4f}"]
-        before = "eval_" if loss == "eval_loss" else ""
-        if any(name.startswith(f"{before}reward") for name in logs):
-            found = {name: logs.get(before + name) for name in _OF_REWARDS}
-            figures += [_OF_REWARDS[name].format(float(value)) for name, value in found.items() if value is not None]
-        if logs.get("learning_rate") is not None:
-            figures.append(f"learning rate {float(logs['learning_rate']):.3g}")
-        return f"step {step} of {max_steps}: {', '.join(figures)}"
-    return None
-
-
-_OF_REWARDS = {
-    "reward": "reward {:.3f}",
-    "rewards/margins": "margin {:.3f}",
-    "rewards/accuracies": "chosen preferred {:.0%}",
-    "completions/mean_length": "{:.0f} tokens",
-    "completions/clipped_ratio": "cut off {:.0%}",
-    "kl": "KL {:.4f}",
-    "entropy": "entropy {:.3f}",
-    "gate_mean": "mean gate {:.2f}",
-    "completions/tokens_per_second": "{:.0f} sampled tokens/s",
-}
-"""What the log of DPO and GRPO says beside the loss, and how a line says it."""
+    before = "" if "loss" in logs else "eval_"
+    if f"{before}loss" not in logs:
+        return None
+    figures = [f"{'held-out ' if before else ''}loss {float(logs[f'{before}loss']):.4f}"]
+    if any(name.startswith(f"{before}reward") for name in logs):
+        found = {name: logs.get(before + name) for name in _OF_REWARDS}
+        figures += [_OF_REWARDS[name].format(float(value)) for name, value in found.items() if value is not None]
+    if logs.get("learning_rate") is not None:
+        figures.append(f"learning rate {float(logs['learning_rate']):.3g}")
+    return f"step {step} of {max_steps}: {', '.join(figures)}"

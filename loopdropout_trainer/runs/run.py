@@ -10,10 +10,14 @@ import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean
 from typing import Any, ClassVar
 
+import datasets
 from datasets import Dataset
 from tqdm.auto import tqdm
+from transformers import ProgressCallback
+from transformers.utils.logging import disable_progress_bar
 
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics import (
@@ -28,15 +32,8 @@ from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.printing import plot_results, print_results
-from loopdropout_trainer.runs.progress import SHORT, hide_short_bars, show_training
-from loopdropout_trainer.runs.result import (
-    DIVERGED_FILE,
-    RunResult,
-    first_and_last,
-    read_results,
-    show_log,
-    write_results,
-)
+from loopdropout_trainer.runs.progress import TrainingProgress, show_log
+from loopdropout_trainer.runs.result import DIVERGED_FILE, RunResult, read_results, write_results
 from loopdropout_trainer.saving.adapter_files import save_adapter_card
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
 from loopdropout_trainer.saving.files import sha256, write_atomically
@@ -55,15 +52,13 @@ from loopdropout_trainer.training.resources import device_name
 from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
 
 
-BEFORE, AFTER = "before", "after"
+SHORT = 20_000  # examples; a bar over fewer of them is gone before anyone can read it
 
 
 class Run:
     """The settings of one command, and the steps from them to trained, measured and saved adapters.
 
-    Class attributes, which a subclass replaces:
-        config_class, trainer_class: what trains.
-        more_arguments: further dataclasses of settings; their instances are `self.more`.
+    A subclass replaces what trains; the instances of its `more_arguments` are `self.more`.
 
     Args:
         argv: the command line without the script's name; default: the process's.
@@ -75,8 +70,7 @@ class Run:
     more_arguments: ClassVar[Sequence[type]] = ()
 
     def __init__(self, argv: list[str] | None = None, description: str | None = None) -> None:
-        types = (RunArguments, ModelArguments, AdapterArguments, DataArguments, self.config_class)
-        parsed, self.settings = parse_recipe((*types, *self.more_arguments), argv, description=description)
+        parsed, self.settings = self.read(argv, description)
         self.script, self.model, self.adapter, self.data_args, config, *self.more = parsed
         self.configs = [config, *(self.config_for(rule, config) for rule in self.script.compare_with or ())]
         for each in self.configs:
@@ -84,34 +78,37 @@ class Run:
             self.base = check_run(self.model.model_name_or_path, each)
         self.peft_config = default_peft_config(self.base, **self.adapter.lora_fields)
         check_run(self.model.model_name_or_path, config, self.peft_config)
-        if (self.script.merge or self.script.push_merged_to_hub) and not config.make_rule().mergeable:
-            raise RecipeError(
-                f"The rule {config.rule!r} trains an update that differs from loop to loop, which cannot be merged into one "
-                "weight: leave `merge` and `push_merged_to_hub` out."
-            )
-        if (self.script.merge or self.script.push_merged_to_hub) and shards_weights(config):
-            raise RecipeError(
-                "ZeRO-3 and FSDP shard the weights over the processes, which cannot be merged there: leave `merge` and "
-                "`push_merged_to_hub` out, then merge the saved adapter with recipes/merge.py."
-            )
-        if self.script.depths and not (self.script.benchmarks and all(c.make_rule().mergeable for c in self.configs)):
-            raise RecipeError(
-                "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."
-            )
-        if self.script.single_loop_accuracy and not self.script.benchmarks:
-            raise RecipeError("`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them.")
-        if config.metric_for_best_model not in (None, "loss", "eval_loss"):
-            raise RecipeError(
-                "`metric_for_best_model` must be loss, the only metric that a training evaluates; got "
-                f"{shown(config.metric_for_best_model)}."
-            )
-        if getattr(config, "dataset_kwargs", None):
-            raise RecipeError("`dataset_kwargs` is for datasets that are prepared in Python: leave it out.")
-        if config.rule in (self.script.compare_with or ()):
-            raise RecipeError(f"`compare_with` must name other rules than `rule`; got {config.rule!r}.")
-        if self.script.push_merged_to_hub and not config.hub_model_id:
-            raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
+        script, mergeable = self.script, [each.make_rule().mergeable for each in self.configs]
+        merges = script.merge or script.push_merged_to_hub
+        for refused, reason in (
+            (merges and not mergeable[0],
+             f"The updates of {config.rule!r} differ from loop to loop and cannot be merged: leave `merge` and "
+             "`push_merged_to_hub` out."),
+            (merges and shards_weights(config),
+             "`merge` and `push_merged_to_hub` need complete weights, which ZeRO-3 and FSDP shard over the processes: leave "
+             "them out, then merge the saved adapter with recipes/merge.py."),
+            (script.depths and not (script.benchmarks and all(mergeable)),
+             "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."),
+            (script.single_loop_accuracy and not script.benchmarks,
+             "`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them."),
+            (config.metric_for_best_model not in (None, "loss", "eval_loss"),
+             f"`metric_for_best_model` must be loss; got {shown(config.metric_for_best_model)}."),
+            (getattr(config, "dataset_kwargs", None),
+             "`dataset_kwargs` is for datasets that are prepared in Python: leave it out."),
+            (config.rule in (script.compare_with or ()),
+             f"`compare_with` must name other rules than `rule`; got {config.rule!r}."),
+            (script.push_merged_to_hub and not config.hub_model_id,
+             "`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`."),
+        ):  # fmt: skip
+            if refused:
+                raise RecipeError(reason)
         self.check()
+
+    @classmethod
+    def read(cls, argv: list[str] | None = None, description: str | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """Return the dataclasses of a command line, and its settings."""
+        types = (RunArguments, ModelArguments, AdapterArguments, DataArguments, cls.config_class, *cls.more_arguments)
+        return parse_recipe(types, argv, description=description)
 
     def config_for(self, rule: str, config: LoopDropoutArguments) -> LoopDropoutArguments:
         """Return the same arguments under another rule, with those of `p` and `rule_args` that it has as well."""
@@ -126,21 +123,21 @@ class Run:
         config = self.configs[0]
         template = getattr(config, "chat_template_path", None)  # SFT's
         self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, template)
-        hide_short_bars(self.data_args.num_train_examples or SHORT)
+        disable_progress_bar()  # of loading weights
+        if (self.data_args.num_train_examples or SHORT) < SHORT:
+            datasets.disable_progress_bars()
         with config.main_process_first(desc="data preparation"):
             self.data = load_data(self.data_args, self.tokenizer, getattr(config, "max_length", None))
         for name in ("eval_on_start", "single_loop_batches", "live_diagnostics_steps"):
             if self.data.eval is None and (getattr(config, name, 0) or getattr(self.script, name, 0)):
                 raise RecipeError(f"`{name}` needs rows to evaluate on: give `num_eval_examples` or `eval_files`.")
-        self.benchmarks = [self.load_benchmark(name) for name in self.script.benchmarks or ()]
-
-    def load_benchmark(self, name: str) -> Benchmark:
-        """Load a benchmark's problems; `development` means the held-out training rows."""
-        limit = self.script.benchmark_limit
-        if name == DEVELOPMENT:
-            return development_benchmark(self.data.eval, self.data_args.preparation, limit)
-        file = (self.script.benchmark_files or {}).get(name)
-        return load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code)
+        self.benchmarks = []
+        for name in self.script.benchmarks or ():
+            limit, file = self.script.benchmark_limit, (self.script.benchmark_files or {}).get(name)
+            if name == DEVELOPMENT:  # the held-out training rows
+                self.benchmarks.append(development_benchmark(self.data.eval, self.data_args.preparation, limit))
+            else:
+                self.benchmarks.append(load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code))
 
     def announce(self) -> None:
         """Print what became of the data, and what is about to be done with it."""
@@ -168,9 +165,7 @@ class Run:
     def train(self, config: LoopDropoutArguments, base_benchmarks: list[BenchmarkResult] | None) -> RunResult:
         """Train one adapter, measure it and save it.
 
-        Args:
-            config: rule and hyperparameters.
-            base_benchmarks: results before training if they are known; they are the same for every rule.
+        `base_benchmarks` are the results before training if they are known; they are the same for every rule.
         """
         with user_supplied("The training cannot begin"):
             trainer = self.trainer_class(
@@ -189,19 +184,16 @@ class Run:
         if self.merges(config):  # before hours of training
             trainer.from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
         with trainer.only_run_in_output_dir():
-            finished = trainer.from_main_process(lambda: self.finished(trainer)) if checkpoint else None
-            if finished is not None:
-                return finished
+            read = lambda: read_results(self.settings, config.output_dir, trainer.run_identity)
+            outcome = trainer.from_main_process(read) if checkpoint else None
+            if outcome is not None:
+                if config.should_save:
+                    print(f"{outcome.title} is finished: its results are read from {config.output_dir}.", flush=True)
+                return outcome
             if base_benchmarks is None:  # a new adapter changes nothing yet
-                base_benchmarks = self.evaluate(trainer, BEFORE) if self.script.evaluate_base else []
+                benchmarks = self.benchmarks if self.script.evaluate_base else ()
+                base_benchmarks = [self.answer(trainer, each, "before") for each in benchmarks]
             return self.train_and_measure(trainer, checkpoint, base_benchmarks)
-
-    def finished(self, trainer: GateSamplingMixin) -> RunResult | None:
-        """Return the results of this very run if it was finished before."""
-        outcome = read_results(self.settings, trainer.args.output_dir, trainer.run_identity)
-        if outcome is not None:
-            print(f"{outcome.title} is finished: its results are read from {trainer.args.output_dir}.", flush=True)
-        return outcome
 
     def train_and_measure(
         self, trainer: GateSamplingMixin, checkpoint: str | bool | None, base_benchmarks: list[BenchmarkResult]
@@ -209,7 +201,9 @@ class Run:
         config, is_main = trainer.args, trainer.accelerator.is_main_process
         diverged = Path(config.output_dir, DIVERGED_FILE)
         try:
-            show_training(trainer, config.rule)
+            if not config.disable_tqdm:
+                trainer.remove_callback(ProgressCallback)
+                trainer.add_callback(TrainingProgress(config.rule))
             result = trainer.train(resume_from_checkpoint=checkpoint)
             progress = trainer.progress()
             trainer.save_model()  # before anything else can go wrong
@@ -220,7 +214,7 @@ class Run:
             raise
         if is_main:
             diverged.unlink(missing_ok=True)
-        on_gpu = device_name() != "cpu"
+        own_memory = config is self.configs[0] or device_name() != "cpu"  # a CPU's holds what the rules before needed
         outcome = RunResult(
             rule=config.rule,
             p=config.p,
@@ -232,123 +226,93 @@ class Run:
             train_seconds=result.metrics["train_runtime"],
             step_seconds=progress["step_seconds"],
             num_tokens=progress["num_tokens"],
-            # On a CPU it is the process's, which holds what the rules before needed.
-            peak_memory_gb=progress["peak_memory_gb"] if config is self.configs[0] or on_gpu else None,
+            peak_memory_gb=progress["peak_memory_gb"] if own_memory else None,
             base_benchmarks=base_benchmarks,
-            adapter={**self.adapter.lora_fields, **training_fields(trainer)},
-            model=self.model_facts(trainer),
+            adapter={
+                **self.adapter.lora_fields,
+                **{name: getattr(config, name) for name in ("rule_args", "learning_rate", "seed")},
+                "gate_seed": config.seed if config.gate_seed is None else config.gate_seed,
+            },
+            model={
+                "model": self.model.base_name,
+                "revision": self.model.model_revision,
+                "model_type": trainer.model.get_base_model().config.model_type,
+                "dtype": self.model.dtype,
+                "attn_implementation": self.model.attn_implementation,
+                "data": self.data.description,
+            },
+            saved={"adapter": config.output_dir},
         )
-        outcome.saved["adapter"] = config.output_dir
-        outcome.rewards = first_and_last([log["reward"] for log in trainer.state.log_history if "reward" in log])
-        outcome.benchmarks = self.evaluate(trainer, AFTER)
-        outcome.by_depth = self.evaluate_depths(trainer, outcome.benchmarks)
+        if rewards := [log["reward"] for log in trainer.state.log_history if "reward" in log]:
+            tenth = max(1, len(rewards) // 10)
+            outcome.rewards = [mean(rewards[:tenth]), mean(rewards[-tenth:])]
+        outcome.benchmarks = [self.answer(trainer, each, "after") for each in self.benchmarks]
+        model, depths = find_looped_model(trainer.model).config, self.script.depths or ()
+        try:
+            for model.num_loops in tqdm(depths, desc="depths", disable=config.disable_tqdm or not depths or None):
+                known = model.num_loops == outcome.num_loops
+                outcome.by_depth[model.num_loops] = (
+                    outcome.benchmarks[0]
+                    if known
+                    else self.answer(trainer, self.benchmarks[0], f"after/{model.num_loops}_loops")
+                )
+        finally:
+            model.num_loops = outcome.num_loops
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
             num_rows = self.script.single_loop_batches * config.per_device_eval_batch_size
             batches = evaluation_batches(trainer, num_rows)
             outcome.single_loop = single_loop_activation(trainer.model, batches, over_processes=True)
             outcome.readout_losses = readout_losses(trainer.model, batches, over_processes=True)
-        if self.script.single_loop_accuracy:
-            outcome.single_loop_benchmarks = self.evaluate_single_loops(trainer)
+        loops = range(outcome.num_loops if self.script.single_loop_accuracy else 0)
+        for only in tqdm(loops, desc="adapter in one loop", disable=config.disable_tqdm or not loops or None):
+            gates = [float(loop == only) for loop in loops]
+            result = self.answer(trainer, self.benchmarks[0], f"after/only_loop_{only + 1}", gates)
+            outcome.single_loop_benchmarks.append(result)
         if is_main:
             save_adapter_card(trainer.model, config.output_dir, config.hub_model_id, self.card_fields(outcome))
             if self.merges(config):
-                self.merge(trainer, outcome)
+                folder = Path(config.output_dir, "merged")
+                merge_and_save(
+                    trainer.model, folder, self.tokenizer, self.card_fields(outcome), repo_id=config.hub_model_id
+                )
+                outcome.saved["merged model"] = str(folder)
             processes = trainer.accelerator.num_processes
             write_results(outcome, self.settings, config.output_dir, trainer.run_identity, processes)  # the last file
         return outcome
-
-    def model_facts(self, trainer: GateSamplingMixin) -> dict[str, Any]:
-        """Return which model was trained, for the results."""
-        config = trainer.model.get_base_model().config
-        return {
-            "model": self.model.base_name,
-            "revision": self.model.model_revision,
-            "model_type": config.model_type,
-            "dtype": self.model.dtype,
-            "attn_implementation": self.model.attn_implementation,
-            "data": self.data.description,
-        }
 
     def checkpoint_for(self, config: LoopDropoutArguments) -> str | bool | None:
         """Return the checkpoint to resume from; True: the newest complete one in `output_dir`, if there is one.
 
         A checkpoint that is given belongs to the rule in whose folder it lies; the other rules go on from their own.
         """
-        wanted = {"true": True, "false": None}.get(
-            str(config.resume_from_checkpoint).lower(), config.resume_from_checkpoint
-        )
+        wanted = config.resume_from_checkpoint
+        wanted = {"true": True, "false": None}.get(str(wanted).lower(), wanted)
         if not isinstance(wanted, str):
             return wanted
         folders = Path(wanted).resolve().parents
         others = [each for each in self.configs[1:] if Path(each.output_dir).resolve() in folders]
         return wanted if config is (others or self.configs)[0] else True
 
-    def evaluate(self, trainer: GateSamplingMixin, moment: str) -> list[BenchmarkResult]:
-        """Answer every benchmark at unit gates; what a killed run answered is not asked again.
-
-        Args:
-            trainer: with the model.
-            moment: `BEFORE` or `AFTER` the training.
-        """
-        return [self.answer(trainer, each, moment) for each in self.benchmarks]
-
-    def evaluate_depths(
-        self, trainer: GateSamplingMixin, at_own_depth: list[BenchmarkResult]
-    ) -> dict[int, BenchmarkResult]:
-        """Answer the first benchmark at other recurrence depths, without further training."""
-        results: dict[int, BenchmarkResult] = {}
-        config = find_looped_model(trainer.model).config
-        own = config.num_loops
-        try:
-            for depth in tqdm(self.script.depths or (), desc="depths", disable=trainer.args.disable_tqdm or None):
-                config.num_loops = depth
-                results[depth] = (
-                    at_own_depth[0]
-                    if depth == own
-                    else self.answer(trainer, self.benchmarks[0], f"{AFTER}/{depth}_loops", progress=False)
-                )
-        finally:
-            config.num_loops = own
-        return results
-
-    def evaluate_single_loops(self, trainer: GateSamplingMixin) -> list[BenchmarkResult]:
-        """Evaluate on the first benchmark with the adapter in one loop only, for each loop, at the training depth."""
-        results = []
-        loops = range(trainer.num_loops)
-        for only in tqdm(loops, desc="adapter in one loop", disable=trainer.args.disable_tqdm or None):
-            gates = [float(loop == only) for loop in loops]
-            moment = f"{AFTER}/only_loop_{only + 1}"
-            results.append(self.answer(trainer, self.benchmarks[0], moment, progress=False, gates=gates))
-        return results
-
     def answer(
-        self,
-        trainer: GateSamplingMixin,
-        benchmark: Benchmark,
-        moment: str,
-        progress: bool = True,
-        gates: Sequence[float] | None = None,
+        self, trainer: GateSamplingMixin, benchmark: Benchmark, moment: str, gates: Sequence[float] | None = None
     ) -> BenchmarkResult:
-        """Evaluate on one benchmark, at unit gates or at these gates [K]."""
+        """Evaluate on one benchmark, at unit gates or at these gates [K]; what a killed run answered is not asked again."""
         folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
+        adapter = Path(trainer.args.output_dir, "adapter_model.safetensors")
+
+        def settings() -> dict[str, Any]:  # what tells the evaluated weights from others
+            return {"model": trainer.run_identity["model"], "adapter": None if moment == "before" else sha256(adapter)}
+
         for _ in range(2):
             try:
-                settings = trainer.from_main_process(lambda: self.answers_depend_on(trainer, moment))
                 subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
-                return evaluate_subject(subject, benchmark, folder, settings, progress)
+                known = trainer.from_main_process(settings)
+                return evaluate_subject(subject, benchmark, folder, known, progress=moment in ("before", "after"))
             except SettingsChangedError:  # of a run that this one takes the place of
                 if trainer.accelerator.is_main_process:
                     shutil.rmtree(folder)
                 trainer.accelerator.wait_for_everyone()
         raise AssertionError("answers are for other settings, though the folder is new")
-
-    def answers_depend_on(self, trainer: GateSamplingMixin, moment: str) -> dict[str, Any]:
-        """Return what tells the evaluated weights from others."""
-        adapter = Path(trainer.args.output_dir, "adapter_model.safetensors")
-        return {
-            "model": trainer.run_identity["model"],
-            "adapter": sha256(adapter) if moment.startswith(AFTER) else None,
-        }
 
     def card_fields(self, outcome: RunResult) -> ModelCardFields:
         """Return what the run's cards state beside what the model itself tells."""
@@ -364,20 +328,6 @@ class Run:
     def merges(self, config: LoopDropoutArguments) -> bool:
         """Say whether the adapter of these arguments is to be merged: the recipe's own, not those it is compared with."""
         return config is self.configs[0] and (self.script.merge or self.script.push_merged_to_hub)
-
-    def merge(self, trainer: GateSamplingMixin, outcome: RunResult) -> None:
-        """Save the merged model with its card."""
-        folder = Path(trainer.args.output_dir) / "merged"
-        facts = self.card_fields(outcome)
-        merge_and_save(trainer.model, folder, self.tokenizer, facts, repo_id=trainer.args.hub_model_id)
-        outcome.saved["merged model"] = str(folder)
-
-
-def training_fields(trainer: GateSamplingMixin) -> dict[str, Any]:
-    """Return the settings that tables of results name."""
-    args = trainer.args
-    seeds = {"seed": args.seed, "gate_seed": args.seed if args.gate_seed is None else args.gate_seed}
-    return {"rule_args": args.rule_args, "learning_rate": args.learning_rate, **seeds}
 
 
 def run_all(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Processes that do a sweep's runs: each training in a process of its own, and workers that share a sweep.
+"""Processes of a sweep: each training in one of its own, and workers that share the sweep.
 
 Importing torch and TRL takes ten seconds. A fork server imports them once for each worker, and every training starts as a
 fork of it: a fresh process, so that a crash ends one run, and without a CUDA context, which a fork cannot inherit.
@@ -12,169 +12,105 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.recipe import parse_recipe
+import yaml
+
+from loopdropout_trainer.settings.command import is_user_error, run_command, sentence
+from loopdropout_trainer.settings.recipe import RecipeError
 
 
-_LOADED = ("loopdropout_trainer.runs.run", "loopdropout_trainer.evaluation.benchmarks")
-_METHODS = multiprocessing.get_all_start_methods()
-_CONTEXT = multiprocessing.get_context("forkserver" if "forkserver" in _METHODS else "spawn")
+FORKS = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+FORKS.set_forkserver_preload(["__main__", "loopdropout_trainer.runs.run", "loopdropout_trainer.evaluation.benchmarks"])
+# With it torch asks the driver, not CUDA, whether there are GPUs: forks of a process that has asked CUDA cannot use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
-def launch_script(script: Path, argv: Sequence[str], launcher: Sequence[str], log: Path) -> int:
-    """Run a script of the recipes folder in a process of its own, and wait for it.
-
-    Args:
-        script, argv: what to run.
-        launcher: words that start a script, such as `accelerate launch`; none: a fork of the server.
-        log: gets what it prints, after what stands there.
-
-    Returns:
-        Its exit status.
-    """
-    if launcher:
-        return _in_process(_launch, ([*launcher, str(script), *argv],), log)
-    return _in_process(_run_main, (str(script), list(argv)), log)
-
-
-def check_recipes(
-    script: Path, recipes: Sequence[Path], benchmarks: Sequence[str], with_model: bool, log: Path
-) -> int:
-    """Read recipes as their script would, and look up benchmarks by name, in a process of its own.
-
-    Args:
-        script, recipes, benchmarks: what to check.
-        with_model: also against the model's configuration, which must be there or on the Hub.
-        log: gets what is wrong.
-
-    Returns:
-        Its exit status; if that is not 0, the last line of `log` says what is wrong.
-    """
-    return _in_process(_check, (str(script), [str(path) for path in recipes], list(benchmarks), with_model), log)
-
-
-def run_workers(number: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> int:
-    """Run `work(*arguments)` in several processes, each with one GPU to itself if there are any.
-
-    Returns:
-        The largest exit status.
-    """
-    gpus = visible_gpus()
-    context = multiprocessing.get_context("spawn")
-    processes = []
-    for index in range(number):
-        gpu = gpus[index % len(gpus)] if gpus else None
-        processes.append(context.Process(target=_worker, args=(gpu, work, arguments)))
-        processes[-1].start()
+def run_processes(processes: Sequence[BaseProcess]) -> int:
+    """Run processes, which are asked to stop when this one is interrupted; return the largest exit status."""
+    for process in processes:
+        process.start()
     try:
         for process in processes:
             process.join()
     except BaseException:
         for process in processes:
-            process.terminate()
+            process.terminate()  # a training stops with a checkpoint
         for process in processes:
             process.join()
         raise
     return max(abs(process.exitcode) for process in processes)
 
 
-def visible_gpus() -> list[str]:
-    """Return the names of this process's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name for name in given.split(",") if name]
-    import torch  # late: the workers of one machine alone ask for it
-
-    return [str(index) for index in range(torch.cuda.device_count())]
-
-
 def stop_on_sigterm() -> None:
     """Make SIGTERM, which schedulers send, end this process as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, _interrupt)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _in_process(target: Callable[..., None], arguments: tuple[Any, ...], log: Path) -> int:
-    """Call a function in a new process, which is asked to stop when this one is interrupted or dies."""
-    # With it torch asks the driver, not CUDA, whether there are GPUs: forks of a process that has asked CUDA cannot use it.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if target is not _launch and _CONTEXT.get_start_method() == "forkserver":
-        _CONTEXT.set_forkserver_preload(["__main__", *_LOADED])
-    process = _CONTEXT.Process(target=_child, args=(target, arguments, str(log)))
-    process.start()
-    try:
-        process.join()
-    except BaseException:
-        process.terminate()  # a training stops with a checkpoint
-        process.join()
-        raise
-    return process.exitcode
-
-
-def _child(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:
-    threading.Thread(target=_stop_with_parent, daemon=True).start()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 (for the process's life)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-    target(*arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _stop_with_parent() -> None:
-    """Wait until the process that started this one has died, however it died, and stop then."""
-    wait([multiprocessing.parent_process().sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)
+    """Ask this process to stop as soon as the one that started it has died, however it died."""
+
+    def stop() -> None:
+        wait([multiprocessing.parent_process().sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
 
 
-def _worker(gpu: str | None, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    threading.Thread(target=_stop_with_parent, daemon=True).start()
+def work_on_gpu(gpu: str, work: Callable[..., None], *arguments: Any) -> None:
+    """Be a worker: call `work` with one GPU, if there are any."""
+    _stop_with_parent()
     stop_on_sigterm()
-    if gpu is not None:
+    if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     run_command(lambda: work(*arguments))
 
 
-def _run_main(script: str, argv: list[str]) -> None:
-    sys.argv = [script, *argv]
-    main = runpy.run_path(script)["main"]
-    run_command(lambda: main(argv), Path(script).name)
-
-
-def _launch(command: list[str]) -> None:
-    """Run a command and end with its exit status; a signal to this process stops all that the command has started."""
-    process = subprocess.Popen(command, start_new_session=True)
-    for number in (signal.SIGTERM, signal.SIGINT):
+def train(script: str, argv: list[str], launcher: list[str], log: str) -> None:
+    """Be a training script, or a launcher such as `accelerate launch` that starts it; `log` gets what is printed."""
+    _stop_with_parent()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        os.dup2(descriptor, number)
+        stream.reconfigure(encoding="utf-8", line_buffering=True)
+    if not launcher:
+        sys.argv = [script, *argv]
+        main = runpy.run_path(script)["main"]
+        run_command(lambda: main(argv), Path(script).name)
+        return
+    process = subprocess.Popen([*launcher, script, *argv], start_new_session=True)
+    for number in (signal.SIGTERM, signal.SIGINT):  # to all that the launcher has started
         signal.signal(number, lambda *_: os.killpg(process.pid, signal.SIGTERM))
     status = process.wait()
     sys.exit(status if status >= 0 else 128 - status)
 
 
-def _check(script: str, recipes: list[str], benchmarks: list[str], with_model: bool) -> None:
-    from loopdropout_trainer.data import DataArguments
+def check_recipes(script: str, recipes: Mapping[str, Any], benchmarks: Sequence[str], with_model: bool) -> None:
+    """Read the recipes of methods as their script would, and look up benchmarks by name.
+
+    `with_model`: also against the model's configuration, which must be there or on the Hub.
+    """
     from loopdropout_trainer.evaluation.benchmarks import find_task
     from loopdropout_trainer.evaluation.development import DEVELOPMENT
 
-    def check() -> None:
-        for name in benchmarks:
-            if name != DEVELOPMENT:
+    run = runpy.run_path(script)["RUN"]
+    what = "`select_on` or `measure`"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "recipe.yaml")
+        try:
+            for name in {*benchmarks} - {DEVELOPMENT}:
                 find_task(name)
-        run = runpy.run_path(script)["RUN"]
-        types = (RunArguments, ModelArguments, AdapterArguments, DataArguments, run.config_class, *run.more_arguments)
-        for path in recipes:
-            print(path, flush=True)
-            run([path]) if with_model else parse_recipe(types, [path])
-
-    run_command(check, Path(script).name)
+            for method, recipe in recipes.items():
+                what = f"The method `{method}`"
+                path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+                run([str(path)]) if with_model else run.read([str(path)])
+        except Exception as error:
+            if is_user_error(error):
+                raise RecipeError(f"{what}: {sentence(error).replace(f'{folder}/', '')}") from None
+            raise

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.dataclasses import type_validator
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,9 +16,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter, check_peft_config
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, model_card
+from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, is_hub_name, model_card
 from loopdropout_trainer.saving.files import check_safetensors, sha256_of_weights
-from loopdropout_trainer.saving.hub_code import is_hub_name
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import shown
 
@@ -38,13 +38,13 @@ def base_sha256(base: PreTrainedModel) -> str | None:
     if is_hub_name(name):
         config = try_to_load_from_cache(name, "config.json", revision=getattr(base.config, "_commit_hash", None))
         name = str(Path(config).parent) if isinstance(config, str) else ""
-    single, index = Path(name, SAFE_WEIGHTS_NAME), Path(name, SAFE_WEIGHTS_INDEX_NAME)
-    if name and single.is_file():
-        return sha256_of_weights([single])
-    if name and index.is_file():  # the shards that it names, whatever else lies there
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return sha256_of_weights(Path(name, shard) for shard in set(shards))
-    return None
+    files, index = {SAFE_WEIGHTS_NAME}, Path(name, SAFE_WEIGHTS_INDEX_NAME)
+    if (
+        name and not Path(name, SAFE_WEIGHTS_NAME).is_file() and index.is_file()
+    ):  # the shards, whatever else lies there
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    found = [Path(name, file) for file in files if name and Path(name, file).is_file()]
+    return sha256_of_weights(found) if found else None
 
 
 def save_adapter_metadata(model: PeftModel, folder: str | Path, **facts: Any) -> None:
@@ -58,24 +58,15 @@ def adapter_metadata(folder: str | Path) -> dict:
     file = Path(folder) / ADAPTER_METADATA
     if not file.exists():
         return {}
-    try:
+    with user_supplied(f"{file} is not what was saved with the adapter"):
         metadata = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is not the JSON object that was saved with the adapter: {error}.") from None
-    num_loops, depths = metadata.get("num_loops"), metadata.get("depths")
-    if num_loops is not None and type(num_loops) is not int:
-        raise ValueError(f"`num_loops` in {file} must be an integer; got {num_loops!r}.")
-    if depths is not None and (not isinstance(depths, list) or [type(depth) for depth in depths] != [int, int]):
-        raise ValueError(f"`depths` in {file} must be the least and the greatest depth of training; got {depths!r}.")
+        type_validator("num_loops", metadata.get("num_loops"), int | None)
+        type_validator("depths", tuple(metadata.get("depths") or (1, 1)), tuple[int, int])
     return metadata
 
 
 def adapter_folder(adapter: str | Path) -> Path:
-    """Return the folder of an adapter, downloaded if it is on the Hub.
-
-    Raises:
-        SetupError: if it is in neither place.
-    """
+    """Return the folder of an adapter, downloaded if it is on the Hub."""
     if Path(adapter).is_dir():
         return Path(adapter)
     with user_supplied(f"The adapter {adapter} cannot be loaded"):
@@ -127,13 +118,10 @@ def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, fold
     names_differ = bool(base and trained_on and base != trained_on)
     before = metadata.get("base_sha256")
     now = base_sha256(model) if before else None
-    is_other = before != now if now else names_differ and is_hub_name(base) and is_hub_name(trained_on)
-    if is_other:
-        raise ValueError(
-            f"The adapter in {folder} was trained on {'' if names_differ else 'other weights than those of '}"
-            f"{trained_on or 'another base model'}, not on {base}: load that base, or pass `another_base=True` to "
-            "`load_adapter`."
-        )
+    if before != now if now else names_differ and is_hub_name(base) and is_hub_name(trained_on):
+        name = f"{'' if names_differ else 'other weights than those of '}{trained_on or 'another base model'}"
+        advice = "load that base, or pass `another_base=True` to `load_adapter`"
+        raise ValueError(f"The adapter in {folder} was trained on {name}, not on {base}: {advice}.")
     if names_differ and not now:
         logger.warning(f"The adapter in {folder} was trained on {trained_on}; it is put on {base}.")
 
@@ -151,31 +139,20 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
         old, new = getattr(saved, field), getattr(running, field)
         if old != new:
-            shown = (sorted(old), sorted(new)) if field == "target_modules" else (old, new)
-            raise ValueError(
-                f"The adapter in {folder} has `{field}` {shown[0]}, this run's has {shown[1]}: resume with the settings that "
-                "the run was started with."
-            )
+            raise ValueError(f"The adapter in {folder} has `{field}` {old}, this run's has {new}.")
     check_shapes(model.get_base_model(), weights)
     num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
     if trained is not None and trained != num_loops:
+        advice = f"set `num_loops` to {trained}, or start a new run with `load_adapter`"
         raise ValueError(
-            f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: set `num_loops` to "
-            f"{trained} to resume it, or start a new run from its adapter with `load_adapter`."
+            f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: {advice}."
         )
 
 
 def save_adapter_card(
     model: PeftModel, folder: str | Path, repo_id: str | None = None, facts: ModelCardFields | None = None
 ) -> None:
-    """Write the card of a saved adapter over the one that PEFT or TRL wrote, which knows neither base nor rule.
-
-    Args:
-        model: with the adapter.
-        folder: that the adapter was saved in.
-        repo_id: its name on the Hub, if it is going there.
-        facts: of the run; base model, depth and adapter are filled in from `model`.
-    """
+    """Write the card of a saved adapter over the one that PEFT or TRL wrote, which knows neither base nor rule."""
     card = model_card(card_fields(model, facts), repo_id or str(folder), find_looped_model(model).config, merged=False)
     card.save(Path(folder) / "README.md")
 
@@ -187,40 +164,28 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         ValueError: if there is none, or weights are missing or in another format than safetensors.
     """
     folder = Path(folder)
-    if not (folder / "adapter_config.json").is_file():
+    path = folder / "adapter_config.json"
+    if not path.is_file():
         raise ValueError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
     if not (folder / _WEIGHTS).is_file():
         pickled = "; a pickled .bin file is not read, since it could run code" if any(folder.glob("*.bin")) else ""
         raise ValueError(f"{folder} holds no {_WEIGHTS}{pickled}.")
-    with user_supplied(f"{folder / 'adapter_config.json'} cannot be read"):
+    with user_supplied(f"{path} cannot be read"):
         config = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
-    _replace_patterns(config, folder)
-    return config
-
-
-def _replace_patterns(config: LoraConfig, folder: Path) -> None:
-    """Take the names of the adapted layers from the weights, where the configuration gives a pattern to find them by.
-
-    PEFT matches patterns against every module's name; a malicious one takes hours.
-
-    Raises:
-        ValueError: for a pattern that names nothing else.
-    """
+    # PEFT matches regular expressions against every module's name; a malicious one takes hours.
     if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
-        names = check_safetensors(Path(folder) / _WEIGHTS)
+        names = check_safetensors(folder / _WEIGHTS)
         config.target_modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
         config.exclude_modules = None
-    patterns = [config.exclude_modules] if isinstance(config.exclude_modules, str) else []
-    patterns += [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern or []
-    patterns += [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
-    for pattern in patterns:
-        if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):
-            raise ValueError(
-                f"{folder / 'adapter_config.json'} holds the regular expression {shown(pattern)}, which could take for ever "
-                "to match: only plain names of modules are read."
-            )
+    for given in (config.exclude_modules, config.layers_pattern, config.rank_pattern, config.alpha_pattern):
+        for pattern in [given] if isinstance(given, str) else given or ():
+            if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):
+                raise ValueError(
+                    f"{path} holds the regular expression {shown(pattern)}: only plain names of modules are read."
+                )
+    return config
 
 
 def check_shapes(base: nn.Module, folder: str | Path) -> None:
@@ -235,15 +200,10 @@ def check_shapes(base: nn.Module, folder: str | Path) -> None:
         name, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
         if any(kind.is_own(key) for kind in ADAPTER_KINDS.values()):
             continue
-        linear = modules.get(name)
+        linear, what = modules.get(name), f"The adapter in {folder} is for another base model"
         if not hasattr(linear, "in_features"):
-            raise ValueError(
-                f"The adapter in {folder} is for another base model: this one has no linear map `{name}`."
-            )
+            raise ValueError(f"{what}: this one has no linear map `{name}`.")
         # [r, in] and [out, r], or [K, r, in] and [K, out, r] if each loop has its own.
         width, side = (shape[-1], "in_features") if factor.startswith("A") else (shape[-2], "out_features")
         if width != getattr(linear, side):
-            raise ValueError(
-                f"The adapter in {folder} is for another base model: its `{name}` has {side} {width}, this model's has "
-                f"{getattr(linear, side)}."
-            )
+            raise ValueError(f"{what}: its `{name}` has {side} {width}, this model's has {getattr(linear, side)}.")

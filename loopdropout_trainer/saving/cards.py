@@ -6,23 +6,26 @@ of theirs takes effect.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import html
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
-from jinja2 import Environment, Template
+from jinja2 import Environment
 from peft import PeftModel
 from transformers import PreTrainedConfig
 
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.hub_code import is_hub_name
+
+
+def is_hub_name(name: str | None) -> bool:
+    """Say whether a model's name is one on the Hub (`user/model`), and no folder of this machine."""
+    return name is not None and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
 
 
 class CardScore(NamedTuple):
@@ -35,29 +38,20 @@ class CardScore(NamedTuple):
 
 @dataclass
 class ModelCardFields:
-    """What a model card states about the run behind a model; unknown facts are left out of the card.
+    """What a model card states about the run behind a model; unknown facts are left out of the card."""
 
-    Attributes:
-        base_model: hub name or path of the model that was fine-tuned; license: the base's, as its own card names it.
-        rule, p: gate rule and drop probability; rank, alpha: of the adapter; num_loops: recurrence depth K.
-        depths: least and greatest depth of a training step; loop_loss: which loops the training loss scored.
-        recipe: YAML text of the run's settings.
-        data: name of the training data.
-        results: scores by benchmark.
-    """
-
-    base_model: str | None = None
+    base_model: str | None = None  # hub name or path of the model that was fine-tuned
     rule: str | None = None
     p: float | list[float] | None = None
     rank: int | None = None
     alpha: int | None = None
-    num_loops: int | None = None
-    depths: Sequence[int] | None = None
-    loop_loss: str | None = None
-    recipe: str | None = None
-    data: str | None = None
-    license: Mapping[str, str] | None = None
-    results: dict[str, CardScore] = field(default_factory=dict)
+    num_loops: int | None = None  # recurrence depth K
+    depths: Sequence[int] | None = None  # least and greatest depth of a training step
+    loop_loss: str | None = None  # which loops the training loss scored
+    recipe: str | None = None  # YAML text of the run's settings
+    data: str | None = None  # name of the training data
+    license: Mapping[str, str] | None = None  # of the base, as its own card names it
+    results: dict[str, CardScore] = field(default_factory=dict)  # by benchmark
 
 
 def card_fields(model: PeftModel, given: ModelCardFields | None = None) -> ModelCardFields:
@@ -65,17 +59,15 @@ def card_fields(model: PeftModel, given: ModelCardFields | None = None) -> Model
     adapter = model.active_adapters[0]
     lora, looped = model.peft_config[adapter], find_looped_model(model)
     base_model = lora.base_model_name_or_path or looped.config.name_or_path or None
-    known = {
-        **looped.trained_with,
-        "base_model": base_model,
-        "license": _license_of(base_model),
-        "rank": lora.r,
-        "alpha": lora.lora_alpha,
-        "num_loops": looped.config.num_loops,
-    }
-    stated = {key: value for key, value in vars(given or ModelCardFields()).items() if value is not None}
-    names = {f.name for f in dataclasses.fields(ModelCardFields)}
-    return ModelCardFields(**{key: value for key, value in {**known, **stated}.items() if key in names})
+    facts = ModelCardFields(
+        base_model=base_model,
+        license=_license_of(base_model),
+        rank=lora.r,
+        alpha=lora.lora_alpha,
+        num_loops=looped.config.num_loops,
+        **{key: looped.trained_with.get(key) for key in ("rule", "p", "depths", "loop_loss")},
+    )
+    return replace(facts, **{key: value for key, value in vars(given or facts).items() if value is not None})
 
 
 @functools.cache
@@ -91,14 +83,15 @@ def _license_of(base_model: str | None) -> dict[str, str]:
     return {name: str(data[name]) for name in ("license", "license_name", "license_link") if data.get(name)}
 
 
-def model_card(fields: ModelCardFields, name: str, config: PreTrainedConfig, merged: bool) -> ModelCard:
+def model_card(
+    fields: ModelCardFields, name: str, config: PreTrainedConfig, merged: bool, has_code: bool = False
+) -> ModelCard:
     """Write the card of an adapter or of a merged model, from the template `card.jinja`.
 
     Args:
-        fields: of the run.
+        fields, config: of the run and of the looped model, which says what other programs read it.
         name: hub name or folder that the card's code loads.
-        config: of the looped model: it says which other programs read it.
-        merged: whether the card is of a merged model.
+        merged, has_code: whether it is of a merged model, and one that finds its base's own code.
     """
     base, license_fields = fields.base_model, fields.license or {}
     on_hub = is_hub_name(base)
@@ -109,6 +102,7 @@ def model_card(fields: ModelCardFields, name: str, config: PreTrainedConfig, mer
         **license_fields,
         tags=["looped-language-model", "lora", "loop-dropout"],
     )
+    depths = list(map(str, dict.fromkeys(fields.depths or [fields.num_loops])))
     facts = {
         "Base model": base if base is None or on_hub else Path(base).name,
         "License of the base": license_fields.get("license"),
@@ -116,35 +110,25 @@ def model_card(fields: ModelCardFields, name: str, config: PreTrainedConfig, mer
         "Drop probability p": fields.p,
         "LoRA rank / alpha": None if fields.rank is None else f"{fields.rank} / {fields.alpha}",
         "Recurrence depth K": fields.num_loops,
-        "Trained at depths": _depths(fields),
+        "Trained at depths": None if depths == [str(fields.num_loops)] else " to ".join(depths),
         "Loops in the loss": None if fields.loop_loss == "final" else fields.loop_loss,
         "Training data": fields.data,
     }
-    text = _template().render(
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 (see _text)
+    environment.filters |= {"text": _text, "string_literal": _string, "shell_word": _word, "fenced": _fenced}
+    template = environment.from_string(Path(__file__).with_name("card.jinja").read_text(encoding="utf-8"))
+    text = template.render(
         metadata=metadata.to_yaml(),
         fields=fields,
         facts=facts,
         name=name,
         config=config,
         merged=merged,
+        has_code=has_code,
         in_transformers=type(config).__module__.startswith("transformers."),
         local_base=base is not None and not on_hub,
     )
     return ModelCard(text, ignore_metadata_errors=True)
-
-
-@functools.cache
-def _template() -> Template:
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 (see _text)
-    environment.filters |= {"text": _text, "string_literal": _string, "shell_word": _word, "fenced": _fenced}
-    return environment.from_string(Path(__file__).with_name("card.jinja").read_text(encoding="utf-8"))
-
-
-def _depths(fields: ModelCardFields) -> str | None:
-    """Return the depths of training where they are not just the depth that the card states already."""
-    if fields.depths is None or set(fields.depths) == {fields.num_loops}:
-        return None
-    return " to ".join(map(str, dict.fromkeys(fields.depths)))
 
 
 def _text(value: Any) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 _UMASK = os.umask(0o022)  # it can only be read by setting it, so it is read once, before there are threads
 os.umask(_UMASK)
-
-_known: dict[tuple[Path, int, int], str] = {}  # SHA-256 by path, size and time
 
 
 def sha256(content: str | bytes | Path | Iterable[Path]) -> str:
@@ -48,19 +46,17 @@ def sha256_of_weights(files: Iterable[Path]) -> str:
 
     A file in the Hub's cache is not read at all: the cache names it by its SHA-256.
     """
-    return sha256_of_json({file.name: _sha256_of_large(file.resolve()) for file in files})
+    digests = {}
+    for file in files:
+        real = file.resolve()
+        is_named = re.fullmatch("[0-9a-f]{64}", real.name)
+        digests[file.name] = real.name if is_named else _sha256(real, real.stat().st_size, real.stat().st_mtime_ns)
+    return sha256_of_json(digests)
 
 
-def _sha256_of_large(file: Path) -> str:
-    if re.fullmatch("[0-9a-f]{64}", file.name):
-        return file.name
-    facts = file.stat()
-    key = (file, facts.st_size, facts.st_mtime_ns)
-    if (
-        key not in _known or time.time() - facts.st_mtime < 2
-    ):  # it may be written twice within the resolution of its time
-        _known[key] = sha256(file)
-    return _known[key]
+@functools.cache
+def _sha256(file: Path, size: int, time: int) -> str:
+    return sha256(file)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -101,12 +97,8 @@ def flush_to_disk(path: str | Path) -> None:
 def check_safetensors(path: str | Path, finite: bool = False) -> dict[str, list[int]]:
     """Return the shapes of the tensors in a safetensors file, after checking that their bytes are all there.
 
-    Args:
-        path: of the file.
-        finite: also read every tensor, and refuse NaN and infinity.
-
     Raises:
-        ValueError: if the file cannot be read, is cut off, or holds a number that is not finite; one sentence.
+        ValueError: if the file cannot be read or is cut off, or (with `finite`) holds NaN or infinity; one sentence.
     """
     try:
         with safe_open(str(path), framework="pt") as file:  # it compares the header with the length of the file
@@ -127,15 +119,8 @@ class WriteError(RuntimeError):
 def staged_files(folder: str | Path, what: str, advice: str = "Free some space and try again.") -> Iterator[Path]:
     """Give a folder to write into, whose files take their places in `folder` when all of them have reached the disk.
 
-    Files of the same name are replaced, all others stay. If writing fails, `folder` is as it was.
-
-    Args:
-        folder: made if need be.
-        what: is written, as the beginning of the error.
-        advice: the end of the error.
-
-    Raises:
-        WriteError: if the disk refuses; one sentence.
+    Files of the same name are replaced, all others stay. If the disk refuses, `folder` is as it was, and WriteError begins
+    with `what` and ends with `advice`.
     """
     folder = Path(folder)
     partial = folder / "_partial"  # in the same file system; what begins with an underscore is not pushed to the Hub
@@ -154,10 +139,8 @@ def staged_files(folder: str | Path, what: str, advice: str = "Free some space a
     except (OSError, RuntimeError, SafetensorError) as error:
         if not is_about_files(error):
             raise
-        reason = " ".join(str(error).split())
-        raise WriteError(
-            f"{what} could not be written to {folder} ({reason}); what was there before is untouched. {advice}"
-        ) from error
+        reason = f"({' '.join(str(error).split())}); what was there before is untouched"
+        raise WriteError(f"{what} could not be written to {folder} {reason}. {advice}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

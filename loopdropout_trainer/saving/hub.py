@@ -6,9 +6,9 @@ At unit gates the adapter is ordinary LoRA, so that W + (alpha / r) B A is an or
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -19,9 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
 from loopdropout_trainer.saving.adapter_files import base_sha256
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, model_card
+from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, is_hub_name, model_card
 from loopdropout_trainer.saving.files import staged_files
-from loopdropout_trainer.saving.hub_code import copy_code, portable_auto_map
 
 
 MERGED = "merged.json"
@@ -53,9 +52,7 @@ def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
             module_name = module_name.removesuffix(".base_layer")
             if parameter == "weight":
                 tensor = _merged_weight(module_name, layers[module_name], adapter, tensor)
-        elif any(
-            f".lora_{part}." in f".{name}" for part in ("A", "B", "embedding_A", "embedding_B", "magnitude_vector")
-        ):
+        elif ".lora_" in f".{name}":
             continue
         merged[f"{module_name}.{parameter}"] = tensor
     return merged
@@ -63,16 +60,14 @@ def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
 
 def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tensor) -> torch.Tensor:
     if type(layer) is not LoraLinear or not weight.is_floating_point():
+        kind = f"a {type(layer).__name__} over {weight.dtype} weights"
         raise ValueError(
-            f"`{name}` is a {type(layer).__name__} over {weight.dtype} weights: load the base model unquantised, put the "
-            "saved adapter on it with `PeftModel.from_pretrained`, and merge that."
+            f"`{name}` is {kind}: load the base model unquantised, put the saved adapter on it, and merge that."
         )
     delta = merged_update(layer, adapter)
     if weight.shape != delta.shape:
-        raise ValueError(
-            f"`{name}` holds {list(weight.shape)} of a {list(delta.shape)} weight: it is sharded over processes. Save the "
-            "adapter, and merge it in one process."
-        )
+        held = f"{list(weight.shape)} of a {list(delta.shape)} weight"
+        raise ValueError(f"`{name}` is sharded over processes, {held}: save the adapter, and merge it in one process.")
     return (weight.float() + delta.float()).to(weight.dtype)
 
 
@@ -106,25 +101,23 @@ def merge_and_save(
     weights = merged_state_dict(model)
     fields = card_fields(model, facts)
     base = model.get_base_model()
-    code_of = base.config.name_or_path or fields.base_model
     with staged_files(output_dir, "The merged model") as partial:
-        with _config_to_save(base.config, code_of):
-            base.save_pretrained(partial, state_dict=weights)
-            copy_code(getattr(base.config, "auto_map", None) or {}, code_of, partial)
-            card = model_card(fields, repo_id or output_dir.name, base.config, merged=True)
+        base.save_pretrained(partial, state_dict=weights)
+        code = _bring_code(base.config, base.config.name_or_path or fields.base_model, partial)
+        config = {**json.loads((partial / "config.json").read_text(encoding="utf-8")), "auto_map": code}
+        config |= {"use_cache": True} if "use_cache" in config else {}  # off for training only
+        config = {key: value for key, value in config.items() if key != "auto_map" or value}
+        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         (partial / MERGED).write_text(json.dumps({"merged_into": _base_of(model)}) + "\n", encoding="utf-8")
+        card = model_card(fields, repo_id or output_dir.name, base.config, merged=True, has_code=bool(code))
         card.save(partial / "README.md")
     return output_dir
 
 
 def check_merge_target(folder: str | Path, model: PeftModel) -> None:
-    """Refuse a folder that holds weights, unless they are those of an earlier merge into the same base model.
-
-    Raises:
-        ValueError: naming the weights.
-    """
+    """Raise ValueError for a folder that holds weights, unless those of an earlier merge into the same base model."""
     folder, base = Path(folder), model.get_base_model().config.name_or_path
     weights = sorted(file.name for file in folder.glob("*") if file.suffix in _WEIGHTS)
     is_base = bool(base) and folder.resolve() == Path(base).resolve()
@@ -143,20 +136,26 @@ def _base_of(model: PeftModel) -> str:
     return base_sha256(base) or Path(base.config.name_or_path).name
 
 
-@contextmanager
-def _config_to_save(config: PreTrainedConfig, base_model: str | None) -> Iterator[None]:
-    """Inside the block a base's config is as its merged model's: with the cache, and an `auto_map` that finds the code."""
-    before = {name: vars(config)[name] for name in ("use_cache", "auto_map") if name in vars(config)}
-    config.use_cache = True  # off for training only
-    if getattr(config, "auto_map", None):
-        config.auto_map = portable_auto_map(config, base_model)
-        if not config.auto_map:
-            del config.auto_map
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+def _bring_code(config: PreTrainedConfig, base_model: str | None, folder: Path) -> dict[str, Any]:
+    """Return the `auto_map` under which a merged model in `folder` finds its base's own code; empty if it cannot.
+
+    A base's `auto_map` names files that lie beside its own config.json. In a new repository they are not there: the entries
+    then name the base's repository (`org/name--file.Class`), or the files are copied.
+    """
+    found = {}
+    for key, entry in (getattr(config, "auto_map", None) or {}).items():
+        names = entry if isinstance(entry, (list, tuple)) else [entry]  # a slow and a fast tokenizer; one may be None
+        own = [name for name in names if name and "--" not in name]
+        if is_hub_name(base_model):
+            named = [f"{base_model}--{name}" if name in own else name for name in names]
+            found[key] = named if names is entry else named[0]
+            continue
+        files = [Path(base_model or "?", name.rsplit(".", 1)[0].replace(".", "/") + ".py") for name in own]
+        if all(file.is_file() for file in files):
+            found[key] = entry
+            for file in Path(base_model).glob("*.py") if own else ():  # they may import one another
+                shutil.copy2(file, folder / file.name)
+    return found
 
 
 def push_merged_to_hub(
@@ -183,9 +182,8 @@ def push_merged_to_hub(
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        return str(
-            api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload merged model").repo_url
-        )
+        commit = api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload merged model")
+        return str(commit.repo_url)
     except Exception as error:  # whatever the Hub's client raises, offline or refused: nothing may be lost here
         raise push_error(error, repo_id, f"The merged model is safe in {folder}", token) from None
 
@@ -195,7 +193,5 @@ def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -
     reason = " ".join(str(error).split())
     for token in filter(None, tokens):
         reason = reason.replace(token, "***")
-    return PushError(
-        f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). {safe}; log in with `hf auth login` or set "
-        "HF_TOKEN, then push it again."
-    )
+    advice = "log in with `hf auth login` or set HF_TOKEN, then push it again"
+    return PushError(f"The Hub did not take {repo_id!r} ({type(error).__name__}: {reason}). {safe}; {advice}.")

@@ -27,7 +27,6 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
 
     Raises:
         LockedError: if another process holds the folder; it names the process.
-        OSError: if the folder cannot be made or written to.
     """
     path = Path(folder).resolve() / LOCK_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,8 +36,7 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
     except Timeout:
         holder = path.read_text(encoding="utf-8").strip() if path.exists() else ""
         raise LockedError(
-            f"Another run{f' ({holder})' if holder else ''} is at work in {folder}: wait for it, stop it, or choose "
-            "another `output_dir`."
+            f"Another run ({holder}) is at work in {folder}: wait for it, stop it, or choose another `output_dir`."
         ) from None
     try:
         if lock.lock_counter == 1:

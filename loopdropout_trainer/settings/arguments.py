@@ -9,14 +9,7 @@ from typing import Any
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.looped.model import MOST_LOOPS
-from loopdropout_trainer.settings.ranges import (
-    check_choice,
-    check_distinct,
-    check_integer,
-    check_list,
-    check_number,
-    shown,
-)
+from loopdropout_trainer.settings.ranges import check_choice, check_distinct, check_integer, check_list, check_number
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
@@ -28,7 +21,7 @@ class ModelArguments:
     """Which looped model to train."""
 
     model_name_or_path: str = HfArg(
-        help="Hub name or local folder of a looped model; `tiny-ouro` is the small one inside this package."
+        help="Hub name or folder of a looped model; `tiny-ouro` is the small one in this package."
     )
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the Hub.")
     num_loops: int | None = HfArg(default=None, help="Recurrence depth K to train at. Default: the model's own.")
@@ -37,19 +30,14 @@ class ModelArguments:
         help="Dtype of the frozen weights; adapters are float32.",
         metadata={"choices": ["bfloat16", "float16", "float32"]},
     )
-    attn_implementation: str = HfArg(
-        default="sdpa", help="Attention kernel: sdpa, eager, flex_attention, flash_attention_2, ..."
-    )
+    attn_implementation: str = HfArg(default="sdpa", help="sdpa, eager, flex_attention, flash_attention_2, ...")
     chat_template: str | None = HfArg(
-        default=None,
-        help="Chat template instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file.",
+        default=None, help="Instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file."
     )
 
     def __post_init__(self):
-        if not isinstance(self.model_name_or_path, str) or not self.model_name_or_path.strip():
-            raise ValueError(
-                f"`model_name_or_path` must be a Hub name or a folder; got {shown(self.model_name_or_path)}."
-            )
+        if not str(self.model_name_or_path).strip():
+            raise ValueError("`model_name_or_path` must be a Hub name or a folder; got ''.")
         if self.num_loops is not None:
             check_integer("num_loops", self.num_loops, 1, MOST_LOOPS)
         if self.model_name_or_path == "tiny-ouro":
@@ -64,14 +52,16 @@ class ModelArguments:
     @property
     def init_kwargs(self) -> dict[str, Any]:
         """The keywords of `from_pretrained`; pickled weights are refused, since they can run code."""
-        fields = {
+        names = (
+            ("dtype", "attn_implementation")
+            if self.num_loops is None
+            else ("dtype", "attn_implementation", "num_loops")
+        )
+        return {
             "revision": self.model_revision,
-            "dtype": self.dtype,
-            "attn_implementation": self.attn_implementation,
-            "num_loops": self.num_loops,
             "use_safetensors": True,
+            **{name: getattr(self, name) for name in names},
         }
-        return {key: value for key, value in fields.items() if value is not None}
 
 
 def check_depths(name: str, depths: list[int] | None) -> None:
@@ -104,14 +94,9 @@ class AdapterArguments:
     @property
     def lora_fields(self) -> dict[str, Any]:
         """The fields of PEFT's `LoraConfig`."""
-        fields = {
-            "r": self.lora_r,
-            "lora_alpha": self.lora_alpha,
-            "lora_dropout": self.lora_dropout,
-            "target_modules": self.lora_target_modules,
-            "use_rslora": self.use_rslora,
-        }
-        return {key: value for key, value in fields.items() if value is not None}
+        targets = {} if self.lora_target_modules is None else {"target_modules": self.lora_target_modules}
+        names = ("lora_alpha", "lora_dropout", "use_rslora")
+        return {"r": self.lora_r, **{name: getattr(self, name) for name in names}, **targets}
 
 
 @dataclass
@@ -119,45 +104,34 @@ class BenchmarkArguments:
     """Which benchmarks to evaluate on, by greedy generation, and how."""
 
     benchmarks: list[str] | None = HfArg(
-        default=None,
-        help="Benchmarks to evaluate on, such as `metamath_gsm8k`; `lm_eval:TASK` for any task of lm-eval.",
+        default=None, help="Benchmarks to evaluate on, such as `gsm8k`; `lm_eval:TASK` for any task of lm-eval."
     )
     benchmark_files: dict[str, str] | None = HfArg(
-        default=None, help="Local files or folders of benchmarks, as a mapping name: path (JSON on the command line)."
+        default=None, help="Local files or folders of benchmarks, {name: path} (JSON on the command line)."
     )
     benchmark_limit: int | None = HfArg(default=None, help="Number of problems of each benchmark. Default: all.")
-    benchmark_batch_size: int = HfArg(
-        default=16, help="Problems that one process decodes at a time; no completion depends on it."
-    )
+    benchmark_batch_size: int = HfArg(default=16, help="Problems that one process decodes at a time.")
     decoding: str = HfArg(
         default="eager",
-        help="How completions are decoded: `eager`, `compiled` (the same, with compiled steps) or `generate` "
-        "(transformers' own).",
+        help="Decode as `eager`, `compiled` (the same, with compiled steps) or `generate` (transformers' own).",
         metadata={"choices": ["eager", "compiled", "generate"]},
     )
     apply_chat_template: bool | None = HfArg(
-        default=None, help="Pose every problem in the chat template. Default: as each benchmark's protocol has it."
+        default=None, help="Pose problems in the chat template. Default: as each benchmark's protocol has it."
     )
-    system_instruction: str | None = HfArg(
-        default=None, help="Text of a system turn, with `apply_chat_template: true`."
-    )
+    system_instruction: str | None = HfArg(default=None, help="System turn, with `apply_chat_template: true`.")
     max_new_tokens: int | None = HfArg(
-        default=None, help="Greatest length of a completion in tokens. Default: as each benchmark's protocol has it."
+        default=None, help="At most so many tokens of a completion. Default: as each benchmark's protocol has it."
     )
-
     confirm_run_unsafe_code: bool = HfArg(
-        default=False,
-        help="Run the programs that the model writes for code benchmarks also where bubblewrap cannot contain them. Command "
-        "line only.",
+        default=False, help="Run a model's programs also where bubblewrap cannot contain them. Command line only."
     )
 
     def __post_init__(self):
         check_list("benchmarks", self.benchmarks)
-        check_integer("benchmark_batch_size", self.benchmark_batch_size)
-        if self.benchmark_limit is not None:
-            check_integer("benchmark_limit", self.benchmark_limit)
-        if self.max_new_tokens is not None:
-            check_integer("max_new_tokens", self.max_new_tokens)
+        for name in ("benchmark_batch_size", "benchmark_limit", "max_new_tokens"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
         check_choice("decoding", self.decoding, ("eager", "compiled", "generate"))
 
 
@@ -166,27 +140,23 @@ class RunArguments(BenchmarkArguments):
     """What happens around the training; the benchmarks are evaluated before and after it."""
 
     compare_with: list[str] | None = HfArg(
-        default=None, help="Other rules to train from the same initial adapter, data order and seed, for comparison."
+        default=None, help="Other rules to train from the same initial adapter, data order and seed."
     )
     evaluate_base: bool = HfArg(default=True, help="Evaluate on the benchmarks before training, too: the base model.")
     single_loop_batches: int = HfArg(
-        default=0, help="Evaluation batches on which the adapter is activated in one loop at a time; 0: leave it out."
+        default=0, help="Evaluation batches to measure with the adapter in one loop at a time."
     )
     single_loop_accuracy: bool = HfArg(
         default=False, help="Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."
     )
     depths: list[int] | None = HfArg(
-        default=None,
-        help="Recurrence depths at which the first benchmark is evaluated after training, beside the training depth.",
+        default=None, help="Other depths at which the first benchmark is evaluated after training."
     )
     live_diagnostics_steps: int = HfArg(
         default=0,
-        help="Measure and log what the adapter does in each loop every so many steps and at the end, on a few evaluation rows "
-        "(docs/diagnostics.md); 0: never. Training is the same with and without it.",
+        help="Log what the adapter does in each loop every so many steps and at the end (docs/diagnostics.md); 0: never.",
     )
-    live_diagnostics_rows: int = HfArg(
-        default=16, help="Evaluation rows, from the first on, that the live diagnostics measure on."
-    )
+    live_diagnostics_rows: int = HfArg(default=16, help="Evaluation rows that the live diagnostics measure on.")
     merge: bool = HfArg(default=False, help="Save the merged model in `output_dir`/merged.")
     push_merged_to_hub: bool = HfArg(default=False, help="Merge, and push the merged model to `hub_model_id`.")
     dry_run: bool = HfArg(default=False, help="Check everything, say what would be done, and stop.")
@@ -194,9 +164,8 @@ class RunArguments(BenchmarkArguments):
     def __post_init__(self):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
-        check_integer("single_loop_batches", self.single_loop_batches, 0)
-        check_integer("live_diagnostics_steps", self.live_diagnostics_steps, 0)
-        check_integer("live_diagnostics_rows", self.live_diagnostics_rows)
+        for name, least in (("single_loop_batches", 0), ("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
+            check_integer(name, getattr(self, name), least)
         check_depths("depths", self.depths)
 
 
@@ -206,8 +175,7 @@ class RewardArguments:
 
     rewards: list[str] = HfArg(
         default_factory=lambda: ["gsm8k_strict"],
-        help="Rewards, which are added by `reward_weights`: `gsm8k_strict`, `gsm8k_format`, `last_number` or "
-        "`math_verify`, each 1 or 0 (docs/reinforcement.md).",
+        help="`gsm8k_strict`, `gsm8k_format`, `last_number` or `math_verify`: each 1 or 0, added by `reward_weights`.",
     )
 
     def __post_init__(self):

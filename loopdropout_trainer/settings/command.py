@@ -5,12 +5,10 @@ Faults of this package keep their traceback.
 
 from __future__ import annotations
 
-import hashlib
-import linecache
 import os
 import sys
-import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +20,7 @@ from loopdropout_trainer.settings.secrets import hide_secrets
 USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
 """Exit codes: of a user error, and (a shell's own) of Ctrl-C and of `kill`."""
 
-PACKAGE = Path(__file__).parents[1]
-_SECONDS_FOR_THE_FIRST_PROCESS = 5.0
-
-
+_PACKAGE = Path(__file__).parents[1]
 _typed: list[str] = []  # names of the commands that run, the outermost first
 
 
@@ -41,14 +36,8 @@ class SetupError(ValueError):
 def run_command(main: Callable[[], None], name: str | None = None, interrupted: str = "interrupted.") -> None:
     """Run a script's `main`, and end the process with one sentence, its last line, after a user error.
 
-    Args:
-        main: the script without its command line's errors.
-        name: what the user typed, before the sentence; default: the script's file name.
-        interrupted: what to say after Ctrl-C.
-
-    Raises:
-        SystemExit: with code 2 and the sentence on standard error (once, however many processes were launched), with 130
-            if the user interrupted it, or with 143 if it was asked to terminate.
+    The exit code is 2, 130 if the user interrupted it, or 143 if it was asked to terminate. The sentence goes to standard
+    error (once, however many processes were launched), after `name`: what the user typed.
     """
     name = program_name() if name is None else name
     _typed.append(name)
@@ -75,14 +64,15 @@ def user_supplied(what: str) -> Iterator[None]:
     """Blame what goes wrong inside on `what`: files or settings of the user's that a library reads, tries and refuses.
 
     Raises:
-        SetupError: `what` and the library's reason, for any error that is not clear by itself.
+        SetupError: `what` and the library's reason, for any error that is not this package's own.
     """
     try:
         yield
-    except (MemoryError, SetupError):
+    except MemoryError:
         raise
     except Exception as error:
-        if is_user_error(error) and not isinstance(error, (OSError, ImportError)):
+        raised_in = _raised_in(error)
+        if _is_own(error) or isinstance(error, ValueError) and raised_in and _PACKAGE in raised_in.parents:
             raise
         raise SetupError(f"{what}: {sentence(error)}") from error
 
@@ -90,33 +80,33 @@ def user_supplied(what: str) -> Iterator[None]:
 def is_user_error(error: BaseException) -> bool:
     """Say whether an error is the user's, rather than a fault of this package.
 
-    That is: an error class of this package, a ValueError that its code raises, and what the system says about files, memory
-    and missing packages.
+    That is: an error class of this package, a ValueError that somebody raised on purpose (`int("x")` is none), and what the
+    system says about files, memory and missing packages.
     """
-    if type(error).__module__.split(".")[0] == PACKAGE.name or type(error).__name__ == "OutOfMemoryError":
-        return True
     if isinstance(error, ImportError):
-        return not (error.name or "").startswith(PACKAGE.name)
-    return isinstance(error, (OSError, MemoryError)) or (isinstance(error, ValueError) and _is_raised_here(error))
+        return not (error.name or "").startswith(_PACKAGE.name)
+    is_raised = isinstance(error, ValueError) and _raised_in(error) is not None
+    return is_raised or _is_own(error) or _is_memory(error) or isinstance(error, OSError)
 
 
-def _is_raised_here(error: ValueError) -> bool:
-    """Say whether a `raise` of this package or of a script beside it was the error's origin."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return False
-    file = Path(traceback.tb_frame.f_code.co_filename).resolve()
-    line = linecache.getline(str(file), traceback.tb_lineno).strip()
-    return line.startswith("raise ") and (PACKAGE in file.parents or PACKAGE.parent / "recipes" in file.parents)
+def _is_own(error: BaseException) -> bool:
+    return type(error).__module__.split(".")[0] == _PACKAGE.name
+
+
+def _is_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _raised_in(error: BaseException) -> Path | None:
+    """Return the file with the `raise` that was an error's origin; None if Python itself or compiled code raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return Path(last[0].filename).resolve() if last and str(last[0].line).startswith("raise ") else None
 
 
 def sentence(error: BaseException) -> str:
     """Return what an error says: without secrets, and on one line unless this package wrote it."""
-    own = type(error).__module__.split(".")[0] == PACKAGE.name
-    text = str(error) if own else one_line(error)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    text = str(error) if _is_own(error) else one_line(error)
+    if _is_memory(error):
         text = f"Out of memory ({text[:200]}): lower `per_device_train_batch_size`, `benchmark_batch_size` or `max_length`."
     elif isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename} cannot be used: {error.strerror}."
@@ -134,18 +124,8 @@ def one_line(error: BaseException, limit: int = 1000) -> str:
 
 
 def _say_once(text: str) -> None:
-    """Print to standard error; of several launched processes that say the same, only the first one is heard."""
-    rank, world = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
-        said = Path(tempfile.gettempdir()) / f"loopdropout_trainer-{os.getppid()}-{digest}"
-        if rank == "0":
-            said.touch()
-        else:
-            deadline = time.monotonic() + _SECONDS_FOR_THE_FIRST_PROCESS
-            while time.monotonic() < deadline:
-                if said.exists() and time.time() - said.stat().st_mtime < 60:
-                    return
-                time.sleep(0.1)
+    """Print to standard error; of several launched processes the first speaks, at whose end the launcher ends the others."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(5)  # still here: the error was this process's alone
     sys.stdout.flush()  # else what is still in its buffer would come after the error
     print(text, file=sys.stderr, flush=True)

@@ -6,23 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 
-TITLES = {
+_TITLES = {  # where it is not the rule's name as a sentence begins: "Dose control"
     "lora": "LoRA",
     "loop_dropout": "Loop Dropout",
-    "unscaled": "Unscaled",
-    "dose_control": "Dose control",
     "module_wise": "Module-wise",
     "weight_noise": "Low-rank weight noise",
-    "parallel_noise": "Parallel noise",
     "coto": "CoTo",
     "lora_dropout": "LoRA Dropout",
-    "independent": "Independent",
     "learned": "Learned gates",
-    "schedule": "Schedule",
-    "adaptive": "Adaptive",
     "exactly_m": "Exactly m loops",
-    "random_prefix": "Random prefix",
-    "random_suffix": "Random suffix",
 }
 
 
@@ -36,6 +28,5 @@ def method_title(fields: Mapping[str, Any]) -> str:
             return "rsLoRA"
         if fields.get("lora_dropout"):
             return "Input dropout"
-    if rule in ("independent", "learned") and fields.get("p"):
-        return f"{TITLES[rule]} + Loop Dropout"
-    return TITLES.get(rule, str(rule))
+    title = _TITLES.get(rule, str(rule).replace("_", " ").capitalize())
+    return f"{title} + Loop Dropout" if rule in ("independent", "learned") and fields.get("p") else title

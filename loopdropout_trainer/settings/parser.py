@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import inspect
 import json
 import re
 import sys
@@ -21,18 +22,15 @@ from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.secrets import is_secret
 
 
-_OF_TRAINING = """
+USUAL_FIELDS = """
 output_dir seed use_cpu bf16 report_to logging_steps eval_strategy save_strategy save_steps
 learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps
 per_device_train_batch_size gradient_accumulation_steps optim weight_decay max_grad_norm
 max_length completion_only_loss assistant_only_loss packing resume_from_checkpoint hub_model_id push_to_hub
-"""
-_OF_DPO = "beta loss_type precompute_ref_log_probs"
-_OF_GRPO = """
+beta loss_type precompute_ref_log_probs
 num_generations max_completion_length temperature top_p top_k num_iterations steps_per_generation
 epsilon scale_rewards reward_weights log_completions use_vllm
 """
-USUAL_FIELDS = {*_OF_TRAINING.split(), *_OF_DPO.split(), *_OF_GRPO.split()}
 """The fields of TRL's and transformers' training arguments that `--help` lists; `--help_all` lists all."""
 
 _MAPPING_OR_PATH = ("deepspeed", "fsdp_config", "accelerator_config")
@@ -63,7 +61,7 @@ class RecipeParser(TrlParser):
             epilog="`--help_all` lists all fields, with TRL's and transformers' own.",
         )
         self.hints: dict[str, Any] = {}
-        listed = {*USUAL_FIELDS}
+        listed = {*USUAL_FIELDS.split()}
         for cls in dataclass_types:
             hints = typing.get_type_hints(cls)
             self.hints |= {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
@@ -71,9 +69,7 @@ class RecipeParser(TrlParser):
                 if not base.__module__.startswith(("trl.", "transformers.")):
                     listed |= vars(base).get("__annotations__", {}).keys()
         self.choices: dict[str, list[Any]] = {}
-        for action in self._actions:
-            if action.dest == "help":
-                continue
+        for action in self._actions[1:]:  # the first is `--help`
             is_negation = isinstance(action, argparse._StoreFalseAction)  # `--no_field`
             if is_negation or (action.dest not in listed and "--help_all" not in sys.argv):
                 action.help = argparse.SUPPRESS
@@ -82,39 +78,27 @@ class RecipeParser(TrlParser):
             action.required, action.default = False, argparse.SUPPRESS  # so that only what was typed comes back
             if action.choices:
                 self.choices[action.dest] = list(action.choices)
-            if takes_mapping(self.hints[action.dest]) and action.nargs != "+":  # of a list or a mapping: the list
+            if _takes_mapping(self.hints[action.dest]) and action.nargs != "+":  # of a list or a mapping: the list
                 action.type = _mapping_or_path if action.dest in _MAPPING_OR_PATH else _mapping
         self.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
 
     def read_command_line(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Return the fields that a command line sets.
-
-        Raises:
-            RecipeError: for an unknown option, or a value of another type.
-        """
+        """Return the fields that a command line sets; RecipeError for an unknown option or a value of another type."""
         given, unknown = self.parse_known_args(list(argv))
         if unknown:
             option = unknown[0].split("=")[0]
             valid = [option for action in self._actions for option in action.option_strings]
-            raise RecipeError(f"Unknown option `{option}`{nearest(option, valid)}")
+            raise RecipeError(f"Unknown option `{option}`{_nearest(option, valid)}")
         for name, value in vars(given).items():
             self._check_type(name, value, f"`--{name}`")
         return vars(given)
 
     def read_recipe(self, recipe: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-        """Return the fields that a recipe sets, with an integer for a float and one value for a list of one made such.
-
-        Args:
-            recipe: values by field, as YAML has them.
-            path: of the file, for errors.
-
-        Raises:
-            RecipeError: for an unknown field, or a value of another type.
-        """
+        """Return the fields that a recipe sets; RecipeError, which names `path`, for an unknown one or one of another type."""
         settings = {}
         for name, value in recipe.items():
             if name not in self.hints:
-                raise RecipeError(f"{path} has an unknown key `{name}`{nearest(str(name), list(self.hints))}")
+                raise RecipeError(f"{path} has an unknown key `{name}`{_nearest(str(name), list(self.hints))}")
             if name == "resume_from_checkpoint" and isinstance(value, bool):  # a string to transformers
                 value = str(value).lower()
             settings[name] = _as_typed(value, self.hints[name])
@@ -123,63 +107,43 @@ class RecipeParser(TrlParser):
 
     def _check_type(self, name: str, value: Any, where: str) -> None:
         """Raise RecipeError for a value that is not of the field's type or not among its choices."""
-        hint = self.hints[name]
-        is_text = isinstance(value, str) and takes_mapping(hint) and name not in _MAPPING_OR_PATH
+        hint, found = self.hints[name], f"a {type(value).__name__}" if is_secret(name) else shown(value)
         try:
             type_validator(name, value, hint)
-            if is_text:  # which TRL's hints allow for the command line's sake
-                raise TypeError
+            if isinstance(value, str) and _takes_mapping(hint) and name not in _MAPPING_OR_PATH:
+                raise TypeError  # TRL's hints allow text for the command line's sake
         except TypeError:
-            found = f"a {type(value).__name__}" if is_secret(name) else "nothing" if value is None else shown(value)
-            raise RecipeError(f"{where} must be {described(hint)}; got {found}.") from None
+            # typing's own names of types: `float`, `list[str] | None`
+            raise RecipeError(f"{where} must be of type `{inspect.formatannotation(hint)}`; got {found}.") from None
         if value is not None and name in self.choices and value not in self.choices[name]:
-            raise RecipeError(f"{where} must be one of {', '.join(self.choices[name])}; got {shown(value)}.")
+            raise RecipeError(f"{where} must be one of {', '.join(self.choices[name])}; got {found}.")
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print with a page of usage."""
         about = re.match(r"argument (--\w+)[^:]*: (.*)", message, re.DOTALL)
-        if about is None:
-            raise RecipeError(f"The command line cannot be read: {message}.")
-        option, reason = about.groups()
+        option, reason = about.groups() if about else ("the command line", message)
         raise RecipeError(f"`{option}` cannot be read" + ("." if is_secret(option) else f": {reason}."))
 
 
-def nearest(word: str, valid: Sequence[str]) -> str:
+def _nearest(word: str, valid: Sequence[str]) -> str:
     """Return the end of a sentence about an unknown word: the valid one that was probably meant."""
     near = difflib.get_close_matches(word, valid, n=1)
     return f"; did you mean `{near[0]}`?" if near else "; `--help` lists the valid ones."
 
 
-def described(hint: Any) -> str:
-    """Return what a field takes, in words."""
-    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
-    words = []
-    for option in _options(hint):
-        kind, of = typing.get_origin(option) or option, [names.get(of, "value") for of in typing.get_args(option)]
-        if kind is list:
-            words.append(f"a list [{of[0]}, ...]")
-        elif kind is dict:
-            words.append(f"a mapping {{name: {of[-1] if of else 'value'}}}")
-        elif kind is typing.Literal:
-            words += map(str, typing.get_args(option))
-        elif kind is not type(None) and not (kind is str and takes_mapping(hint)):
-            words.append(names.get(kind, getattr(kind, "__name__", str(kind))))
-    return " or ".join(words)
+def _options(hint: Any) -> list[Any]:
+    """Return the members of a union, or the type itself, but None."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return [member for member in members if member is not type(None)]
 
 
-def takes_mapping(hint: Any) -> bool:
-    """Say whether a field takes a mapping."""
+def _takes_mapping(hint: Any) -> bool:
     return any((typing.get_origin(option) or option) is dict for option in _options(hint))
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
 def _as_typed(value: Any, hint: Any) -> Any:
-    """Return a value of YAML as the field's type has it: 1 for 1.0, and 0.5 for [0.5] where only a list is taken."""
-    options = [option for option in _options(hint) if option is not type(None)]
+    """Return a value of YAML as the field's type has it: 1.0 for 1, and [0.5] for 0.5 where only a list is taken."""
+    options = _options(hint)
     if len(options) == 1 and typing.get_origin(options[0]) is list and isinstance(value, (str, int, float)):
         value = [value]
     for option in options:
@@ -194,12 +158,11 @@ def _as_typed(value: Any, hint: Any) -> Any:
 def _mapping(text: str) -> dict[str, Any]:
     """Return a mapping that is given as JSON on the command line."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"it must be a mapping as JSON, such as '{{\"name\": 1}}'; got {shown(text)}")
-    return value
+        return dict(json.loads(text).items())
+    except (ValueError, AttributeError, RecursionError):
+        raise argparse.ArgumentTypeError(
+            f"it must be a mapping as JSON, such as '{{\"name\": 1}}'; got {shown(text)}"
+        ) from None
 
 
 def _mapping_or_path(text: str) -> dict[str, Any] | str:

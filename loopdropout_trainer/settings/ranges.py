@@ -1,4 +1,4 @@
-"""What a setting may hold: numbers, lists, mappings and folders."""
+"""What a setting may hold: numbers, lists, mappings and folders. Each check raises ValueError."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ shown = _repr.repr
 """Return `repr` of a value of the user's, cut to a length that fits into a sentence."""
 
 
+def _is_number(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < math.inf
+
+
 def check_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
     """Raise ValueError unless a setting is an integer in [least, most]."""
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if not good or (most is not None and value > most):
+    if not _is_number(value, int) or value < least or (most is not None and value > most):
         valid = f"of at least {least}" if most is None else f"from {least} to {most:,}"
         raise ValueError(f"`{name}` must be an integer {valid}; got {shown(value)}.")
 
@@ -29,35 +32,29 @@ def check_number(
     name: str, value: Any, least: float = 0.0, most: float = math.inf, above: bool = False, below: bool = False
 ) -> None:
     """Raise ValueError unless a setting is a finite number in [least, most]; `above`, `below` leave out an end."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    good = good and (value > least if above else value >= least) and (value < most if below else value <= most)
-    if not good:
+    good = _is_number(value, int, float) and (value > least if above else value >= least)
+    if not good or not (value < most if below else value <= most):
+        valid = f"in {'(' if above else '['}{least:g}, {most:g}{')' if below else ']'}"
         if math.isinf(most):
-            valid = f"a number above {least:g}" if above else f"a number of at least {least:g}"
-        else:
-            valid = f"a number in {'(' if above else '['}{least:g}, {most:g}{')' if below else ']'}"
-        raise ValueError(f"`{name}` must be {valid}; got {shown(value)}.")
+            valid = f"above {least:g}" if above else f"of at least {least:g}"
+        raise ValueError(f"`{name}` must be a number {valid}; got {shown(value)}.")
 
 
 def check_choice(name: str, value: Any, valid: Sequence[str | None]) -> None:
     """Raise ValueError unless a setting is one of the valid values; None among them: it may be left out."""
     if value not in valid:
-        names = ", ".join(each for each in valid if each is not None)
-        raise ValueError(
-            f"`{name}` must be one of {names}{', or be left out' if None in valid else ''}; got {shown(value)}."
-        )
+        raise ValueError(f"`{name}` must be one of {', '.join(filter(None, valid))}; got {shown(value)}.")
 
 
 def check_list(name: str, value: Any) -> None:
     """Raise ValueError unless a setting is None or a list of different strings."""
-    if value is None:
-        return
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and item.strip() for item in value):
+    good = isinstance(value, (list, tuple)) and all(isinstance(item, str) and item.strip() for item in value)
+    if value is not None and not good:
         raise ValueError(f"`{name}` must be a list of strings, such as [a, b]; got {shown(value)}.")
-    check_distinct(name, value)
+    check_distinct(name, value or ())
 
 
-def check_distinct(name: str, values: list[Any] | tuple[Any, ...]) -> None:
+def check_distinct(name: str, values: Sequence[Any]) -> None:
     """Raise ValueError for a list that names something twice."""
     for index, value in enumerate(values):
         if value in values[:index]:

@@ -10,21 +10,24 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.settings.command import one_line
-from loopdropout_trainer.settings.parser import RecipeError, RecipeParser
+from loopdropout_trainer.settings.parser import RecipeError as RecipeError
+from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import shown
-from loopdropout_trainer.settings.secrets import public_settings
-from loopdropout_trainer.settings.shipped import recipe_path
+from loopdropout_trainer.settings.secrets import hide_secrets, public_settings
 
 
-__all__ = ["RecipeError", "build", "load_recipe", "parse_recipe", "public_settings", "settings_yaml"]
+PACKAGE = Path(__file__).parents[1]
 
 SAFE_VALUES = {
     "trust_remote_code": False,  # modules of a model's or tokenizer's repository
@@ -55,15 +58,14 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.YAMLError(f"aliases are not read; got `*{event.anchor}` (line {event.start_mark.line + 1})")
+            raise ComposerError(None, None, "aliases are not read", self.peek_event().start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.YAMLError(f"`{key}` stands twice (in the mapping at line {node.start_mark.line + 1})")
+                raise ConstructorError(None, None, f"`{key}` stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -88,6 +90,22 @@ for _tag, _pattern, _first in (
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
+def recipes_folder() -> Path:
+    """Return the folder of the scripts and recipes that ship with the package: inside it, or beside it in a clone."""
+    installed = PACKAGE / "recipes"
+    return installed if installed.is_dir() else PACKAGE.parent / "recipes"
+
+
+def recipe_path(name: str) -> str:
+    """Return the path of a recipe: a file of the user's, or one that ships, as `loopdropout recipes` lists it.
+
+    `recipes/` may stand before a shipped name; `./name.yaml` and an absolute path are the user's own file or none.
+    """
+    shipped = recipes_folder() / name.removeprefix("recipes/")
+    is_name = not {"", ".", ".."} & set(name.split("/"))
+    return str(shipped) if is_name and not Path(name).exists() and shipped.is_file() else name
+
+
 def load_recipe(path: str | Path) -> dict[str, Any]:
     """Read a recipe and those that it extends; the extending file's keys win.
 
@@ -105,21 +123,28 @@ def _load(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"The recipe {path} extends itself.")
     try:
         recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
-        if not isinstance(recipe, dict):
-            raise RecipeError(f"The recipe {path} must be a mapping `field: value`; got {type(recipe).__name__}.")
-        _refuse_code(recipe, path)
-    except OSError as error:
-        raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"The recipe {path} is not UTF-8 text.") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"The recipe {path} is not valid YAML: {_reason(error)}.") from error
-    except RecursionError as error:
-        raise RecipeError(f"The recipe {path} is nested too deeply.") from error
-    except RecipeError:
-        raise
-    except Exception as error:  # whatever PyYAML makes of `!!int x` and `!!bool x`
-        raise RecipeError(f"The recipe {path} is not valid YAML: {one_line(error)}.") from error
+    except yaml.MarkedYAMLError as error:  # what and where, without the line itself: it may hold a token
+        place = (
+            f" (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
+            if error.problem_mark
+            else ""
+        )
+        reason = ", ".join(filter(None, (error.context, error.problem)))
+        raise RecipeError(f"The recipe {path} is not valid YAML: {hide_secrets(reason)}{place}.") from error
+    except Exception as error:  # of the system, of the encoding, and whatever PyYAML makes of `!!int x`
+        raise RecipeError(
+            f"The recipe {path} cannot be read: {getattr(error, 'strerror', None) or one_line(error)}."
+        ) from error
+    if not isinstance(recipe, dict):
+        raise RecipeError(f"The recipe {path} must be a mapping `field: value`; got {type(recipe).__name__}.")
+    for field, value in _settings(recipe):
+        is_repository = (field == "attn_implementation" and "/" in str(value)) or (
+            field == "chat_template_path" and value is not None and not str(value).endswith((".jinja", ".j2"))
+        )  # a kernel from the Hub; a tokenizer's repository, of which transformers may run modules
+        if is_repository or field in SAFE_VALUES and value is not None and value is not SAFE_VALUES[field]:
+            raise RecipeError(
+                f"{path} sets `{field}`, which can run code: give it on the command line, if you trust it."
+            )
     base = recipe.pop("extends", None)
     if base is None:
         return recipe
@@ -128,41 +153,19 @@ def _load(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
     return {**_load(path.parent / base, (*extending, path.resolve())), **recipe}
 
 
-def _reason(error: yaml.YAMLError) -> str:
-    """Return what is wrong and where, without the lines themselves: they may hold a token."""
-    if not isinstance(error, yaml.MarkedYAMLError):
-        return one_line(error) if type(error) is yaml.YAMLError else str(getattr(error, "reason", "unreadable"))
-    mark = error.problem_mark
-    reason = ", ".join(filter(None, (error.context, error.problem)))
-    return one_line(ValueError(reason)) + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark else "")
-
-
-def _refuse_code(value: Any, path: Path, field: str = "") -> None:
-    """Raise RecipeError if anything in a recipe, however deep, asks for other people's code to be run.
-
-    All recipes, sweeps and studies are read through `load_recipe`, and so pass here.
-    """
-    if isinstance(value, str) and value.lstrip().startswith("{"):  # a mapping as JSON text
-        try:
+def _settings(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value in a recipe, however deep, also in a mapping as JSON text, with the name of its field."""
+    yield field, value
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
-        except ValueError:
-            return
     if isinstance(value, Mapping):
         for name, item in value.items():
-            if name in SAFE_VALUES and item is not None and item is not SAFE_VALUES[name]:
-                raise RecipeError(
-                    f"{path} sets `{name}`, which can run code: give it on the command line, if you trust it."
-                )
-            _refuse_code(item, path, "attn_implementation" if field == "attn_implementation" else str(name))
+            for known_as in {str(name), *({field} & {"attn_implementation"})}:  # it may have one kernel for each part
+                yield from _settings(item, known_as)
     elif isinstance(value, list):
         for item in value:
-            _refuse_code(item, path, field)
-    elif (field == "attn_implementation" and "/" in str(value)) or (
-        field == "chat_template_path" and value is not None and not str(value).endswith((".jinja", ".j2"))
-    ):  # a kernel from the Hub; a tokenizer's repository, of which transformers may run modules
-        raise RecipeError(
-            f"{path} sets `{field}` {shown(value)}, which can run code: give it on the command line, if you trust it."
-        )
+            yield from _settings(item, field)
 
 
 def parse_recipe(
@@ -179,15 +182,13 @@ def parse_recipe(
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
         argv: arguments after the script's name; default: the process's.
         description: shown by `--help`.
-        unread_types: whose fields may stand in the recipe too, without a meaning for this script: one recipe then serves
-            several scripts.
+        unread_types: whose fields may stand in the recipe too: one recipe serves several scripts.
 
     Returns:
         One instance for each type, and the settings that were given (recipe and command line together).
 
     Raises:
-        RecipeError: for an unknown or misspelt key (the nearest valid one is named), a wrong type, a missing field, or a
-            value that a dataclass refuses.
+        RecipeError: for an unknown key, a wrong type, a missing field, or a value that a dataclass refuses.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
@@ -203,11 +204,7 @@ def parse_recipe(
 
 
 def build(cls: type, settings: Mapping[str, Any]) -> Any:
-    """Return an instance of the dataclass `cls` from those of the settings that are its fields.
-
-    Raises:
-        RecipeError: for a missing field, or a value that the dataclass refuses.
-    """
+    """Return an instance of the dataclass `cls` from those of the settings that are its fields."""
     fields = [f for f in dataclasses.fields(cls) if f.init]
     for f in fields:
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

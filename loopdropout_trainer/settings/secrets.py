@@ -24,39 +24,30 @@ def is_secret(field: str) -> bool:
     return suspicious and not words & _WORDS_OF_TEXT
 
 
-def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without secret fields, and without Hub tokens inside of other values."""
-    return {key: _public(value) for key, value in settings.items() if not is_secret(str(key))}
+def public_settings(settings: Any) -> Any:
+    """Return settings without secret fields, and without Hub tokens inside of other values."""
+    if isinstance(settings, Mapping):
+        return {key: public_settings(value) for key, value in settings.items() if not is_secret(key)}
+    if isinstance(settings, (list, tuple)):
+        return [public_settings(item) for item in settings]
+    return _HUB_TOKEN.sub(HIDDEN, settings) if isinstance(settings, str) else settings
 
 
-def _public(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return public_settings(value)
-    if isinstance(value, str):
-        return _HUB_TOKEN.sub(HIDDEN, value)
-    return [_public(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def public_words(argv: Sequence[str]) -> list[str]:
-    """Return the words of a command line with the values of secret options hidden."""
-    words, hide = [], False
+def _secret_words(argv: Sequence[str]) -> list[str]:
+    """Return the values of secret options on a command line."""
+    found, hide = [], False
     for word in argv:
-        option, equals, _ = word.partition("=")
+        option, equals, value = word.partition("=")
         if word.startswith("--"):
             hide = is_secret(option)
-            words.append(f"{option}={HIDDEN}" if hide and equals else _HUB_TOKEN.sub(HIDDEN, word))
-        else:
-            words.append(HIDDEN if hide else _HUB_TOKEN.sub(HIDDEN, word))
-    return words
+            found += [value] if hide and equals else []
+        elif hide:
+            found.append(word)
+    return found
 
 
 def hide_secrets(text: str) -> str:
     """Return a message without Hub tokens, and without what this process was given as a secret."""
-    given = [os.environ.get("HF_TOKEN", "")]
-    for word, shown in zip(sys.argv, public_words(sys.argv), strict=True):
-        if shown != word and shown.endswith(HIDDEN):
-            given.append(word.partition("=")[2] if shown != HIDDEN else word)
-    for secret in given:
-        if len(secret) > 3:
-            text = text.replace(secret, HIDDEN)
+    for secret in (os.environ.get("HF_TOKEN", ""), *_secret_words(sys.argv)):
+        text = text.replace(secret, HIDDEN) if len(secret) > 3 else text
     return _HUB_TOKEN.sub(HIDDEN, text)

@@ -5,28 +5,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 LIBRARIES = (
-    *(
-        "loopdropout-trainer",
-        "torch",
-        "transformers",
-        "trl",
-        "peft",
-        "accelerate",
-        "datasets",
-        "evaluate",
-        "tokenizers",
-    ),
-    *("lm-eval", "evalplus"),
+    *("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate"),
+    *("datasets", "evaluate", "tokenizers", "lm-eval", "evalplus"),
 )
 
 
 def library_versions() -> dict[str, str | None]:
     """Return the version of Python and of each library; None for one that is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions

@@ -53,7 +53,10 @@ def check_arguments(args: TrainingArguments) -> None:
             raise ValueError(f"`recompute_pointwise` cannot be combined with {other}: leave one of them out.")
     if args.fsdp_config and not args.fsdp:
         raise ValueError(f"`fsdp_config` is read with `fsdp` only; got {shown(args.fsdp_config)} without it.")
-    known = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"} - {"function", "args", "kwargs"}
+    known = {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "every_n_layers", "offload"}
+    known -= {"function", "args", "kwargs"}
+    if hasattr(args, "packing"):  # TRL reads it in supervised fine-tuning only
+        known.add("selective")
     for field in (f"{name}_kwargs" for name in CHECKPOINTING_FIELDS):
         if unknown := sorted(set(getattr(args, field) or ()) - known):
             raise ValueError(f"`{field}` must be among {', '.join(sorted(known))}; got {shown(unknown)}.")

@@ -19,7 +19,6 @@ from torch import nn
 
 from loopdropout_trainer.gates.probabilities import check_range
 from loopdropout_trainer.looped import LoopedModelMixin
-from loopdropout_trainer.models.operations import take_rows
 from loopdropout_trainer.training.choices import relative_weights
 
 
@@ -175,7 +174,7 @@ def _score(fused, model: LoopedModelMixin, readouts: Readouts, weights: torch.Te
     labels = labels[:, 1:]
     mask = labels != -100
     rows = mask.flatten().nonzero().squeeze(1)  # [n], of the tokens with a label
-    scored = torch.cat([take_rows(readout[:, :-1].flatten(0, 1), rows) for readout in readouts])  # [L n, H]
+    scored = torch.cat([readout[:, :-1].flatten(0, 1).index_select(0, rows) for readout in readouts])  # [L n, H]
     # One batch for TRL's head, which reads the two things of a model that `_Backbone` has.
     backbone = _Backbone(scored.unsqueeze(0), model.get_output_embeddings())
     targets = labels.flatten()[rows].repeat(len(readouts)).unsqueeze(0)

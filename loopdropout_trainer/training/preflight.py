@@ -56,8 +56,8 @@ def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: 
         overrides: other fields of `LoraConfig`, or other values for these.
     """
     fields = {"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM"}
-    fields["target_modules"] = _recurrent_linears(model)
-    return LoraConfig(**{**fields, **overrides})
+    config = LoraConfig(**{**fields, **overrides})
+    return config if "target_modules" in overrides else complete_peft_config(config, model)
 
 
 def complete_peft_config(peft_config: PeftConfig | None, model: PreTrainedModel | PreTrainedConfig) -> PeftConfig:
@@ -72,7 +72,10 @@ def complete_peft_config(peft_config: PeftConfig | None, model: PreTrainedModel 
         return default_peft_config(model)
     if isinstance(peft_config, LoraConfig) and peft_config.target_modules in (None, "all-linear"):
         peft_config = copy.copy(peft_config)  # the user's own may go to another model
-        peft_config.target_modules = set(_recurrent_linears(model))
+        names = _recurrent_linears(model)
+        if peft_config.layers_to_transform is not None:  # which PEFT does not read for full names
+            names = [name.rpartition(".")[2] for name in names]
+        peft_config.target_modules = set(names)
     return peft_config
 
 

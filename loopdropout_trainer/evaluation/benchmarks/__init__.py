@@ -8,6 +8,7 @@ from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
 from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, GeneratedTask, Row
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
+from loopdropout_trainer.settings.ranges import check_integer
 
 
 BENCHMARKS: dict[str, Task] = {**metamath.BENCHMARKS, **gsm8k.BENCHMARKS, **tulu2.BENCHMARKS, **programs.BENCHMARKS}
@@ -45,10 +46,9 @@ def load_benchmark(
         ValueError: for an unknown name, a limit below 1, a file that cannot be read, a bad row (it names file and row), or
             if something is missing that scoring needs.
     """
-    task = find_task(name)
-    if limit is not None and limit < 1:
-        raise ValueError(f"The number of problems (`benchmark_limit`) must be at least 1; got {limit}.")
-    return task.load(name, files, limit, confirm_run_unsafe_code)
+    if limit is not None:
+        check_integer("benchmark_limit", limit)
+    return find_task(name).load(name, files, limit, confirm_run_unsafe_code)
 
 
 def make_benchmark(name: str, rows: Iterable[Row]) -> GeneratedBenchmark:

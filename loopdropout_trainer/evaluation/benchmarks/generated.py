@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -13,15 +13,18 @@ from datasets import load_dataset
 from loopdropout_trainer.data.rows import BadRow, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
+from loopdropout_trainer.evaluation.metrics import load_metric
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
-from loopdropout_trainer.evaluation.scorers import load_metric
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_batches
 from loopdropout_trainer.saving.files import sha256_of_json
 
 
 Row = dict[str, Any]
+
+GROUPS = ("subject", "level", "num_steps")
+"""Columns of published rows by which correct answers are counted, where a benchmark has them."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class GeneratedBenchmark(Benchmark):
         metric: name of an answer metric.
         max_new_tokens: most tokens of a completion.
         stop_strings: a completion ends before the earliest of them.
+        rows: the published rows of the problems, where there are any.
     """
 
     name: str
@@ -42,6 +46,7 @@ class GeneratedBenchmark(Benchmark):
     metric: str
     max_new_tokens: int
     stop_strings: tuple[str, ...] = ()
+    rows: list[Row] = field(default_factory=list)
 
     kind: ClassVar[str] = "generation"
 
@@ -71,12 +76,7 @@ def complete(
     in_turns: bool,
     progress: bool = True,
 ) -> list[str]:
-    """Return a greedy completion of each text, over all processes; those in the log, by place, are not generated again.
-
-    Args:
-        texts: what the model continues, as `Subject.prompt_text` gives them.
-        log: where new completions are kept.
-    """
+    """Return a greedy completion of each text, over all processes; those in the log, by place, are not generated again."""
     state = all_processes()
     missing = [place for place in range(len(texts)) if place not in log.found]
     share = missing[state.process_index :: state.num_processes]
@@ -102,7 +102,13 @@ def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str])
     verdicts = load_metric(benchmark.metric).compute(predictions=completions, references=benchmark.references)
     fields = (benchmark.prompts, completions, benchmark.references)
     fields += (verdicts["extracted"], verdicts["correct"], verdicts["errors"], map(str, range(len(completions))))
-    return BenchmarkResult(benchmark.name, [Prediction(*row) for row in zip(*fields, strict=True)])
+    predictions = [Prediction(*row) for row in zip(*fields, strict=True)]
+    groups: dict[str, dict[str, dict[str, int]]] = {}
+    for name in (name for name in GROUPS if benchmark.rows and all(name in row for row in benchmark.rows)):
+        for row, correct in zip(benchmark.rows, verdicts["correct"], strict=True):
+            group = groups.setdefault(name, {}).setdefault(str(row[name]), {"correct": 0, "total": 0})
+            group["correct"], group["total"] = group["correct"] + correct, group["total"] + 1
+    return BenchmarkResult(benchmark.name, predictions, extra={"groups": groups} if groups else {})
 
 
 @dataclass(frozen=True)
@@ -122,36 +128,33 @@ class GeneratedTask(Task):
     max_new_tokens: int
     stop_strings: tuple[str, ...] = ()
 
-    def load(
-        self, name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
-    ) -> GeneratedBenchmark:
-        if files is None:
-            rows = ((f"{name}, row {number}", row) for number, row in enumerate(self.rows(limit), start=1))
-        else:
-            rows = read_files(list_of(files))
-        return self.benchmark(name, islice(rows, limit))
+    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> GeneratedBenchmark:
+        if files is not None:
+            return self.benchmark(name, islice(read_files(list_of(files)), limit))
+        rows = islice(self.rows(limit), limit)
+        return self.benchmark(name, ((f"{name}, row {number}", row) for number, row in enumerate(rows, start=1)))
 
-    def benchmark(self, name: str, rows: Iterable[tuple[str, Row]]) -> GeneratedBenchmark:
+    def benchmark(self, name: str, rows: Iterable[tuple[str, Row | BadRow]]) -> GeneratedBenchmark:
         """Return the benchmark of (place, row) pairs.
 
         Raises:
             ValueError: for a bad row; it names the place.
         """
-        prompts, references = [], []
+        problems = []
         for place, row in rows:
             try:
                 if isinstance(row, BadRow):
                     raise row
-                prompts.append(self.prompt(row))
-                references.append(self.reference(row))
+                problems.append((self.prompt(row), self.reference(row), row))
+                if not isinstance(problems[-1][1], str):
+                    raise ValueError("it has no answer")
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
-                raise ValueError(f"{place} is not a problem of `{name}`: {reason}") from error
-            if not isinstance(references[-1], str):
-                raise ValueError(f"{place} is not a problem of `{name}`: it has no answer.")
-        if not prompts:
+                raise ValueError(f"{place} is not a problem of `{name}`: {reason}.") from error
+        if not problems:
             raise ValueError(f"`{name}` has no problems.")
-        return GeneratedBenchmark(name, prompts, references, self.metric, self.max_new_tokens, self.stop_strings)
+        prompts, references, rows = map(list, zip(*problems, strict=True))
+        return GeneratedBenchmark(name, prompts, references, self.metric, self.max_new_tokens, self.stop_strings, rows)
 
 
 def from_hub(path: str, config: str | None = None, split: str = "test") -> Callable[[int | None], Iterable[Row]]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import islice
 from numbers import Real
 from pathlib import Path
@@ -30,7 +29,7 @@ from loopdropout_trainer.evaluation.processes import random_states_kept
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.versions import library_versions
 
 
@@ -58,90 +57,67 @@ class LmEvalTask(Task):
     in_turns: bool = False
     task_of: Callable[[Row], str] | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    check_scorer: Callable[[], None] | None = None
+    check_scorer: Callable[[], None] = lambda: None
 
     def metric_names(self, name: str) -> tuple[str, ...]:
         return tuple(self.metrics or ())
 
-    def load(
-        self, name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
-    ) -> LmEvalBenchmark:
-        if find_spec("lm_eval") is None:
-            raise ValueError(
-                f'`{name}` needs lm-eval, which is not installed: pip install "loopdropout-trainer[eval]".'
-            )
+    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> LmEvalBenchmark:
         import lm_eval.tasks
 
-        root = Path(lm_eval.tasks.__file__).parent
-        try:
-            manager = (
-                lm_eval.tasks.TaskManager()
-                if self.folder is None
-                else lm_eval.tasks.TaskManager(include_path=str(root / self.folder), include_defaults=False)
-            )
-            rows = None if files is None else read_local_rows(name, list_of(files), self.task_of)
-            specs = self._specs(name, manager, rows)
-            with quiet("lm_eval.api.task"):  # it tells how to use local datasets, for each of them
-                tasks = list(manager.load(specs)["tasks"].values())
-        except DataError:
-            raise
-        except Exception as error:  # a task's own code runs here, and the Hub's client raises many kinds
-            raise ValueError(f"`{name}` cannot be loaded: {one_line(error)}") from error
-        if self.check_scorer is not None:
-            self.check_scorer()
-        benchmark = LmEvalBenchmark(name, self, tasks, manager, limit, confirm_run_unsafe_code)
+        where = {} if self.folder is None else {"include_defaults": False}
+        if self.folder is not None:
+            where["include_path"] = str(Path(lm_eval.tasks.__file__).parent / self.folder)
+        rows = None if files is None else read_local_rows(name, list_of(files), self.task_of)
+        with (
+            user_supplied(f"`{name}` cannot be loaded"),
+            quiet("lm_eval.api.task"),
+        ):  # of local datasets, for each task
+            manager = lm_eval.tasks.TaskManager(**where)
+            tasks = list(manager.load(self._specs(name, manager, rows))["tasks"].values())
+        self.check_scorer()
         for task in tasks:
-            if getattr(task, "UNSAFE_CODE", False) and not confirm_run_unsafe_code:
+            if getattr(task, "UNSAFE_CODE", False) and not confirmed:
                 raise ValueError(
                     f"`{name}` runs programs that the model has written, and lm-eval does not contain them: give "
                     "`--confirm_run_unsafe_code true` on the command line to run them with your own rights."
                 )
-            if self.num_fewshot is not None:
-                task.set_config(key="num_fewshot", value=self.num_fewshot)
-            elif task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=0)
+            own = task.get_config("num_fewshot") or 0
+            task.set_config(key="num_fewshot", value=own if self.num_fewshot is None else self.num_fewshot)
             if self.generation:
                 task.set_config(key="generation_kwargs", value=dict(self.generation), update=True)
-            if isinstance(task.dataset, Splits):
-                task.dataset.check_examples(name, task)
-        return benchmark
+            if rows is not None:
+                task.dataset.check_examples(name, task.config)
+        return LmEvalBenchmark(name, self, tasks, manager, limit, confirmed)
 
     def _specs(self, name: str, manager: Any, rows: LocalRows | None) -> list[Any]:
         """Return what lm-eval's task manager loads: names, and dictionaries of what differs from the built-in tasks."""
         known = manager.all_subtasks
+        names = [self.tasks] if self.tasks in (manager.all_tasks if self.folder is None else known) else []
         if self.folder is not None:
-            names = [task for task in known if task == self.tasks]
             names = names or [task for task in known if task.startswith(f"{self.tasks}_")]
-        elif self.tasks in manager.all_tasks:
-            names = [self.tasks]
-        else:
+        if not names:
             raise ValueError(
                 f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
             )
         if rows is None and not self.overrides:
             return names
-        differing = {task: {"task": task, **self.overrides} for task in names}
+        specs = {task: {"task": task, **self.overrides} for task in names}
         if rows is not None:
-            if set(rows) == {None} and (len(names) != 1 or names[0] not in known):
+            of_one = set(rows) == {None}  # the files do not say of which task their rows are
+            if of_one and (len(names) != 1 or names[0] not in known):
                 raise DataError(
-                    f"`{name}` has several tasks: let `benchmark_files` name a folder with a file for each, TASK.jsonl."
+                    f"`{name}` has several tasks: `benchmark_files` must name a folder with TASK.jsonl for each."
                 )
-            chosen = names if set(rows) == {None} else sorted(rows)
-            valid = known if names and names[0] not in known else names  # the members of a group are not listed
-            for task in chosen:
-                if task not in valid:
+            for task in () if of_one else rows:
+                if task not in (names if names[0] in known else known):  # the members of a group are not listed
                     raise DataError(f"`{name}` has no task `{task}`, which the local files have rows of.")
-            differing = {
-                task: {
-                    "task": task,
-                    **self.overrides,
-                    "custom_dataset": Splits(task, rows.get(task, rows.get(None))),
-                    "dataset_kwargs": None,
-                }
-                for task in chosen
+            specs = {
+                task: {"task": task, **self.overrides, "custom_dataset": Splits(task, of_task), "dataset_kwargs": None}
+                for task, of_task in ({names[0]: rows[None]} if of_one else dict(sorted(rows.items()))).items()
             }
         # Built-in tasks take other fields inside a group only.
-        return [{"group": f"{name} with local settings", "task": list(differing.values())}]
+        return [{"group": f"{name} with local settings", "task": list(specs.values())}]
 
 
 # Local files
@@ -159,17 +135,16 @@ def read_local_rows(name: str, files: list[Any], task_of: Callable[[Row], str] |
     found: LocalRows = defaultdict(lambda: defaultdict(list))
     for path in map(Path, files):
         for file in sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]:
-            task, split = None, None
-            if path.is_dir():
-                task, _, split = file.name.removesuffix(".gz").rpartition(".")[0].partition(".")
+            task, _, split = file.name.removesuffix(".gz").rpartition(".")[0].partition(".")
             for place, row in read_files([file]):
-                if isinstance(row, BadRow):
-                    raise DataError(f"{place} is not a problem of `{name}`: {row}")
                 try:
-                    row_task = task if path.is_dir() or task_of is None else task_of(row)
-                except KeyError as error:
-                    raise DataError(f"{place} is not a problem of `{name}`: the field {error} is missing") from None
-                found[row_task][split or None].append(row)
+                    if isinstance(row, BadRow):
+                        raise row
+                    of_file = None if task_of is None else task_of(row)
+                except (BadRow, KeyError) as error:
+                    reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
+                    raise DataError(f"{place} is not a problem of `{name}`: {reason}.") from None
+                found[task if path.is_dir() else of_file][split or None if path.is_dir() else None].append(row)
     if not found:
         raise DataError(f"`{name}` has no problems.")
     return found
@@ -179,8 +154,7 @@ class Splits:
     """A task's dataset of local rows. A split without rows of its own has those of the file that names none."""
 
     def __init__(self, task: str, splits: Mapping[str | None, list[Row]]) -> None:
-        self.task = task
-        self.splits = splits
+        self.task, self.splits = task, splits
 
     def __call__(self, **kwargs: Any) -> Splits:
         """Return itself: lm-eval calls what gives it the dataset of a task."""
@@ -192,16 +166,11 @@ class Splits:
             raise DataError(f"There is no file {self.task}.{split}.jsonl with the rows of the split `{split}`.")
         return Dataset.from_list(rows)
 
-    def check_examples(self, name: str, task: Any) -> None:
-        """Refuse examples in the prompt that would be test problems, because their own split has no rows.
-
-        Raises:
-            DataError: if there are such.
-        """
-        config = task.config
+    def check_examples(self, name: str, config: Any) -> None:
+        """Refuse examples in the prompt that would be test problems, because their own split has no rows."""
         tested = config.test_split or config.validation_split
         source = config.fewshot_split or config.training_split or tested
-        given = (config.fewshot_config or {}).get("samples") if isinstance(config.fewshot_config, dict) else None
+        given = isinstance(config.fewshot_config, dict) and config.fewshot_config.get("samples")
         if config.num_fewshot and not given and source != tested and source not in self.splits:
             raise DataError(
                 f"`{name}` shows {config.num_fewshot} examples of the split `{source}`: let `benchmark_files` name a folder "
@@ -219,8 +188,7 @@ class LmEvalBenchmark(Benchmark):
     Attributes:
         name: for reports and files.
         spec: which tasks these are, and what differs from lm-eval's own settings.
-        tasks: lm-eval's objects.
-        manager: that loaded them.
+        tasks, manager: lm-eval's objects.
         limit: only the first problems of each task.
         confirm_run_unsafe_code: whether the user lets lm-eval run programs that the model has written.
     """
@@ -251,7 +219,7 @@ class LmEvalBenchmark(Benchmark):
     def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
         from lm_eval.evaluator import evaluate
 
-        from loopdropout_trainer.evaluation.logged_lm import LoggedLM
+        from loopdropout_trainer.evaluation.looped_lm import LoggedLM
 
         in_turns = subject.in_turns(self.spec.in_turns)
         with random_states_kept():
@@ -275,41 +243,45 @@ class LmEvalBenchmark(Benchmark):
 
     def _result(self, results: Mapping[str, Any]) -> BenchmarkResult:
         """Return lm-eval's results as this package's."""
-        table = {task: _numbers(row) for task, row in results["results"].items()}
-        wanted = self.spec.metrics
-        if wanted is None:
-            keys = [key for row in table.values() for key in row]
-            wanted = {key: key for key in dict.fromkeys(keys)}
+        table = {
+            task: {key: float(row[key]) for key in row if "," in key and "_stderr" not in key and _is_finite(row[key])}
+            for task, row in results["results"].items()
+        }
+        wanted = self.spec.metrics or {key: key for row in table.values() for key in row}
         predictions, values = [], {name: [] for name in wanted}
-        first = next(iter(wanted.values()))
-        for task in self.tasks:
-            documents: dict[int, dict[str, dict]] = defaultdict(dict)  # problem -> filter -> sample
-            for sample in results["samples"][task.task_name]:
-                documents[sample["doc_id"]][sample["filter"]] = sample
-            for place, samples in sorted(documents.items()):
-                scored = {name: _value(samples, key) for name, key in wanted.items()}
-                for name, value in scored.items():
-                    if value is not None:
-                        values[name].append(value)
-                predictions.append(_prediction(samples, first, scored, task.task_name, place, len(self.tasks) > 1))
+        for task, samples in self._problems(results["samples"]):
+            scored = {}
+            for name, key in wanted.items():
+                metric, _, filtered = key.rpartition(",")
+                value = samples.get(filtered, {}).get(metric)
+                if _is_finite(value):
+                    scored[name] = float(value)
+                    values[name].append(float(value))
+            first = next(iter(wanted.values())).rpartition(",")[2]
+            sample = samples.get(first) or next(iter(samples.values()))
+            predictions.append(_prediction(sample, scored, scored.get(next(iter(wanted))), task))
+        of_all = table.get(self.spec.tasks, next(iter(table.values())))
         metrics = {}
         for name, key in wanted.items():
             if len(values[name]) == len(predictions) and all(0 <= value <= 1 for value in values[name]):
                 metrics[name] = Metric.of(values[name])
-            else:  # no share of the problems, such as a perplexity: as lm-eval gives it
-                number = table.get(self.spec.tasks, next(iter(table.values()))).get(key)
-                if number is not None:
-                    metrics[name] = Metric(number, None, None, len(predictions))
+            elif key in of_all:  # no share of the problems, such as a perplexity: as lm-eval gives it
+                metrics[name] = Metric(of_all[key], None, None, len(predictions))
         if not metrics:
             raise ValueError(f"lm-eval gives `{self.name}` no finite number for {', '.join(wanted) or 'any metric'}.")
         return BenchmarkResult(self.name, predictions, metrics, {"lm_eval": table})
 
+    def _problems(self, logged: Mapping[str, list[dict]]) -> Iterator[tuple[str | None, dict[str, dict]]]:
+        """Yield each problem's task (None if there is one task only) and its samples by filter."""
+        for task in self.tasks:
+            problems: dict[int, dict[str, dict]] = defaultdict(dict)
+            for sample in logged[task.task_name]:
+                problems[sample["doc_id"]][sample["filter"]] = sample
+            for _, samples in sorted(problems.items()):
+                yield (task.task_name if len(self.tasks) > 1 else None), samples
 
-def _prediction(
-    samples: Mapping[str, dict], first: str, scored: Mapping[str, float | None], task: str, place: int, grouped: bool
-) -> Prediction:
-    filtered = first.rpartition(",")[2]
-    sample = samples.get(filtered) or next(iter(samples.values()))
+
+def _prediction(sample: dict, scored: dict[str, float], value: float | None, task: str | None) -> Prediction:
     responses = [response[0] for response in sample["resps"]]
     prompt, log_likelihoods = sample["arguments"][0][0], None
     if isinstance(responses[0], str):
@@ -320,34 +292,19 @@ def _prediction(
         best = max(range(len(responses)), key=log_likelihoods.__getitem__)
         completion = sample["arguments"][best][1] if len(sample["arguments"][best]) > 1 else ""
         extracted = completion.strip()
-    value = scored[next(iter(scored))]
-    integer = value in (0, 1)
+    place, is_verdict = str(sample["doc_id"]), value in (0, 1)
     return Prediction(
         prompt=prompt,
         completion=completion,
         reference=str(sample["target"]),
         extracted=extracted,
-        correct=bool(value) if integer else None,
-        id=f"{task}/{place}" if grouped else str(place),
-        values=None
-        if integer and len(scored) == 1
-        else {name: value for name, value in scored.items() if value is not None},
-        group=task if grouped else None,
+        correct=bool(value) if is_verdict else None,
+        id=place if task is None else f"{task}/{place}",
+        values=None if is_verdict and len(scored) == 1 else scored,
+        group=task,
         log_likelihoods=log_likelihoods,
     )
 
 
-def _value(samples: Mapping[str, dict], key: str) -> float | None:
-    """Return a problem's value of a metric, if it is a finite number."""
-    metric, _, filtered = key.rpartition(",")
-    value = samples.get(filtered, {}).get(metric)
-    return float(value) if isinstance(value, Real | np.bool_) and math.isfinite(value) else None
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a row of lm-eval's table that are finite numbers."""
-    return {
-        key: float(value)
-        for key, value in row.items()
-        if "," in key and "_stderr" not in key and isinstance(value, Real) and math.isfinite(value)
-    }
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real | np.bool_) and math.isfinite(value)

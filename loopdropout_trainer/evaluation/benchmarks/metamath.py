@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, from_hub
-from loopdropout_trainer.evaluation.metrics.metamath_gsm8k import metamath_gsm8k
-from loopdropout_trainer.evaluation.metrics.metamath_math import metamath_math
+from loopdropout_trainer.evaluation.metrics import metamath_gsm8k, metamath_math
 
 
 PROMPT = PROMPT_TEMPLATES["alpaca"] + " Let's think step by step."

@@ -5,15 +5,13 @@ One completion gives two verdicts: with the problem's own tests (HumanEval, MBPP
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
-from importlib.util import find_spec
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +26,7 @@ from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
+from loopdropout_trainer.settings.command import user_supplied
 
 
 MAX_NEW_TOKENS = 1024
@@ -59,41 +58,24 @@ class CodeTask(Task):
     def metric_names(self, name: str) -> tuple[str, ...]:
         return tuple(metric for metric, _ in self.metrics)
 
-    def load(
-        self, name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
-    ) -> CodeBenchmark:
-        if find_spec("evalplus") is None:
-            raise ValueError(
-                f'`{name}` needs EvalPlus, which is not installed: pip install "loopdropout-trainer[eval]".'
-            )
-        sandboxed = check_allowed(name, confirm_run_unsafe_code)
-        problems = list(evalplus_problems(self.dataset, None if files is None else list_of(files)[0]).values())
-        return CodeBenchmark(name, self, problems[:limit], sandboxed)
+    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> CodeBenchmark:
+        sandboxed = check_allowed(name, confirmed)
+        problems = evalplus_problems(self.dataset, None if files is None else list_of(files)[0])
+        return CodeBenchmark(name, self, list(problems.values())[:limit], sandboxed)
 
 
 def evalplus_problems(dataset: str, file: str | Path | None = None) -> dict[str, dict[str, Any]]:
     """Return EvalPlus's problems by id: its release, downloaded once, or a local file in its format (.jsonl, .jsonl.gz).
 
     Raises:
-        ValueError: if there is no such file, or it is not in EvalPlus's format.
+        SetupError: if there is no such file, or it is not in EvalPlus's format.
     """
-    from evalplus.data import humaneval, mbpp
-
-    module, variable, read = {
-        "humaneval": (humaneval, "HUMANEVAL_OVERRIDE_PATH", humaneval.get_human_eval_plus),
-        "mbpp": (mbpp, "MBPP_OVERRIDE_PATH", mbpp.get_mbpp_plus),
-    }[dataset]
-    if file is None:
-        return read()
-    if not Path(file).is_file():
-        raise ValueError(f"`benchmark_files` names {file} for {dataset}, which does not exist.")
-    # EvalPlus reads the environment variables that name a file only once, when it is imported.
-    before = getattr(module, variable)
-    setattr(module, variable, str(file))
+    module, variable = import_module(f"evalplus.data.{dataset}"), f"{dataset.upper()}_OVERRIDE_PATH"
+    before = getattr(module, variable)  # the environment variable of this name, which it reads when it is imported
+    setattr(module, variable, before if file is None else str(file))
     try:
-        return read()
-    except (AssertionError, EOFError, KeyError, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not EvalPlus's data of {dataset}: {type(error).__name__}: {error}") from error
+        with user_supplied(f"{file or dataset} is not EvalPlus's data of {dataset}"):
+            return module.get_human_eval_plus() if dataset == "humaneval" else module.get_mbpp_plus()
     finally:
         setattr(module, variable, before)
 
@@ -136,29 +118,25 @@ class CodeBenchmark(Benchmark):
         in_turns = subject.in_turns(True)
         texts = [subject.prompt_text(prompt, in_turns) + COMPLETION_BEGINNING for prompt in self.prompts]
         completions = complete(subject, texts, log, MAX_NEW_TOKENS, STOP_STRINGS, in_turns, progress)
-        verdicts: list[Any] = [None]
-        if all_processes().is_main_process:
-            verdicts = [self.score(completions, log, progress)]
-        (verdicts,) = broadcast_object_list(verdicts)
+        is_main = all_processes().is_main_process
+        (verdicts,) = broadcast_object_list([self.score(completions, log, progress) if is_main else None])
         passed = {"plus": [v == "pass" for v in verdicts], "base": [v == "pass" or v[:4] == "plus" for v in verdicts]}
-        metrics = {name: Metric.of(passed[part]) for name, part in self.task.metrics}
-        first = self.task.metrics[0][1]
+        passed = {name: passed[part] for name, part in self.task.metrics}
+        first = next(iter(passed.values()))
         predictions = [
             Prediction(
                 prompt=texts[place],
                 completion=completion,
                 reference="",
                 extracted=completion if completion.strip() else None,
-                correct=passed[first][place],
+                correct=first[place],
                 id=self.problems[place]["task_id"],
-                values={name: float(passed[part][place]) for name, part in self.task.metrics}
-                if len(metrics) > 1
-                else None,
+                values={name: float(each[place]) for name, each in passed.items()} if len(passed) > 1 else None,
                 note=None if verdicts[place] == "pass" else verdicts[place],
             )
             for place, completion in enumerate(completions)
         ]
-        return BenchmarkResult(self.name, predictions, metrics)
+        return BenchmarkResult(self.name, predictions, {name: Metric.of(each) for name, each in passed.items()})
 
     def score(self, completions: Sequence[str], log: AnswerLog, progress: bool = True) -> list[str]:
         """Return EvalPlus's verdict on each completion: `pass`, `base: fail`, `plus: timeout`, ...
@@ -167,8 +145,7 @@ class CodeBenchmark(Benchmark):
         folder, in EvalPlus's format: `evalplus.evaluate --dataset humaneval --samples samples.jsonl` scores them, too.
         """
         keys = [f"verdict {place}" for place in range(len(self.problems))]
-        places = [place for place, key in enumerate(keys) if key not in log.found]
-        if not places:
+        if all(key in log.found for key in keys):
             return [log.found[key] for key in keys]
         with tempfile.TemporaryDirectory(prefix="programs_") as name:
             folder = Path(name)
@@ -180,32 +157,21 @@ class CodeBenchmark(Benchmark):
             if run_scorer("prepare", folder, seconds=None, sandboxed=self.sandboxed) != 0:
                 raise RuntimeError(f"EvalPlus could not compute the expected outputs of `{self.name}`.")
             (folder / "problems.pickle").unlink()  # the reference solutions
-            self._write_samples(folder, log)
+            if log.folder is not None:
+                (log.folder / "evalplus").mkdir(parents=True, exist_ok=True)
+                write_atomically(log.folder / "evalplus/samples.jsonl", (folder / "samples.jsonl").read_bytes())
 
-            def check(place: int) -> tuple[str, str]:
-                if not (folder / f"{place}.pickle").is_file():
-                    return keys[place], "base: no program can be read"
-                return keys[place], check_program(folder, place, self.sandboxed)
+            def check(key: str) -> tuple[str, str]:
+                return key, check_program(folder, int(key.split()[1]), self.sandboxed)
 
             pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))  # as many as EvalPlus runs at a time
             try:
-                verdicts = pool.map(check, places)
-                for verdict in tqdm(verdicts, total=len(places), unit=" programs", disable=not progress):
+                missing = [key for key in keys if key not in log.found]
+                for verdict in tqdm(pool.map(check, missing), total=len(missing), disable=not progress):
                     log.keep([verdict])
             finally:
                 pool.shutdown(cancel_futures=True)  # after an interrupt no further program starts
         return [log.found[key] for key in keys]
-
-    def _write_samples(self, folder: Path, log: AnswerLog) -> None:
-        if log.folder is None:
-            return
-        samples = []
-        for number, problem in enumerate(self.problems):
-            file = folder / f"{number}.py"
-            solution = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-            samples.append(json.dumps({"task_id": problem["task_id"], "solution": solution}) + "\n")
-        (log.folder / "evalplus").mkdir(parents=True, exist_ok=True)
-        write_atomically(log.folder / "evalplus" / "samples.jsonl", "".join(samples))
 
 
 def cut_as_evalplus_does(completion: str) -> str:

@@ -52,8 +52,6 @@ def run_scorer(command: str, folder: Path, *arguments: str, seconds: float | Non
     """Run `score.py COMMAND FOLDER ...` until it ends or its time is up, and end all that it has started.
 
     Args:
-        command, arguments: of score.py.
-        folder: that it reads, and to which `prepare` writes.
         seconds: after which it is killed.
         sandboxed: inside bubblewrap; else with nothing but the limits that score.py sets.
 
@@ -83,6 +81,8 @@ def run_scorer(command: str, folder: Path, *arguments: str, seconds: float | Non
 
 def check_program(folder: Path, number: int, sandboxed: bool) -> str:
     """Run the program in FOLDER/NUMBER.pickle, and return its verdict: `pass`, or why it does not."""
+    if not (folder / f"{number}.pickle").is_file():
+        return "base: no program can be read"
     user = FIRST_SPARE_USER + secrets.randbelow(1 << 29) if sandboxed else 0
     code = run_scorer("check", folder, str(number), str(user), seconds=LONGEST_CHECK, sandboxed=sandboxed)
     if code is None:
@@ -118,11 +118,9 @@ def _shown() -> list[str]:
     paths += [sys.prefix, sys.base_prefix, sys.executable, os.path.realpath(sys.executable)]
     paths += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     paths += [str(Path(spec.origin).parents[1]) for spec in libraries if spec and spec.origin]
-    shown: list[str] = []
-    for path in paths:
-        if path not in ("", "/") and not any(Path(path).is_relative_to(other) for other in shown):
-            shown.append(path)
-    return shown
+    paths = [path for path in paths if path not in ("", "/")]
+    inside = lambda number: any(Path(paths[number]).is_relative_to(other) for other in paths[:number])
+    return [path for number, path in enumerate(paths) if not inside(number)]
 
 
 @cache
@@ -130,14 +128,8 @@ def sandbox_fault() -> str | None:
     """Return why programs cannot be contained on this machine, found out by running one; None: they can."""
     if shutil.which("bwrap") is None:
         return "`bwrap` is not installed"
-    program = {
-        "dataset": "humaneval",
-        "entry_point": "f",
-        "solution": "import numpy\ndef f():\n    return 7",
-        "atol": 0,
-    }
-    for part in ("base", "plus"):
-        program |= {f"{part}_input": [[]], part: [7], f"{part}_time": [1.0]}
+    program = {"dataset": "humaneval", "entry_point": "f", "code": "import numpy\ndef f():\n    return 7"}
+    program |= {"inputs": [[]], "expected": [7], "ref_time": [1.0], "atol": 0}
     with tempfile.TemporaryDirectory(prefix="sandbox_") as name:
         folder = Path(name)
         empty = subprocess.run(
@@ -145,7 +137,7 @@ def sandbox_fault() -> str | None:
         )
         if empty.returncode:
             return " ".join(empty.stderr.split())
-        (folder / "0.pickle").write_bytes(pickle.dumps(program))
+        (folder / "0.pickle").write_bytes(pickle.dumps({"base": program, "plus": program}))
         verdict = check_program(folder, 0, sandboxed=True)
     return None if verdict == "pass" else f"a right program gets the verdict `{verdict}` in it"
 

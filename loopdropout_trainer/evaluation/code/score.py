@@ -1,18 +1,20 @@
 """What runs inside the sandbox (see sandbox.py): EvalPlus, with nothing of this package.
 
-    score.py prepare FOLDER        reads FOLDER/problems.pickle, writes FOLDER/N.pickle and FOLDER/N.py for each problem
+    score.py prepare FOLDER        reads FOLDER/problems.pickle, writes FOLDER/N.pickle for each problem, and samples.jsonl
     score.py check FOLDER N USER   runs the program in FOLDER/N.pickle as USER (0: unchanged); the exit code is its verdict
 
 `prepare` runs EvalPlus's own solutions, and reads what the model has written as text. `check` runs the model's program and
 has the expected outputs, but not the solution that they come from. No output of a program is read: it could be anything.
 """
 
+import json
 import multiprocessing
 import os
 import pickle
 import resource
 import signal
 import sys
+from contextlib import suppress
 
 
 LIMITS = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": 64 << 20, "RLIMIT_NOFILE": 256, "RLIMIT_AS": 4 << 30}
@@ -43,18 +45,22 @@ def prepare(folder):
             continue
         signal.alarm(SECONDS)
         entry_point = problem["entry_point"]
-        job = {"dataset": dataset, "entry_point": entry_point, "atol": problem["atol"]}
-        job["solution"] = sanitize(answer, entry_point)
+        job = {"dataset": dataset, "code": sanitize(answer, entry_point), "entry_point": entry_point}
+        parts = {"base": {}, "plus": {}}
         not_none = dataset == "mbpp" and entry_point in MBPP_OUTPUT_NOT_NONE_TASKS
-        for part in ("base", "plus"):
-            job[f"{part}_input"] = problem[f"{part}_input"]
-            canonical = problem["prompt"] + problem["canonical_solution"]
-            job[part], job[f"{part}_time"] = trusted_exec(canonical, job[f"{part}_input"], entry_point, True, not_none)
-        with open(f"{folder}/{number}.py", "w", encoding="utf-8", errors="replace") as file:
-            file.write(job["solution"])
+        for part in parts:
+            canonical, inputs = problem["prompt"] + problem["canonical_solution"], problem[f"{part}_input"]
+            expected, seconds = trusted_exec(canonical, inputs, entry_point, True, not_none)
+            parts[part] = {"inputs": inputs, "expected": expected, "ref_time": seconds, "atol": problem["atol"], **job}
         with open(f"{folder}/{number}.pickle", "wb") as file:
-            pickle.dump(job, file)
+            pickle.dump(parts, file)
         os._exit(0)
+    with open(f"{folder}/samples.jsonl", "w", encoding="utf-8") as samples:
+        for number, (_, problem, _) in enumerate(jobs):
+            solution = ""
+            with suppress(Exception), open(f"{folder}/{number}.pickle", "rb") as file:  # not there, or not complete
+                solution = pickle.load(file)["base"]["code"]
+            samples.write(json.dumps({"task_id": problem["task_id"], "solution": solution}) + "\n")
 
 
 def check(folder, number, user):
@@ -62,7 +68,7 @@ def check(folder, number, user):
     from evalplus.eval import untrusted_check
 
     with open(f"{folder}/{number}.pickle", "rb") as file:
-        job = pickle.load(file)
+        parts = pickle.load(file)
     limits = {**LIMITS, "RLIMIT_NPROC": MOST_PROCESSES} if user else LIMITS
     for name, most in limits.items():
         hard = resource.getrlimit(getattr(resource, name))[1]
@@ -73,17 +79,8 @@ def check(folder, number, user):
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)  # and no capability is left
     verdict = "pass"
-    for part in ("base", "plus"):
-        status, _ = untrusted_check(
-            job["dataset"],
-            job["solution"],
-            job[f"{part}_input"],
-            job["entry_point"],
-            expected=job[part],
-            atol=job["atol"],
-            ref_time=job[f"{part}_time"],
-            fast_check=True,
-        )
+    for part, arguments in parts.items():
+        status, _ = untrusted_check(**arguments, fast_check=True)
         if status != "pass":
             verdict = f"{part}: {status}"
             break

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import datasets
 
 from loopdropout_trainer.evaluation.metrics import evaluate
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What a scorer says about one prediction.
 
     Attributes:
@@ -27,34 +25,33 @@ class Verdict:
 
 
 class AnswerMetric(evaluate.Metric):
-    """An `evaluate` metric that is a pure function of one prediction and one reference at a time."""
+    """An `evaluate` metric that is a pure function of one prediction and one reference at a time.
+
+    Attributes:
+        description: in a sentence.
+        score: judges one prediction; never raises.
+    """
 
     description = ""
-    citation = ""
-    inputs = "predictions: texts that a model generated. references: what `score` compares them with, as strings."
-
-    @staticmethod
-    @abstractmethod
-    def score(prediction: str | None, reference: str | None) -> Verdict:
-        """Judge one prediction; never raises."""
+    score: Callable[[str | None, str | None], Verdict]
 
     def _info(self) -> evaluate.MetricInfo:
+        text = datasets.Value("string")
         return evaluate.MetricInfo(
             description=self.description,
-            citation=self.citation,
-            inputs_description=self.inputs,
-            features=datasets.Features(
-                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
-            ),
+            citation="",
+            inputs_description="predictions: texts that a model generated. references: what `score` compares them with.",
+            features=datasets.Features({"predictions": text, "references": text}),
         )
 
     def _compute(self, predictions: list[str | None], references: list[str | None]) -> dict[str, Any]:
         """Return accuracy and missing-answer rate (both from 0 to 1) and the three fields of every verdict, in order."""
         verdicts = [self.score(*pair) for pair in zip(predictions, references, strict=True)]
+        correct, extracted, errors = map(list, zip(*verdicts, strict=True))
         return {
-            "accuracy": sum(verdict.correct for verdict in verdicts) / len(verdicts),
-            "missing_rate": sum(verdict.extracted is None for verdict in verdicts) / len(verdicts),
-            "correct": [verdict.correct for verdict in verdicts],
-            "extracted": [verdict.extracted for verdict in verdicts],
-            "errors": [verdict.error for verdict in verdicts],
+            "accuracy": sum(correct) / len(verdicts),
+            "missing_rate": extracted.count(None) / len(verdicts),
+            "correct": correct,
+            "extracted": extracted,
+            "errors": errors,
         }

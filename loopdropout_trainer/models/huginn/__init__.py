@@ -1,5 +1,3 @@
+# ruff: noqa: F401  (handed on)
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
 from loopdropout_trainer.models.huginn.modeling_huginn import HuginnForCausalLM, HuginnModel
-
-
-__all__ = ["HuginnConfig", "HuginnForCausalLM", "HuginnModel"]

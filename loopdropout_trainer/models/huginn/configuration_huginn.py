@@ -9,10 +9,9 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
-from loopdropout_trainer.models.rotary import ROPE_TYPES
 
 
-# What is implemented of fields that would change the architecture.
+# What is implemented of fields that would change the architecture; absent, they mean the first.
 _IMPLEMENTED = {
     "block_class_name": ("SandwichBlock",),
     "norm_class_name": ("RMSNorm_llama",),
@@ -51,8 +50,8 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
     of the hub's says which: `from_pretrained` finds out by the names of the checkpoint's tensors.
 
     `mean_recurrence` is the recurrence depth K, also readable and settable as `num_loops`, on a loaded model too: in
-    training as in evaluation every forward runs exactly K loops. The hub's `sampling_scheme`, `mean_backprop_depth` and
-    `test_time_noise` describe how the model was pretrained; they are stored and never acted upon.
+    training as in evaluation every forward runs exactly K loops. The hub's other fields, which describe how the model was
+    pretrained (`sampling_scheme`, `mean_backprop_depth`, `test_time_noise`), are stored and never acted upon.
 
     Args:
         block_layout: whose blocks these are: "huginn", "llama" or "olmo". None: to be found out; saved models have it.
@@ -64,12 +63,9 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
     """
 
     model_type = "huginn_raven"
-    attribute_map = {
-        "num_loops": "mean_recurrence",
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layers",
-    }
+    attribute_map = {"num_loops": "mean_recurrence", "hidden_size": "n_embd", "num_hidden_layers": "n_layers"}
     keys_to_ignore_at_inference = ["past_key_values"]
+    attention_dropout = 0.0  # it has none
 
     n_embd: int = 5280
     n_heads: int = 55
@@ -77,31 +73,16 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
     block_size: int = 4096
     vocab_size: int = 65536
     padded_vocab_size: int | None = None
-    padding_multiple: int = 4096
     tie_embeddings: bool = True
     intermediate_size: int = 17920
-    bias: bool = False
-    architecture_class_name: str = "RecurrentGPT"
-    block_class_name: str = "SandwichBlock"
-    norm_class_name: str = "RMSNorm_llama"
     norm_eps: float = 1e-6
-    mlp_class_name: str = "GatedMLP"
-    nonlin_name: str = "SiLU"
-    init_strategy: str = "takase"
-    init_orthogonal: bool = False
     state_init: str = "like-init"
-    injection_type: str = "linear"
     n_layers_in_prelude: int = 2
     n_layers_in_recurrent_block: int = 4
     n_layers_in_coda: int = 2
     mean_recurrence: int = 32
-    sampling_scheme: str = "poisson-lognormal-filling"
-    mean_backprop_depth: int = 8
     qk_bias: bool = True
-    activation_checkpoint_impl: str = "per-iteration"
     rope_base: int | float = 50_000
-    test_time_noise: int | float = 0
-    test_time_noise_type: str = "fixed"
     head_dim: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
@@ -110,7 +91,6 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
     tie_word_embeddings: bool | None = None
     max_position_embeddings: int | None = None
     rope_parameters: dict | None = None
-    initial_state_mode: str = "random"
     block_layout: str | None = None
     use_cache: bool = True
     bos_token_id: int | None = None
@@ -121,10 +101,8 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
     backprop_depth: int | None = None
 
     def __post_init__(self, **kwargs):
-        layers = self.n_layers_in_prelude + self.n_layers_in_recurrent_block + self.n_layers_in_coda
-        depth = (
-            self.n_layers_in_prelude + self.n_layers_in_recurrent_block * self.mean_recurrence + self.n_layers_in_coda
-        )
+        outside = self.n_layers_in_prelude + self.n_layers_in_coda
+        layers = outside + self.n_layers_in_recurrent_block
         std = math.sqrt(2 / (5 * self.n_embd))
         derived = {
             "n_layers": layers,
@@ -132,7 +110,7 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
             "head_dim": self.n_embd // self.n_heads,
             "num_attention_heads": self.n_heads,
             "num_key_value_heads": self.n_heads,
-            "effective_expected_depth": depth,
+            "effective_expected_depth": outside + self.n_layers_in_recurrent_block * self.mean_recurrence,
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.block_size,
         }
@@ -154,13 +132,10 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
         super().__post_init__(**kwargs)
         if not is_converted:
             self.rope_parameters = None  # Huginn has `rope_base`
-        self._check(layers)
-
-    def _check(self, layers: int) -> None:
         for name, implemented in _IMPLEMENTED.items():
-            if getattr(self, name) not in implemented:
+            if (value := getattr(self, name, implemented[0])) not in implemented:
                 valid = " or ".join(repr(value) for value in implemented if value is not None)
-                raise ValueError(f"`{name}` of a Huginn model must be {valid}; got {getattr(self, name)!r}.")
+                raise ValueError(f"`{name}` of a Huginn model must be {valid}; got {value!r}.")
         self._check_equal("n_layers", layers, "the sum of prelude, recurrent block and coda")
         self._check_equal("num_attention_heads", self.n_heads, "`n_heads`")
         self._check_equal("tie_word_embeddings", self.tie_embeddings, "`tie_embeddings`")
@@ -194,13 +169,8 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
         if layout == "huginn":
             return
         self._check_equal("qk_bias", False, "converted models have none")
-        rope = self.rope_parameters or {}
-        if "rope_theta" not in rope:
+        if "rope_theta" not in (self.rope_parameters or {}):
             raise ValueError("`rope_theta` is missing: a converted model has that of the model it was made of.")
-        if rope.get("rope_type", "default") not in ROPE_TYPES:
-            raise ValueError(
-                f"`rope_scaling` of type {rope['rope_type']!r} is not implemented; it must be {' or '.join(ROPE_TYPES)}."
-            )
         if self.n_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads} and {self.num_key_value_heads}."
@@ -212,9 +182,8 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
             self.set_layout(layout)
 
     @property
-    def num_layer_runs(self) -> int:
-        """How often an attention layer runs in a forward pass."""
-        return self.n_layers + (self.num_loops - 1) * self.n_layers_in_recurrent_block
+    def num_recurrent_layers(self) -> int:
+        return self.n_layers_in_recurrent_block
 
     def to_diff_dict(self) -> dict:
         """Return what is saved: what the published code knows, under its names, and whose blocks these are."""
@@ -230,8 +199,4 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
                 fields["rope_scaling"] = rope
         else:
             fields.pop("max_position_embeddings", None)
-        if fields["initial_state_mode"] == "random":
-            del fields["initial_state_mode"]
-        if fields.get("dtype") is not None:
-            fields["torch_dtype"] = fields["dtype"]
         return fields

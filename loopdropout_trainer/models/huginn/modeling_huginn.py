@@ -12,7 +12,6 @@ What the checkpoint calls `transformer.adapter` is the projection that mixes sta
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -20,18 +19,16 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from loopdropout_trainer.models.huginn.blocks import BLOCKS, HuginnAttention, RavenAttention, RavenBlock
-from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig, block_layout_of, drop_huginn_ids
+from loopdropout_trainer.models.huginn.blocks import RavenAttention, RavenBlock
+from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig, drop_huginn_ids
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
-from loopdropout_trainer.models.layers import RMSNorm, project
+from loopdropout_trainer.models.layers import ExactRotaryEmbedding, RMSNorm, project
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
     LoopInputs,
-    every_run,
 )
-from loopdropout_trainer.models.rotary import rotations
 from loopdropout_trainer.models.strict_loading import DOWNLOAD_FIELDS, checkpoint_names
 
 
@@ -45,12 +42,10 @@ def rotary_angles(config: HuginnConfig, position_ids: torch.Tensor) -> torch.Ten
 
 
 class HuginnPreTrainedModel(LoopedPreTrainedModel):
-    config: HuginnConfig
     config_class = HuginnConfig
     base_model_prefix = "transformer"
     _input_embed_layer = "wte"
-    _no_split_modules = [block.__name__ for block in BLOCKS.values()]
-    _can_record_outputs = {"hidden_states": every_run(RavenBlock), "attentions": RavenAttention}
+    _no_split_modules = ["RavenBlock"]
     _keys_to_ignore_on_load_unexpected = [r"^freqs_cis$", r"rotary_emb\.inv_freq$"]
 
     @classmethod
@@ -67,15 +62,9 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
             drop_huginn_ids(model.generation_config)
         return loaded
 
-    def describe_weights(self, names: Collection[str]) -> str | None:
-        layout = block_layout_of(names)
-        if layout in (None, self.config.block_layout):
-            return None
-        return f"The checkpoint's blocks are of `block_layout` {layout!r}, the configuration's {self.config.block_layout!r}."
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, HuginnAttention) and module.config.qk_bias:
+        if isinstance(module, RavenAttention) and hasattr(module, "qk_bias"):
             init.zeros_(module.qk_bias)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, std=self.config.init_values["std"])
@@ -91,11 +80,10 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__(config)
         config.set_layout()
-        block = BLOCKS[config.block_layout]
         sizes = (config.n_layers_in_prelude, config.n_layers_in_coda, config.n_layers_in_recurrent_block)
         layers = iter(range(sum(sizes)))  # their layers in the cache: those outside of the loop come first
         prelude, coda, core_block = (
-            nn.ModuleList(block(config, next(layers), self.loop_state) for _ in range(size)) for size in sizes
+            nn.ModuleList(RavenBlock(config, next(layers), self.loop_state) for _ in range(size)) for size in sizes
         )
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.prelude = prelude
@@ -103,39 +91,34 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         self.core_block = core_block
         self.coda = coda
         self.ln_f = RMSNorm(config.n_embd, eps=config.norm_eps)
+        if config.block_layout != "huginn":
+            self.rotary_emb = ExactRotaryEmbedding(config)
         self.post_init()
 
     def recurrent_names(self) -> list[str]:
         blocks = range(len(self.core_block))
         return ["adapter", *(f"core_block.{block}.{name}" for block in blocks for name in _PROJECTIONS)]
 
-    def layer_counts(self) -> tuple[int, int]:
-        return len(self.prelude) + len(self.coda), len(self.core_block)
-
     def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.config.block_layout != "huginn":
-            return rotations(self.config, position_ids, embeddings.dtype)
+            return self.rotary_emb(embeddings, position_ids)
         angles = rotary_angles(self.config, position_ids)
         return angles.cos(), angles.sin()
 
     def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
-        injected = inputs.state * self.config.init_values["embed_scale"]
-        for block in self.prelude:
-            injected = block(injected, **inputs.layer_arguments(), **layer_kwargs)
+        inputs = replace(inputs, state=inputs.state * self.config.init_values["embed_scale"])
+        injected = inputs.run(self.prelude, **layer_kwargs)
         state = self.initial_state(inputs) if initial_state is None else initial_state
         return replace(inputs, injected=injected, state=state.to(injected))
 
     def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
-        hidden_states = project(torch.cat([inputs.state, inputs.injected], dim=-1), self.adapter)[0]
-        for block in self.core_block:
-            hidden_states = block(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
-        return hidden_states
+        mixed = project(torch.cat([inputs.state, inputs.injected], dim=-1), self.adapter)[0]
+        return replace(inputs, state=mixed).run(self.core_block, **layer_kwargs)
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
-        hidden_states = self.ln_f(inputs.state) if self.config.block_layout == "huginn" else inputs.state
-        for block in self.coda:
-            hidden_states = block(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
-        return self.ln_f(hidden_states)
+        if self.config.block_layout == "huginn":
+            inputs = replace(inputs, state=self.ln_f(inputs.state))
+        return self.ln_f(inputs.run(self.coda, **layer_kwargs))
 
     @torch.no_grad()
     def initial_state(self, inputs: LoopInputs) -> torch.Tensor:
@@ -151,13 +134,8 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
             return torch.zeros_like(state)
         positions = inputs.position_ids.expand(len(state), -1)
         draw = self.loop_state.plan.draw if self.training and config.redraw_state else None
-        if draw is None:
-            keys = [stream_key("initial state", config.state_seed)]
-        else:
-            keys = [
-                stream_key("initial state", config.state_seed, draw.seed, draw.step, row, segment)
-                for row, segment in draw.example_ids
-            ]
+        examples = [()] if draw is None else [(draw.seed, draw.step, *example) for example in draw.example_ids]
+        keys = [stream_key("initial state", config.state_seed, *example) for example in examples]
         keys = torch.tensor([key - 2**64 if key >= 2**63 else key for key in keys], device=state.device)  # as int64
         keys = self.loop_state.per_token(keys, state).squeeze(-1)  # [B or 1, S or 1]
         scale = config.init_values["std"] * config.init_values["embed_scale"]

@@ -72,13 +72,7 @@ class Lengths:
 
 
 def lengths_in_chunks(lengths: Sequence[int], like: torch.Tensor, num_heads: int, head_dim: int) -> Lengths:
-    """Return the lengths of examples for attention by few launches.
-
-    Args:
-        lengths: in tokens, in order.
-        like: the states, for their device and dtype.
-        num_heads, head_dim: of the queries.
-    """
+    """Return the lengths of examples for attention by few launches; `like` are the states, for their device and dtype."""
     autocast = torch.is_autocast_enabled(like.device.type)
     dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
     if _takes_all_at_once(like.device, dtype, head_dim):

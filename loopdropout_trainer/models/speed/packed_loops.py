@@ -23,17 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from loopdropout_trainer.looped import LoopState
-from loopdropout_trainer.models.operations import take_rows
+from loopdropout_trainer.models.looped_modeling import LoopInputs
 from loopdropout_trainer.models.speed.packing import Packing
-
-
-if TYPE_CHECKING:  # the driver of the loops imports this module
-    from loopdropout_trainer.models.looped_modeling import LoopInputs
 
 
 @dataclass(frozen=True)
@@ -145,9 +140,7 @@ class PackedLoops:
         states = {}
         for part in parts:
             layout, state = self._layout(part.order), self._state(part.order)  # [1, n, H]
-            num_active = sum(
-                self.lengths[index] for index in part.order[: part.num_active]
-            )  # tokens, counted from the first
+            num_active = sum(self.lengths[index] for index in part.order[: part.num_active])  # tokens, from the first
             step = self.plan.step(loop, state.device, layout.tokens, num_active, part.frozen, self.prepared)
             self.loop_state.announce(step)  # for what runs outside of a layer; layers announce it themselves
             # Nothing trained has touched the state of frozen examples. The gradient of inactive ones passes through the
@@ -176,7 +169,7 @@ class PackedLoops:
         # Autocast to bfloat16 knows no float16 here: states may be float32 beside a float16 base's embeddings.
         with torch.autocast(states[0].device.type, enabled=False):
             state = states[0] if len(states) == 1 else torch.cat(states, dim=1)
-            return state if tuple(lie) == order else take_rows(state[0], self._rows(lie, order)).unsqueeze(0)
+            return state if tuple(lie) == order else state.index_select(1, self._rows(lie, order))
 
     def _layout(self, order: tuple[int, ...]) -> _Layout:
         if order not in self.layouts:
@@ -196,9 +189,7 @@ class PackedLoops:
             starts[index] = start
             start += self.lengths[index]
         lengths = torch.tensor([self.lengths[index] for index in order])  # (1, 3)
-        firsts = torch.tensor(
-            [starts[index] for index in order]
-        )  # (5, 2), where they begin; they shall begin at (0, 1)
+        firsts = torch.tensor([starts[index] for index in order])  # (5, 2), and shall be (0, 1)
         shifts = firsts - (lengths.cumsum(0) - lengths)  # (5, 1), of all tokens of an example
         rows = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)  # 0 + 5, 1 + 1, 2 + 1, 3 + 1
         return rows.to(self.packing.device, non_blocking=True)

@@ -26,12 +26,7 @@ _PLAIN = (torch.Tensor, FakeTensor)  # the latter where memory is estimated with
 
 
 class DeferredResult:
-    """A result that can be computed again, once for all the nodes of the graph that ask for it.
-
-    Args:
-        operation: a deterministic function that makes a new tensor.
-        inputs: what it was given.
-    """
+    """The result of a deterministic operation, computed again once for all the nodes of the graph that ask for it."""
 
     def __init__(self, operation: Callable[..., torch.Tensor], inputs: tuple[Any, ...]) -> None:
         self.operation = operation

@@ -5,49 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
-from transformers.utils import logging
 
 from loopdropout_trainer.looped import LoopStep, launch_flops
+from loopdropout_trainer.models.looped_modeling import LoopedBackbone, LoopInputs, PlainRun
 from loopdropout_trainer.models.speed.packed_attention import Lengths, lengths_in_chunks
 from loopdropout_trainer.models.speed.packed_loops import PackedLoops, Thresholds
-from loopdropout_trainer.models.speed.packing import Packing, find_packing
+from loopdropout_trainer.models.speed.packing import find_packing
 from loopdropout_trainer.models.speed.recomputation import recomputation
 
-
-if TYPE_CHECKING:  # the driver of the loops imports this module
-    from loopdropout_trainer.models.looped_modeling import LoopedBackbone, LoopInputs, PlainRun
-
-logger = logging.get_logger(__name__)
 
 FORWARD_LAUNCHES, SLICE_LAUNCHES, ORDER_LAUNCHES = 40, 20, 30
 """Operations of a layer's forward pass, of a layer that leaves some tokens alone, and of putting a row in another order."""
 
 
-class FastRun:
-    """A forward pass whose examples run packed in one row, whose pointwise results are recomputed, or both.
+class FastRun(PlainRun):
+    """A forward pass whose examples run packed in one row, whose pointwise results are recomputed, or both."""
 
-    Args:
-        plain: what runs a pass that is not packed.
-        packs, recomputes: what is switched on.
-    """
-
-    def __init__(self, plain: PlainRun, packs: bool, recomputes: bool) -> None:
-        self.plain = plain
-        self.backbone: LoopedBackbone = plain.backbone
+    def __init__(self, backbone: LoopedBackbone, packs: bool, recomputes: bool) -> None:
+        super().__init__(backbone)
         self.packs = packs
         self.recomputes = recomputes
-        self.packing: Packing | None = None
-        self.loops: PlainRun | PackedLoops = plain
 
     def arrange(self, inputs: LoopInputs, attention_mask: Any, cache: Cache | None) -> LoopInputs:
         if not self.packs:
-            return self.plain.arrange(inputs, attention_mask, cache)
+            return super().arrange(inputs, attention_mask, cache)
         plan, rows = self.backbone.loop_state.plan, inputs.state.shape[:2]  # [B, S]
         self.packing = packing = find_packing(rows, attention_mask, inputs.position_ids, plan.segments)
         self.backbone.loop_state.announce(LoopStep(tokens=packing.tokens()))  # for random initial states
@@ -60,32 +47,31 @@ class FastRun:
         )
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.packing is None else self.packing.pack(x)
+        return self.packing.pack(x) if self.packs else x
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.packing is None else self.packing.unpack(x)
+        return self.packing.unpack(x) if self.packs else x
 
     def start(self, inputs: LoopInputs) -> AbstractContextManager:
-        if self.packing is None:
-            self.plain.start(inputs)
-        else:
-            self.loops = self._packed_loops(inputs, self.packing)
+        super().start(inputs)
+        if self.packs:
+            self.packed = self._packed_loops(inputs)
         return recomputation(self.recomputes)
 
     def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
-        self.loops.loop(recurrent_step, loop)
+        (self.packed if self.packs else super()).loop(recurrent_step, loop)
 
     def result(self) -> LoopInputs:
-        return self.loops.result()
+        return (self.packed if self.packs else super()).result()
 
-    def _packed_loops(self, inputs: LoopInputs, packing: Packing) -> PackedLoops:
+    def _packed_loops(self, inputs: LoopInputs) -> PackedLoops:
         # If what comes before the loops is trained, no loop of any example is free of gradient.
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
         may_freeze = torch.is_grad_enabled() and not needs_gradient
         lora_parameters = self.backbone.training_policy.lora_parameters if may_freeze else None
         thresholds = Thresholds() if lora_parameters is None else self.thresholds(inputs.state, lora_parameters)
         mask_of = lambda lengths: self._mask(inputs.state, lengths)
-        return PackedLoops(inputs, packing, self.backbone.loop_state, mask_of, lora_parameters, thresholds)
+        return PackedLoops(inputs, self.packing, self.backbone.loop_state, mask_of, lora_parameters, thresholds)
 
     def thresholds(self, like: torch.Tensor, lora_parameters: Sequence[nn.Parameter]) -> Thresholds:
         """Return from how many tokens on it takes less time to treat examples apart, by the sizes of the recurrent block.
@@ -102,24 +88,14 @@ class FastRun:
             weights = sum(linear.in_features * linear.out_features for linear in linears)
             backbone.block_sizes = weights, sum(parameter.numel() for parameter in lora_parameters)
         weights, factors = backbone.block_sizes
-        _, num_layers = backbone.layer_counts()
+        num_layers = backbone.config.num_recurrent_layers
         launch = launch_flops(like.device, like.dtype)
         apart = (FORWARD_LAUNCHES * num_layers + ORDER_LAUNCHES) * launch
-        passes = 2 if backbone.gradient_checkpointing else 1  # the backward pass, with what it recomputes
-        thresholds = Thresholds(
-            frozen=apart / (2 * passes * weights),
-            inactive=(SLICE_LAUNCHES * num_layers + ORDER_LAUNCHES) * launch / (6 * factors),
-        )
         if like.is_cuda and weights * like.shape[1] > apart:
-            thresholds = (
-                Thresholds()
-            )  # the device is busy for longer than both launches take, which it does not wait for
-        logger.info_once(
-            "`skip_frozen_loops`: examples that need no gradient yet run apart from others in loops where they have "
-            f"{thresholds.frozen:.0f} tokens or more, and others without an update where they have {thresholds.inactive:.0f} "
-            "or more."
-        )
-        return thresholds
+            return Thresholds()  # the device is busy for longer than both launches take, which it does not wait for
+        passes = 2 if backbone.gradient_checkpointing else 1  # the backward pass, with what it recomputes
+        inactive = (SLICE_LAUNCHES * num_layers + ORDER_LAUNCHES) * launch / (6 * factors)
+        return Thresholds(frozen=apart / (2 * passes * weights), inactive=inactive)
 
     def _mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor | None:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""

@@ -10,7 +10,6 @@ from loopdropout_trainer.evaluation.metrics.answer_metric import Verdict
 
 ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")
 _MARK = "#### "
-_FINAL_PERIOD = re.compile(r"\.$")
 
 
 def extract_answer(prediction: str) -> str | None:
@@ -23,7 +22,7 @@ def normalize(text: str) -> str:
     """Return `text` without commas, dollar signs, anything up to the last `#### ` and a final period, in lower case."""
     text = text.replace(",", "").replace("$", "")
     text = text[text.rfind(_MARK) + len(_MARK) :] if _MARK in text else text  # in linear time, unlike `.*#### `
-    return _FINAL_PERIOD.sub("", text).lower()
+    return re.sub(r"\.$", "", text).lower()
 
 
 def score(prediction: str | None, reference: str | None) -> Verdict:

@@ -11,43 +11,123 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedConfig, Qwen3Config
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from loopdropout_trainer.looped import LoopState
-from loopdropout_trainer.models.layers import PROJECTIONS, GatedMLP, RMSNorm, SelfAttention, StaysFloat32
+from loopdropout_trainer.models.decoder import DecoderLayer
+from loopdropout_trainer.models.layers import PROJECTIONS, ExactRotaryEmbedding, RMSNorm, StaysFloat32
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
+    LoopedConfigMixin,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
     LoopInputs,
-    RecurrentLayer,
-    every_run,
 )
-from loopdropout_trainer.models.loopus.configuration_loopus import LoopusConfig
-from loopdropout_trainer.models.rotary import ExactRotaryEmbedding
 
 
-class LoopusLayer(RecurrentLayer):
-    """A Qwen3 layer of any of the three stacks."""
+_COMMON_FIELDS = {field.name for field in fields(PreTrainedConfig)}
+_QWEN3_FIELDS = [field.name for field in fields(Qwen3Config) if field.init and field.name not in _COMMON_FIELDS]
+_SPLIT = ("encoder_layer_indices", "reasoning_layer_indices", "decoder_layer_indices")
+
+
+@strict
+class LoopusConfig(LoopedConfigMixin, Qwen3Config):
+    """Configuration of a LoopUS model: the fields of `Qwen3Config`, and those below.
+
+    The hub nests the Qwen3 fields in `base_config_dict`. Here they are the configuration's own fields; `base_config_dict`
+    is read if given, and written when the configuration is saved.
+
+    `N` is the recurrence depth K, also readable and settable as `num_loops`, on a loaded model too: every forward runs
+    exactly K loops. The hub's `q_threshold`, `q_eval_interval`, `halting_strategy` and `convergence_epsilon` say when the
+    published code stops early; they are stored and never acted upon.
+
+    Args:
+        encoder_layer_indices, reasoning_layer_indices, decoder_layer_indices: base layers of each stack, a partition of
+            0 .. `num_hidden_layers` - 1. Default: the first two, all others, the last.
+        backprop_depth: number of last loops that gradients flow through; None: all of them.
+    """
+
+    model_type = "lds"
+    attribute_map = {"num_loops": "N"}
+    base_model_tp_plan = {}
+
+    base_config_dict: dict | None = None
+    base_model_name_or_path: str | None = None
+    encoder_layer_indices: list[int] | None = None
+    reasoning_layer_indices: list[int] | None = None
+    decoder_layer_indices: list[int] | None = None
+    N: int = 6
+    q_threshold: float = 0.9
+    q_eval_interval: int = 1
+    halting_strategy: str = "threshold"
+    convergence_epsilon: float = 1e-2
+    backprop_depth: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.base_config_dict is not None:
+            nested = dict(self.base_config_dict)
+            if nested.get("model_type", "qwen3") != "qwen3":
+                raise ValueError(
+                    f"LoopUS is implemented over Qwen3; `base_config_dict` is of a {nested['model_type']!r} model."
+                )
+            base = Qwen3Config(**{key: value for key, value in nested.items() if key != "model_type"})
+            for name in _QWEN3_FIELDS:
+                if name in nested or name == "rope_parameters":
+                    setattr(self, name, getattr(base, name))
+        self.tie_word_embeddings = False  # embedding and head are two tensors, whatever the base model had
+        last = self.num_hidden_layers - 1
+        if all(getattr(self, name) is None for name in _SPLIT):
+            self.encoder_layer_indices, self.decoder_layer_indices = list(range(min(2, last - 1))), [last]
+            self.reasoning_layer_indices = list(range(min(2, last - 1), last))
+        super().__post_init__(**kwargs)
+        split = [getattr(self, name) or [] for name in _SPLIT]
+        if sorted(sum(split, [])) != list(range(self.num_hidden_layers)) or not split[1]:
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in _SPLIT)} must share the {self.num_hidden_layers} base layers among "
+                f"them, with at least one to loop; got {split[0]}, {split[1]}, {split[2]}."
+            )
+        if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
+            raise ValueError("Only full attention is implemented for LoopUS; set `use_sliding_window` to false.")
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return len(self.reasoning_layer_indices)
+
+    def nested(self) -> dict[str, Any]:
+        """Return `base_config_dict` with the present values."""
+        if self.base_config_dict is None:
+            base = Qwen3Config(**{name: getattr(self, name) for name in _QWEN3_FIELDS})
+            stored = {**base.to_dict(), "model_type": "qwen3"}
+        else:
+            stored = self.base_config_dict
+        present = {name: getattr(self, name) for name in stored if name in _QWEN3_FIELDS and "rope" not in name}
+        return {**stored, **present}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "base_config_dict": self.nested()}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return what is saved: the hub's form."""
+        saved = {name: value for name, value in super().to_diff_dict().items() if name not in _QWEN3_FIELDS}
+        sizes = {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
+        published = ["LDSForCausalLM"]
+        return {**saved, "base_config_dict": self.nested(), "architectures": published, **sizes}
+
+
+class LoopusLayer(DecoderLayer):
+    """A Qwen3 layer of any of the three stacks: Llama's, with normed heads."""
 
     def __init__(self, config: LoopusConfig, layer_idx: int, loop_state: LoopState) -> None:
-        super().__init__()
-        self.loop_state = loop_state
-        self.self_attn = SelfAttention(config, layer_idx, functools.partial(RMSNorm, eps=config.rms_norm_eps))
-        self.mlp = GatedMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attention
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        super().__init__(config, layer_idx, loop_state, functools.partial(RMSNorm, eps=config.rms_norm_eps))
 
 
 class HaltingHead(StaysFloat32, nn.Sequential):
@@ -81,19 +161,10 @@ class LoopusStack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(LoopusLayer(config, index, loop_state) for index in cache_layers)
 
-    def run(self, hidden_states: torch.Tensor, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
-        """Return the hidden states [B, S, H] after all layers."""
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, **inputs.layer_arguments(), **layer_kwargs)
-        return hidden_states
-
 
 class LoopusPreTrainedModel(LoopedPreTrainedModel):
-    config: LoopusConfig
     config_class = LoopusConfig
-    base_model_prefix = "model"
     _no_split_modules = ["LoopusLayer"]
-    _can_record_outputs = {"hidden_states": every_run(LoopusLayer), "attentions": SelfAttention}
     _keep_in_fp32_modules_strict = ["reasoning.gate", "q_head", "model.reasoning.gate", "model.q_head"]
     _keep_in_fp32_modules = _keep_in_fp32_modules_strict  # what quantisers leave alone, by names from the root
 
@@ -136,7 +207,7 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         self.reasoning.gate = SelectiveGate(config)
         self.decoder.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.decoder.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.q_head = HaltingHead(  # kept for the checkpoint; see halting_probabilities
+        self.q_head = HaltingHead(  # kept for the checkpoint; nothing reads it
             nn.LayerNorm(config.hidden_size, eps=1e-5, dtype=torch.float32),
             nn.Linear(config.hidden_size, 1, dtype=torch.float32),
         )
@@ -147,36 +218,15 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         layers = range(len(self.reasoning.layers))
         return [f"reasoning.layers.{layer}.{name}" for layer in layers for name in PROJECTIONS]
 
-    def layer_counts(self) -> tuple[int, int]:
-        return len(self.encoder.layers) + len(self.decoder.layers), len(self.reasoning.layers)
-
     def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
-        encoded = self.encoder.run(inputs.state, inputs, **layer_kwargs)
+        encoded = inputs.run(self.encoder.layers, **layer_kwargs)
         return super().run_prelude(replace(inputs, state=encoded), initial_state)
 
     def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
-        answer = self.reasoning.run(inputs.state, inputs, **layer_kwargs)
-        return self.reasoning.gate(answer, inputs.state)
+        return self.reasoning.gate(inputs.run(self.reasoning.layers, **layer_kwargs), inputs.state)
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
-        return self.decoder.norm(self.decoder.run(inputs.state, inputs, **layer_kwargs))
-
-    def halting_probabilities(
-        self, loop_states: tuple[torch.Tensor, ...], attention_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the halting head's probability of stopping after each loop, [K, B], read at each row's last token.
-
-        Nothing in this package stops by it.
-
-        Args:
-            loop_states: K states [B, S, H], from `output_readouts=True`.
-            attention_mask: [B, S], 0 on padding.
-        """
-        states = torch.stack(loop_states).to(self.q_head[1].weight.dtype)  # [K, B, S, H]
-        last = torch.full(states.shape[1:2], states.shape[2] - 1, device=states.device)
-        if attention_mask is not None:
-            last = (attention_mask * torch.arange(states.shape[2], device=states.device)).argmax(-1)
-        return torch.sigmoid(self.q_head(states[:, torch.arange(len(last)), last]).squeeze(-1))
+        return self.decoder.norm(inputs.run(self.decoder.layers, **layer_kwargs))
 
 
 class LoopusForCausalLM(LoopusPreTrainedModel, LoopedForCausalLM):
@@ -187,7 +237,6 @@ class LoopusForCausalLM(LoopusPreTrainedModel, LoopedForCausalLM):
     def __init__(self, config: LoopusConfig) -> None:
         super().__init__(config)
         self.model = LoopusModel(config)
-        self.vocab_size = config.vocab_size
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

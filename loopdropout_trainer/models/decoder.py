@@ -1,0 +1,80 @@
+"""A plain decoder, all of whose layers form the recurrent block: what Ouro and Nanbeige share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.models.layers import PROJECTIONS, ExactRotaryEmbedding, GatedMLP, RMSNorm, SelfAttention
+from loopdropout_trainer.models.looped_modeling import (
+    LoopedBackbone,
+    LoopedConfigMixin,
+    LoopedForCausalLM,
+    RecurrentLayer,
+)
+
+
+class DecoderConfigMixin(LoopedConfigMixin):
+    """Saves RoPE also under the names that readers other than transformers 5 know."""
+
+    def to_diff_dict(self) -> dict:
+        fields, rope = super().to_diff_dict(), self.rope_parameters
+        scaling = None if rope.get("rope_type", "default") == "default" else dict(rope)
+        return {**fields, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+class DecoderLayer(RecurrentLayer):
+    """Llama's layer: x = x + Attn(N1 x);  x = x + MLP(N2 x).
+
+    Args:
+        config: with the fields of transformers' Llama.
+        layer_idx: layer of the cache that holds its keys.
+        loop_state: of the model.
+        norm: of queries' and keys' heads, see `SelfAttention`.
+    """
+
+    def __init__(self, config, layer_idx: int, loop_state: LoopState, norm: Any = None) -> None:
+        super().__init__()
+        self.loop_state = loop_state
+        self.self_attn = SelfAttention(config, layer_idx, norm)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def layer_forward(self, hidden_states, **kwargs):
+        attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attention
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DecoderBackbone(LoopedBackbone):
+    """Embeddings, the recurrent layers, and a norm. A subclass names its layers, and calls `post_init`."""
+
+    layer_class: type[DecoderLayer]
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        layers = (self.layer_class(config, index, self.loop_state) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = ExactRotaryEmbedding(config)
+
+    def recurrent_names(self) -> list[str]:
+        return [f"layers.{layer}.{name}" for layer in range(len(self.layers)) for name in PROJECTIONS]
+
+
+class DecoderForCausalLM(LoopedForCausalLM):
+    """The decoder with its head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    backbone_class: type[DecoderBackbone]
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.model = self.backbone_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
