@@ -100,11 +100,9 @@ def locked_folder(folder, patch):
 
 def without_optional_packages(folder, patch):
     find = importlib.util.find_spec
-    missing = ("wandb", "mlflow", "liger_kernel", "deepspeed")
-    for module in ("config", "preflight"):
-        patch.setattr(
-            f"loopdropout_trainer.training.{module}.find_spec", lambda name: None if name in missing else find(name)
-        )
+    patch.setattr(
+        "loopdropout_trainer.training.config.find_spec", lambda name: None if name == "deepspeed" else find(name)
+    )
 
 
 def model(folder, patch=None, **config):

@@ -226,9 +226,7 @@ def test_a_full_disk_is_one_error_and_leaves_the_newest_complete_checkpoint(make
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     trainer = make_trainer(cls=Fills)
     try:
-        with pytest.raises(
-            CheckpointError, match="checkpoint of step 4 could not be written .*newest complete .*checkpoint-2"
-        ):
+        with pytest.raises(CheckpointError, match="step 4 could not be written .*checkpoint-2"):
             trainer.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -258,25 +256,19 @@ def test_a_nan_loss_stops_the_run_before_it_reaches_the_weights(make_trainer):
     make_trainer(cls=Breaks, stop_on_nan=False, save_strategy="no").train()
 
 
-@pytest.mark.parametrize(
-    "rows, message",
-    [
-        ([], "`train_dataset` is empty"),
-        ([{"question": "1+1", "answer": "2"}], "has the columns 'answer', 'question'; it needs 'text' or"),
-    ],
-)
-def test_a_dataset_that_cannot_be_trained_on_is_one_error(make_trainer, rows, message):
-    with pytest.raises(ValueError, match=message):
-        make_trainer(rows=Dataset.from_list(rows))
-
-
-def test_a_dataset_file_that_is_cut_off_is_one_error(make_trainer, dataset, tmp_path):
+def test_data_that_cannot_be_trained_on_is_one_error(make_trainer, dataset, tmp_path):
     file = tmp_path / "data.parquet"
     dataset.to_parquet(file)
-    rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+    streamed = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
     cut(file)
-    with pytest.raises(ValueError, match="`train_dataset` cannot be read"):
-        make_trainer(rows=rows)
+    other = Dataset.from_list([{"question": "1+1", "answer": "2"}])
+    for rows, fault in (
+        (Dataset.from_list([]), "is empty"),
+        (other, "columns 'answer'"),
+        (streamed, "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=f"`train_dataset` .*{fault}"):
+            make_trainer(rows=rows)
 
 
 # --- the wrong adapter ------------------------------------------------------------------------------------------------
@@ -293,7 +285,8 @@ def test_a_dataset_file_that_is_cut_off_is_one_error(make_trainer, dataset, tmp_
 )
 def test_resuming_with_another_adapter_base_or_depth_is_refused(finished, make_trainer, changed, message):
     model = tiny_ouro(**changed.get("model", {}))
-    trainer = make_trainer(model, peft_config=default_peft_config(model, **changed.get("peft_config", {})))
+    peft_config = default_peft_config(model, **changed.get("peft_config", {}))
+    trainer = make_trainer(model, peft_config=peft_config, resume_with_changed_settings=True)
     with pytest.raises(ValueError, match=message):
         trainer.train(resume_from_checkpoint=True)
 

@@ -176,14 +176,8 @@ def test_a_model_is_loaded_by_name_at_the_depth_asked_for(train, tmp_path, token
 
 
 def llama(folder):
-    fields = {
-        "vocab_size": 8,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    LlamaForCausalLM(LlamaConfig(**fields)).save_pretrained(folder)
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(folder)
     return str(folder)
 
 

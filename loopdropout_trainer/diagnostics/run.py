@@ -29,7 +29,7 @@ from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.settings.versions import library_versions
-from loopdropout_trainer.training.resources import device_name
+from loopdropout_trainer.training.memory import device_name
 
 
 FOLDER = "diagnostics"

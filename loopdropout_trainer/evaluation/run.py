@@ -24,7 +24,7 @@ from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import public_settings
 from loopdropout_trainer.settings.versions import library_versions
-from loopdropout_trainer.training.resources import device_name
+from loopdropout_trainer.training.memory import device_name
 
 
 RESULTS_FILE = "evaluation.json"

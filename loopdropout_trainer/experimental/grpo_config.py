@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 
 from transformers import TrainingArguments
+from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
-from loopdropout_trainer.settings.ranges import check_integer, check_number
-from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments
+from loopdropout_trainer.settings.ranges import check_number
+from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_fields
 
 
 # What TRL finds out in the first step, or not at all.
@@ -19,26 +20,22 @@ _CHOICES = {
     "scale_rewards": ("group", "batch", "none", True, False),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "gates_per": ("prompt", "completion"),
+    "old_gates": ("same", "unit"),
+    "reference_gates": ("unit", "same"),
+    "completion_decoding": ("eager", "compiled", "generate"),
 }
 _INTEGERS = {
-    "num_generations": 2,
-    "num_generations_eval": 1,
-    "num_iterations": 1,
-    "steps_per_generation": 1,
-    "generation_batch_size": 1,
-    "max_completion_length": 1,
-    "completion_slots": 1,
-    "top_k": 0,
+    0: "top_k",
+    1: "num_generations_eval num_iterations steps_per_generation generation_batch_size max_completion_length completion_slots",
+    2: "num_generations",
 }
 _NUMBERS = {
-    "temperature": {"least": 0, "above": True},
-    "top_p": {"least": 0, "above": True, "most": 1},
-    "min_p": {"least": 0, "most": 1},
-    "repetition_penalty": {"least": 0, "above": True},
-    "beta": {"least": 0},
-    "epsilon": {"least": 0},
-    "epsilon_high": {"least": 0},
-    "delta": {"least": 0},
+    "temperature": {"above": True},
+    "top_p": {"above": True, "most": 1},
+    "min_p": {"most": 1},
+    "repetition_penalty": {"above": True},
+    **dict.fromkeys(("beta", "epsilon", "epsilon_high", "delta"), {}),
 }
 
 
@@ -51,81 +48,56 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "rule_args", "loop_loss_args"]
 
-    gates_per: str = field(
+    gates_per: str = HfArg(
         default="prompt",
-        metadata={
-            "help": "Who shares gates: all completions of a `prompt`, so that they are compared under one thinned model, or "
-            "none, each `completion` having its own.",
-            "choices": ["prompt", "completion"],
-        },
+        help="Who shares gates: all completions of a `prompt`, so that they are compared under one thinned model, or none, "
+        "each `completion` having its own.",
+        metadata={"choices": _CHOICES["gates_per"]},
     )
-    old_gates: str = field(
+    old_gates: str = HfArg(
         default="same",
-        metadata={
-            "help": "Gates of the old log-probabilities: the `same` as the current policy's (the importance ratio begins at "
-            "1), or `unit`, with which the completions were sampled (the ratio corrects for the gates).",
-            "choices": ["same", "unit"],
-        },
+        help="Gates of the old log-probabilities: the `same` as the current policy's (the importance ratio begins at 1), or "
+        "`unit`, with which the completions were sampled (the ratio corrects for the gates).",
+        metadata={"choices": _CHOICES["old_gates"]},
     )
-    reference_gates: str = field(
+    reference_gates: str = HfArg(
         default="unit",
-        metadata={
-            "help": "Gates of the reference's log-probabilities (with `beta`) if it is the copy of a pretrained adapter: "
-            "`unit`, or the `same` as the current policy's. A new adapter's reference is the base model, which has none.",
-            "choices": ["unit", "same"],
-        },
+        help="Gates of the reference's log-probabilities (with `beta`) if it is the copy of a pretrained adapter: `unit`, or "
+        "the `same` as the current policy's. A new adapter's reference is the base model, which has none.",
+        metadata={"choices": _CHOICES["reference_gates"]},
     )
-    completion_decoding: str = field(
+    completion_decoding: str = HfArg(
         default="eager",
-        metadata={
-            "help": "How completions are decoded without vLLM: `eager` (continuous batching), `compiled` (the same with "
-            "compiled steps), or `generate` (transformers' own, as TRL does).",
-            "choices": ["eager", "compiled", "generate"],
-        },
+        help="How completions are decoded without vLLM: `eager` (continuous batching), `compiled` (the same with compiled "
+        "steps), or `generate` (transformers' own, as TRL does).",
+        metadata={"choices": _CHOICES["completion_decoding"]},
     )
-    completion_slots: int | None = field(
+    completion_slots: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Completions that a process decodes at a time. Default: all that it generates at once. No completion "
-            "depends on it."
-        },
+        help="Completions that a process decodes at a time. Default: all that it generates at once. No completion depends on "
+        "it.",
     )
 
     def __post_init__(self):
-        self._check_fields()
-        super().__post_init__()
-        if self.loop_loss != "final" and self.use_vllm and self.vllm_importance_sampling_correction:
-            raise ValueError(
-                "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to "
-                "false, or `loop_loss` to 'final'."
-            )
-
-    def _check_fields(self) -> None:
-        for name in ("gates_per", "old_gates", "reference_gates", "completion_decoding"):
-            valid = type(self).__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in valid:
-                raise ValueError(f"`{name}` must be {' or '.join(valid)}; got {getattr(self, name)!r}.")
-        for name, valid in _CHOICES.items():
-            if getattr(self, name) not in valid:
-                raise ValueError(f"`{name}` must be among {', '.join(map(str, valid))}; got {getattr(self, name)!r}.")
-        for name, least in _INTEGERS.items():
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), least)
-        for name, limits in _NUMBERS.items():
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), **limits)
+        check_fields(self, _INTEGERS, _NUMBERS, _CHOICES)
+        for weight in self.reward_weights or ():
+            check_number("reward_weights", weight, -inf)
         for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
             if getattr(self, name):
                 raise ValueError(
                     f"`{name}` has no cache for a model that runs its layers several times: leave it out. Completions are "
                     "batched continuously by default (`completion_decoding`)."
                 )
-        for weight in self.reward_weights or ():
-            check_number("reward_weights", weight, -math.inf)
         if self.make_loop_loss().name == "random":
             raise ValueError(
                 "`loop_loss: random` runs fewer loops than the completions were sampled with: choose 'final', 'uniform', "
                 "'progressive', 'weighted' or 'exit'."
+            )
+        super().__post_init__()
+        if self.loop_loss != "final" and self.use_vllm and self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to "
+                "false, or `loop_loss` to 'final'."
             )
 
     @property

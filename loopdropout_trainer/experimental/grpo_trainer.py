@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers.utils import logging
 from trl import GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
-from loopdropout_trainer.experimental.completions import load_completions, restart_at_epochs, save_completions
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
-from loopdropout_trainer.looped import GatePlan, find_looped_model
+from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
@@ -53,15 +55,8 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         looped, args = find_looped_model(self.model), self.args
-        if getattr(looped.config, "prefix_lm", False):
-            raise ValueError(
-                f"{type(looped).__name__} reads its prompts in both directions (`prefix_lm`), which GRPO's scores of "
-                "completions do not: use SFT or DPO."
-            )
-        self._check_gates()
+        self._check_model(looped)
         loop_loss = args.make_loop_loss()
-        if looped.trains_at_one_depth and loop_loss.scores_all:
-            raise ValueError(f"{type(looped).__name__} trains on its final loop: leave `loop_loss` at 'final'.")
         loop_loss.check_model(looped)
         if loop_loss.scores_all:
             score_loops(looped, loop_loss)
@@ -69,18 +64,25 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         self._decoding = self._choose_decoding()
         self._eval_batch = 0
 
-    def _check_gates(self) -> None:
-        """Refuse old log-probabilities under gates that would not be those of the current ones."""
-        several = self.rule.passes > 1 or self.rule.wants_sensitivity
-        if self.args.scores_old and self.args.old_gates == "same" and several:
+    def _check_model(self, looped: LoopedModelMixin) -> None:
+        """Refuse a model, or gates of a rule, by which scores would not be those that are compared."""
+        name, args, rule = type(looped).__name__, self.args, self.rule
+        if getattr(looped.config, "prefix_lm", False):
             raise ValueError(
-                f"The rule {self.rule.name!r} changes a completion's gates while it is trained on, so that none are those of "
-                "its old log-probabilities: set `old_gates: unit`, or generate anew for each optimizer step "
+                f"{name} reads its prompts in both directions (`prefix_lm`), which GRPO's scores of completions do not: use "
+                "SFT or DPO."
+            )
+        if looped.trains_at_one_depth and args.loop_loss != "final":
+            raise ValueError(f"{name} trains on its final loop: leave `loop_loss` at 'final'.")
+        if args.scores_old and args.old_gates == "same" and (rule.passes > 1 or rule.wants_sensitivity):
+            raise ValueError(
+                f"The rule {rule.name!r} changes a completion's gates while it is trained on, so that none are those of its "
+                "old log-probabilities: set `old_gates: unit`, or generate anew for each optimizer step "
                 "(`num_iterations: 1`, and `steps_per_generation` as `gradient_accumulation_steps`)."
             )
-        if "ref" in self.model.peft_config and self.args.reference_gates == "same" and self.rule.adapter != "gated":
+        if "ref" in self.model.peft_config and args.reference_gates == "same" and rule.adapter != "gated":
             raise ValueError(
-                f"The rule {self.rule.name!r} has an adapter of its own kind, whose frozen copy takes no gates: set "
+                f"The rule {rule.name!r} has an adapter of its own kind, whose frozen copy takes no gates: set "
                 "`reference_gates: unit`."
             )
 
@@ -120,24 +122,15 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     def _sample(self, prompt_ids: list[list[int]], mode: str) -> list[list[int]]:
         """Sample a completion of each prompt at unit gates, by draws that no layout and no resume changes."""
-        first = self.accelerator.process_index * len(prompt_ids)
-        sampler = Sampler(
-            self.args.seed,
-            f"completions, {mode}",
-            self._round if mode == "train" else self._eval_batch,
-            range(first, first + len(prompt_ids)),
-            self.max_completion_length,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-        )
+        length, generation = self.max_completion_length, self._round if mode == "train" else self._eval_batch
+        cut = (self.temperature, self.top_k, self.top_p, self.min_p)
+        rows = self._new_rows(len(prompt_ids))
+        sampler = Sampler(self.args.seed, f"completions, {mode}", generation, rows, length, *cut)
         self._eval_batch += mode == "eval"
         slots = self.args.completion_slots or len(prompt_ids)
         model = self.accelerator.unwrap_model(self.model)
         compiled = self._decoding == "compiled"
-        length, ends = self.max_completion_length, self.eos_token_ids
-        return sample_completions(model, prompt_ids, sampler, length, ends, slots, compiled)
+        return sample_completions(model, prompt_ids, sampler, length, self.eos_token_ids, slots, compiled)
 
     def evaluation_loop(self, *args, **kwargs):
         self._eval_batch = 0  # every evaluation draws alike
@@ -146,7 +139,8 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        with self._scoring_new_completions():
+        self._scores_new = True
+        try:
             batch = super()._generate_and_score_completions(inputs)
             if (
                 self.args.old_gates == "unit" and not self.args.scores_old
@@ -157,22 +151,16 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
                 with torch.no_grad():
                     old, *_ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length, size)
                 batch["old_per_token_logps"] = old
-        batch["rows"] = torch.tensor(self._new_rows(len(batch["prompt_ids"])), device=self.accelerator.device)
-        return batch
-
-    @contextmanager
-    def _scoring_new_completions(self) -> Iterator[None]:
-        self._scores_new = True
-        try:
-            yield
         finally:
             self._scores_new = False
             self._unit_gates()
+        rows = self._new_rows(len(batch["prompt_ids"]))
+        return {**batch, "rows": torch.tensor(rows, device=self.accelerator.device)}
 
-    def _new_rows(self, rows: int) -> list[int]:
+    def _new_rows(self, rows: int) -> range:
         """Return the places of this process's completions in all that is generated at once."""
         first = self.accelerator.process_index * rows
-        return list(range(first, first + rows))
+        return range(first, first + rows)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kw
@@ -217,7 +205,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         """Return the ids of completions, or of their prompts, in all that the optimizer step generates."""
         return self._example_ids(inputs["rows"].tolist())
 
-    def _example_ids(self, rows: list[int]) -> list[ExampleId]:
+    def _example_ids(self, rows: Sequence[int]) -> list[ExampleId]:
         group = self.num_generations if self.args.gates_per == "prompt" else 1
         first = self._round * self.args.generation_batch_size
         return [((first + row) // group * group, 0) for row in rows]
@@ -252,28 +240,58 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     # Resuming
 
-    @cached_property
+    @functools.cached_property
     def run_identity(self) -> dict[str, Any]:
         identity = super().run_identity
         identity["settings"]["reward_funcs"] = list(self.reward_func_names)
         return identity
 
     def _get_train_sampler(self, *args, **kwargs):
-        return restart_at_epochs(super()._get_train_sampler(*args, **kwargs))
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if isinstance(sampler, RepeatSampler) and sampler.shuffle and sampler.seed is not None:
+            # TRL draws the order of each epoch from one generator, which a resumed run would start at the first epoch again.
+            sampler.set_epoch = functools.partial(_restart_at_epoch, sampler)
+        return sampler
+
+    def _completions_file(self, folder: str | Path) -> Path:
+        place = f"{self.accelerator.process_index}_of_{self.accelerator.num_processes}"
+        return Path(folder) / f"completions_{place}.safetensors"
 
     def save_progress(self, folder: Path) -> None:
+        """Also write the micro-batches so far, and the completions that are still to be trained on, if there are any."""
         super().save_progress(folder)
         is_in_use = self._step % self.args.generates_every != 0
-        save_completions(folder, self.accelerator, self._step, self._buffered_inputs if is_in_use else None)
+        tensors = {
+            f"{index}.{name}": tensor.contiguous().clone()
+            for index, batch in enumerate(self._buffered_inputs if is_in_use else ())
+            for name, tensor in batch.items()
+            if torch.is_tensor(tensor)
+        }
+        save_file(tensors, self._completions_file(folder), {"micro_batches": str(self._step)})
 
     def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
         place = super()._init_training_state(
             max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         self._step, self._buffered_inputs = 0, None
-        if resume_from_checkpoint is not None:
-            per_step = self.args.gradient_accumulation_steps
-            self._step, self._buffered_inputs = load_completions(
-                resume_from_checkpoint, self.accelerator, self.state.global_step * per_step
-            )
+        if resume_from_checkpoint is None:
+            return place
+        file = self._completions_file(resume_from_checkpoint)
+        if not file.is_file():  # also with another number of processes
+            logger.warning(f"There is no {file}: completions in use are generated again, by the checkpoint's weights.")
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+            return place
+        with safe_open(file, "pt", device=str(self.accelerator.device)) as saved:
+            self._step = int(saved.metadata()["micro_batches"])
+            batches = defaultdict(dict)
+            for key in saved.keys():  # noqa: SIM118 - not a dictionary
+                index, name = key.split(".", 1)
+                batches[int(index)][name] = saved.get_tensor(key)
+        self._buffered_inputs = [batches[index] for index in sorted(batches)] or None
         return place
+
+
+def _restart_at_epoch(sampler: RepeatSampler, epoch: int) -> None:
+    sampler.generator.manual_seed(sampler.seed)
+    for _ in range(epoch):
+        torch.randperm(sampler.num_samples, generator=sampler.generator)

@@ -17,7 +17,7 @@ from loopdropout_trainer.settings.methods import method_title
 from loopdropout_trainer.settings.recipe import public_settings, settings_yaml
 from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.checkpoints import differences
-from loopdropout_trainer.training.resources import device_name
+from loopdropout_trainer.training.memory import device_name
 
 
 RESULTS_FILE = "results.json"

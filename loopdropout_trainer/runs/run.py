@@ -46,9 +46,8 @@ from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
 from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
-from loopdropout_trainer.training.memory import memory_advice
+from loopdropout_trainer.training.memory import device_name, memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config
-from loopdropout_trainer.training.resources import device_name
 from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
 
 

@@ -5,20 +5,47 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.hf_argparser import HfArg
 from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.settings.ranges import check_integer, check_number
-from loopdropout_trainer.training.choices import make_choice
-from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler
+from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler, make_choice
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 from loopdropout_trainer.training.loop_loss import LOOP_LOSSES, LoopLoss
+
+
+def check_fields(
+    args: Any,
+    integers: Mapping[int, str],
+    numbers: Mapping[str, Mapping[str, Any]],
+    choices: Mapping[str, tuple[Any, ...]] | None = None,
+) -> None:
+    """Raise ValueError for a field that nothing can be trained with; None is for the trainer to fill in.
+
+    Args:
+        integers: names of fields by their least value.
+        numbers: limits of fields, as for `check_number`.
+        choices: valid values of fields, of each item where one holds a list.
+    """
+    for least, names in integers.items():
+        for name in names.split():
+            if (value := getattr(args, name, None)) is not None:
+                check_integer(name, value, least)
+    for name, limits in numbers.items():
+        if (value := getattr(args, name, None)) is not None:
+            check_number(name, value, **limits)
+    for name, valid in (choices or {}).items():
+        value = getattr(args, name)
+        values = value if isinstance(value, list) else [value]
+        if not values or any(each not in valid for each in values):
+            raise ValueError(f"`{name}` must be among {', '.join(map(str, valid))}; got {value!r}.")
 
 
 @dataclass
@@ -31,106 +58,79 @@ class LoopDropoutArguments:
         ValueError: for an unknown rule, a field that it does not take, or a value that it refuses.
     """
 
-    rule: str = field(
+    rule: str = HfArg(
         default="loop_dropout",
-        metadata={
-            "help": "How gates are drawn in training: `loop_dropout` (the paper's method), `lora` (unit gates), or another; "
-            "`python -m loopdropout_trainer.gates` lists them with their fields."
-        },
+        help="How gates are drawn in training: `loop_dropout` (the paper's method), `lora` (unit gates), or another; "
+        "`python -m loopdropout_trainer.gates` lists them with their fields.",
     )
-    p: list[float] | None = field(
+    p: list[float] | None = HfArg(
         default=None,
-        metadata={
-            "help": "Drop probability of an adapter application: one number in [0, 1), or one for each loop. "
-            "Default: the rule's own (0.5 for `loop_dropout`).",
-            "nargs": "+",
-        },
+        help="Drop probability of an adapter application: one number in [0, 1), or one for each loop. Default: the rule's "
+        "own (0.5 for `loop_dropout`).",
+        metadata={"nargs": "+"},
     )
-    rule_args: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Further fields of the rule, as a mapping (JSON on the command line)."}
+    rule_args: dict[str, Any] | None = HfArg(
+        default=None, help="Further fields of the rule, as a mapping (JSON on the command line)."
     )
-    gate_seed: int | None = field(
-        default=None,
-        metadata={"help": "Seed of the gate draws, which never touch the global random stream. Default: `seed`."},
+    gate_seed: int | None = HfArg(
+        default=None, help="Seed of the gate draws, which never touch the global random stream. Default: `seed`."
     )
-
-    remove_padding: bool = field(
+    remove_padding: bool = HfArg(
         default=True,
-        metadata={
-            "help": "In training, run the examples of a micro-batch packed in one row, without their padding, each attending "
-            "to itself only: the same result in less time and memory."
-        },
+        help="In training, run the examples of a micro-batch packed in one row, without their padding, each attending to "
+        "itself only: the same result in less time and memory.",
     )
-    skip_frozen_loops: bool = field(
+    skip_frozen_loops: bool = HfArg(
         default=True,
-        metadata={
-            "help": "Run an example's loops before its first active gate without gradient and adapter: the same result in "
-            "less time and memory. Needs `remove_padding`; off by itself under ZeRO and FSDP, and where more than the adapter "
-            "is trained."
-        },
+        help="Run an example's loops before its first active gate without gradient and adapter: the same result in less "
+        "time and memory. Needs `remove_padding`; off by itself under ZeRO and FSDP, and where more than the adapter is "
+        "trained.",
     )
-    fused_lora: bool = field(
+    fused_lora: bool = HfArg(
         default=True,
-        metadata={
-            "help": "Compute adapted projections of one input, with their gradients, in one function that keeps its input and "
-            "what has the adapter's rank. Off by itself under ZeRO and FSDP."
-        },
+        help="Compute adapted projections of one input, with their gradients, in one function that keeps its input and what "
+        "has the adapter's rank. Off by itself under ZeRO and FSDP.",
     )
-    recompute_pointwise: bool = field(
+    recompute_pointwise: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Compute norms and activations of the recurrent block once more in the backward pass, instead of keeping "
-            "their results: the same gradients in less memory. `gradient_checkpointing` recomputes whole layers: still less "
-            "memory, at the price of another forward pass."
-        },
+        help="Compute norms and activations of the recurrent block once more in the backward pass, instead of keeping their "
+        "results: the same gradients in less memory. `gradient_checkpointing` recomputes whole layers: still less memory, at "
+        "the price of another forward pass.",
     )
-    gradient_checkpointing: bool | None = field(
+    gradient_checkpointing: bool | None = HfArg(
         default=None,
-        metadata={
-            "help": "Whether to compute layers again in the backward pass, which takes less memory and about 1.4 of the time. "
-            "Default: only if a step's activations would not fit the device, by an estimate; under DeepSpeed, FSDP and "
-            "`torch_compile`, TRL's: yes.",
-            "nargs": "?",
-            "const": True,
-        },
+        help="Whether to compute layers again in the backward pass, which takes less memory and about 1.4 of the time. "
+        "Default: only if a step's activations would not fit the device, by an estimate; under DeepSpeed, FSDP and "
+        "`torch_compile`, TRL's: yes.",
+        metadata={"nargs": "?", "const": True},
     )
-    compile_layers: bool = field(
+    compile_layers: bool = HfArg(
         default=False,
-        metadata={
-            "help": "In training, compile the repeated layer with `torch.compile`: once for all layers, loops and lengths. "
-            "The first step takes longer. For GPUs; needs `remove_padding` and a single process or DDP."
-        },
+        help="In training, compile the repeated layer with `torch.compile`: once for all layers, loops and lengths. The "
+        "first step takes longer. For GPUs; needs `remove_padding` and a single process or DDP.",
     )
-    stop_on_nan: bool = field(
-        default=True,
-        metadata={"help": "Stop, before the step is taken, when the loss or a gradient is NaN or infinite."},
+    stop_on_nan: bool = HfArg(
+        default=True, help="Stop, before the step is taken, when the loss or a gradient is NaN or infinite."
     )
-    resume_with_changed_settings: bool = field(
+    resume_with_changed_settings: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Resume also from a checkpoint of a run with other settings, data or weights, or train in its folder. It "
-            "is refused otherwise, and the differences are named; training for longer is always allowed."
-        },
+        help="Resume also from a checkpoint of a run with other settings, data or weights, or train in its folder. It is "
+        "refused otherwise, and the differences are named; training for longer is always allowed.",
     )
-    loraplus_lr_ratio: float | None = field(
+    loraplus_lr_ratio: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "LoRA+: learning rate of B as a multiple of A's, which is `learning_rate`. The paper uses 4."
-        },
+        help="LoRA+: learning rate of B as a multiple of A's, which is `learning_rate`. The paper uses 4.",
     )
 
     def __post_init__(self):
-        if self.loraplus_lr_ratio is not None and not self.loraplus_lr_ratio >= 1:
-            raise ValueError(
-                f"`loraplus_lr_ratio` must be a number of at least 1, or empty; got {self.loraplus_lr_ratio!r}."
-            )
+        check_fields(self, {}, {"loraplus_lr_ratio": {"least": 1}})
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
         # Here already: transformers keeps an incomplete DeepSpeed configuration, which would fail the process's next model.
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
-        rule = self.make_rule()
-        self.p = list(rule.p) if isinstance(getattr(rule, "p", None), tuple) else getattr(rule, "p", None)
+        p = getattr(self.make_rule(), "p", None)
+        self.p = list(p) if isinstance(p, tuple) else p
         # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         unsaid = [name for name in CHECKPOINTING_FIELDS if getattr(self, name) is None]
@@ -173,32 +173,30 @@ class LoopDropoutArguments:
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainer pickles its arguments into every checkpoint, which may be pushed: never with a secret.
-        state = {**self.__dict__, "hub_token": None}
-        if isinstance(self.model_init_kwargs, dict):
-            state["model_init_kwargs"] = {k: v for k, v in self.model_init_kwargs.items() if k != "token"}
-        return state
+        return _without_token({**self.__dict__, "hub_token": None})
 
     def to_dict(self) -> dict[str, Any]:
         # What loggers such as W&B are given.
-        fields = super().to_dict()
-        if isinstance(fields.get("model_init_kwargs"), dict):
-            fields["model_init_kwargs"] = {k: v for k, v in fields["model_init_kwargs"].items() if k != "token"}
-        return fields
+        return _without_token(super().to_dict())
+
+
+def _without_token(fields: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(kwargs := fields.get("model_init_kwargs"), dict):
+        fields["model_init_kwargs"] = {key: value for key, value in kwargs.items() if key != "token"}
+    return fields
 
 
 @dataclass
 class LoopLossArguments:
     """Which loops are trained on: fields of every trainer that may score more than the final loop."""
 
-    loop_loss: str = field(
+    loop_loss: str = HfArg(
         default="final",
-        metadata={
-            "help": "Which loops' readouts the training loss scores: `final` (as in the paper), `uniform`, `progressive`, "
-            "`weighted`, `exit` (by the model's exit gate) or `random` (docs/depth.md). Evaluation scores the final loop."
-        },
+        help="Which loops' readouts the training loss scores: `final` (as in the paper), `uniform`, `progressive`, "
+        "`weighted`, `exit` (by the model's exit gate) or `random` (docs/depth.md). Evaluation scores the final loop.",
     )
-    loop_loss_args: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Fields of the loop loss, as a mapping (JSON on the command line)."}
+    loop_loss_args: dict[str, Any] | None = HfArg(
+        default=None, help="Fields of the loop loss, as a mapping (JSON on the command line)."
     )
 
     def make_loop_loss(self) -> LoopLoss:
@@ -212,26 +210,24 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args", "depth_sampling_args", "loop_loss_args"]
 
-    depth_sampling: str = field(
+    depth_sampling: str = HfArg(
         default="fixed",
-        metadata={
-            "help": "How many loops a training step runs: `fixed` (the model's own depth K, as in the paper), `uniform`, "
-            "`lognormal_poisson` or `weighted`, drawn for each optimizer step (docs/depth.md)."
-        },
+        help="How many loops a training step runs: `fixed` (the model's own depth K, as in the paper), `uniform`, "
+        "`lognormal_poisson` or `weighted`, drawn for each optimizer step (docs/depth.md).",
     )
-    depth_sampling_args: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
+    depth_sampling_args: dict[str, Any] | None = HfArg(
+        default=None, help="Fields of the depth sampling, as a mapping (JSON on the command line)."
     )
 
     def __post_init__(self):
         self.make_depth_sampler()
-        if self.make_loop_loss().scores_all:
-            for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
-                if getattr(self, name) != usual:
-                    raise ValueError(
-                        f"`{name}` {getattr(self, name)!r} is defined for one loop's loss: set it to {usual!r}, or "
-                        "`loop_loss` to 'final' or 'random'."
-                    )
+        scores_all = self.make_loop_loss().scores_all
+        for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
+            if scores_all and getattr(self, name) != usual:
+                raise ValueError(
+                    f"`{name}` {getattr(self, name)!r} is defined for one loop's loss: set it to {usual!r}, or `loop_loss` to "
+                    "'final' or 'random'."
+                )
         super().__post_init__()
 
     def make_depth_sampler(self) -> DepthSampler:
@@ -244,12 +240,20 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
         return limits
 
 
-DPO_LOSSES = (
-    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
-    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
-)
-"""The losses of TRL's `DPOTrainer`, which itself finds out in the first step that it does not know one."""
-DPO_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+# What TRL finds out in the first step, or not at all.
+_DPO_CHOICES = {
+    "loss_type": (
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+        *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+    ),
+    "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+}
+_DPO_NUMBERS = {
+    "beta": {"above": True},
+    "f_alpha_divergence_coef": {"least": -math.inf},
+    "label_smoothing": {"most": 0.5, "below": True},
+    "ld_alpha": {"most": 1},
+}
 
 
 @dataclass
@@ -259,17 +263,6 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
 
     def __post_init__(self):
-        check_number("beta", self.beta, 0, above=True)
+        check_fields(self, {1: "precompute_ref_batch_size"}, _DPO_NUMBERS)
         super().__post_init__()
-        if not self.loss_type or not {*self.loss_type} <= {*DPO_LOSSES}:
-            raise ValueError(f"`loss_type` must be among {', '.join(DPO_LOSSES)}; got {self.loss_type!r}.")
-        if self.f_divergence_type not in DPO_DIVERGENCES:
-            raise ValueError(
-                f"`f_divergence_type` must be among {', '.join(DPO_DIVERGENCES)}; got {self.f_divergence_type!r}."
-            )
-        check_number("f_alpha_divergence_coef", self.f_alpha_divergence_coef, -math.inf)
-        check_number("label_smoothing", self.label_smoothing, most=0.5, below=True)
-        if self.ld_alpha is not None:
-            check_number("ld_alpha", self.ld_alpha, most=1)
-        if self.precompute_ref_batch_size is not None:
-            check_integer("precompute_ref_batch_size", self.precompute_ref_batch_size)
+        check_fields(self, {}, {}, _DPO_CHOICES)  # TRL makes `loss_type` a list

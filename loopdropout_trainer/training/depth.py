@@ -1,25 +1,60 @@
 """How many loops a training step runs: the model's own depth K, or a depth drawn for each optimizer step.
 
+Also how a recipe chooses such things by a name and its fields: `depth_sampling: uniform`, `depth_sampling_args: {low: 2}`.
+
 A draw is a pure function of (seed, optimizer step), as gates are, so that all processes and all micro-batches of a step run
-equally deep: no process waits for a layer that another one does not run, and neither the split into micro-batches nor a
-resume changes a draw.
+equally deep, and neither the split into micro-batches nor a resume changes a draw.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.probabilities import check_range
+from loopdropout_trainer.gates.rule import field_names
 from loopdropout_trainer.gates.streams import uniforms
 from loopdropout_trainer.looped.model import MOST_LOOPS
-from loopdropout_trainer.training.choices import relative_weights
+
+
+def make_choice(field: str, choices: Mapping[str, type], name: str, fields: Mapping[str, Any] | None) -> Any:
+    """Build the choice `name` from its fields, the value of `<field>_args`.
+
+    Args:
+        field: what the recipe calls it.
+        choices: dataclasses by name.
+
+    Raises:
+        ValueError: for an unknown name, a field that the choice does not take, or a value that it refuses.
+    """
+    if name not in choices:
+        raise ValueError(f"`{field}` must be one of {', '.join(sorted(choices))}; got {name!r}.")
+    valid = field_names(choices[name])
+    for key in fields or {}:
+        if key not in valid:
+            takes = f"takes {', '.join(valid)}" if valid else "takes no fields"
+            raise ValueError(f"`{field}: {name}` has no field {key!r} in `{field}_args`; it {takes}.")
+    return choices[name](**(fields or {}))
+
+
+def relative_weights(weights: Sequence[float] | None, name: str) -> tuple[float, ...]:
+    """Return weights divided by their sum.
+
+    Raises:
+        ValueError: unless they are a list of finite numbers from 0, not all of them 0.
+    """
+    values = list(weights) if isinstance(weights, Sequence) and not isinstance(weights, str) else []
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    if not numbers or any(not 0 <= value < math.inf for value in values) or not sum(values) > 0:
+        raise ValueError(f"`{name}` must be a list of numbers of at least 0, one of them above 0; got {weights!r}.")
+    return tuple(value / sum(values) for value in values)
 
 
 class DepthSampler:
@@ -130,18 +165,17 @@ class WeightedDepth(DepthSampler):
             raise ValueError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")
         object.__setattr__(self, "weights", weights)
 
+    @property
+    def _used(self) -> dict[int, float]:
+        return {depth: weight for depth, weight in zip(self.depths, self.weights, strict=True) if weight > 0}
+
     def limits(self, num_loops: int) -> tuple[int, int]:
-        used = [depth for depth, weight in zip(self.depths, self.weights, strict=True) if weight > 0]
-        return min(used), max(used)
+        return min(self._used), max(self._used)
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
-        used = [(depth, weight) for depth, weight in zip(self.depths, self.weights, strict=True) if weight > 0]
-        total = 0.0
-        for depth, weight in used:
-            total += weight
-            if u[0] < total:
-                return depth
-        return used[-1][0]  # the weights' sum was rounded below 1
+        totals = itertools.accumulate(self._used.values())
+        reached = (depth for depth, total in zip(self._used, totals, strict=True) if u[0] < total)
+        return next(reached, [*self._used][-1])  # the weights' sum may be rounded below 1
 
 
 DEPTH_SAMPLERS = {cls.name: cls for cls in (Fixed, UniformDepth, LogNormalPoisson, WeightedDepth)}
@@ -153,15 +187,7 @@ def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
 
 
 def check_rule_at_depths(rule: GateRule, limits: tuple[int, int], num_loops: int) -> None:
-    """Refuse depths at which a rule or its adapter has no meaning.
-
-    Args:
-        limits: the least and the greatest depth of a step.
-        num_loops: the model's own depth K.
-
-    Raises:
-        ValueError: naming what belongs to one depth only.
-    """
+    """Raise ValueError for depths (`limits`: the least and the greatest) at which a rule or its adapter has no meaning."""
     for depth in sorted({*limits}):
         rule.check(depth)
     if limits == (num_loops, num_loops):

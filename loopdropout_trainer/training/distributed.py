@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -13,12 +12,10 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.looped import example_starts
-from loopdropout_trainer.settings.ranges import shown
 
 
 logger = logging.get_logger(__name__)
@@ -32,11 +29,7 @@ CHECKPOINTING_FIELDS = tuple(
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse layouts in which an example's place in the global batch, or in its row, is not known.
-
-    Raises:
-        ValueError: naming the field.
-    """
+    """Raise ValueError for layouts in which an example's place in the global batch, or in its row, is not known."""
     if getattr(args, "packing", False) and args.packing_strategy != "bfd":
         raise ValueError(
             f"`packing_strategy` {args.packing_strategy!r} cuts examples in two, and one example has one gate vector: "
@@ -45,21 +38,11 @@ def check_arguments(args: TrainingArguments) -> None:
     if args.recompute_pointwise:
         excluded = {
             "`gradient_checkpointing`, which recomputes whole layers": args.gradient_checkpointing,
-            "`torch_compile`, which chooses by itself what to recompute": args.torch_compile,
-            "`compile_layers`, which chooses by itself what to recompute": args.compile_layers,
+            "compilation, which chooses by itself what to recompute": args.torch_compile or args.compile_layers,
             "ZeRO-3 and FSDP, which take weights away that are needed again": shards_weights(args),
         }
         for other in (name for name, found in excluded.items() if found):
             raise ValueError(f"`recompute_pointwise` cannot be combined with {other}: leave one of them out.")
-    if args.fsdp_config and not args.fsdp:
-        raise ValueError(f"`fsdp_config` is read with `fsdp` only; got {shown(args.fsdp_config)} without it.")
-    known = {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "every_n_layers", "offload"}
-    known -= {"function", "args", "kwargs"}
-    if hasattr(args, "packing"):  # TRL reads it in supervised fine-tuning only
-        known.add("selective")
-    for field in (f"{name}_kwargs" for name in CHECKPOINTING_FIELDS):
-        if unknown := sorted(set(getattr(args, field) or ()) - known):
-            raise ValueError(f"`{field}` must be among {', '.join(sorted(known))}; got {shown(unknown)}.")
     parallelism = getattr(args, "parallelism_config", None)
     for size in ("tp_size", "cp_size", "sp_size"):
         if (getattr(parallelism, size, 1) or 1) > 1:
@@ -74,11 +57,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_processes(accelerator: Accelerator) -> None:
-    """Refuse a launch whose processes would train on their own, each to another result.
-
-    Raises:
-        ValueError: if the launcher asked for more processes, or for another way to share the work, than came about.
-    """
+    """Raise ValueError for a launch whose processes would train on their own, each to another result."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != accelerator.num_processes:
         raise ValueError(
@@ -206,8 +185,7 @@ def sum_over_processes(accelerator: Accelerator, parts: Sequence[torch.Tensor], 
     total = torch.zeros(size, dtype=torch.float64)
     if parts:
         total = torch.stack([part.detach().cpu().double() for part in parts]).sum(dim=0)
-    every = gather_object([total.tolist()])
-    return [sum(each) for each in zip(*every, strict=True)]
+    return [sum(each) for each in zip(*gather_object([total.tolist()]), strict=True)]
 
 
 def example_index(position_ids: torch.Tensor, num_examples: int) -> torch.Tensor:
@@ -222,13 +200,11 @@ def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> 
     if labels is None:
         return inputs
     if packed is None:
-        repeated = torch.arange(len(labels)) >= real_rows(accelerator, len(labels))  # [B]
-        repeated = repeated.unsqueeze(1)
+        repeated = torch.arange(len(labels)).unsqueeze(1) >= real_rows(accelerator, len(labels))  # [B, 1]
     else:
         rows = packed[:, 0].cpu()  # [N], of the dataset, in which the examples were
-        repeated = (rows >= real_rows(accelerator, int(rows[-1]) + 1))[
-            example_index(inputs["position_ids"], len(rows)).cpu()
-        ]
+        repeated = rows >= real_rows(accelerator, int(rows[-1]) + 1)
+        repeated = repeated[example_index(inputs["position_ids"], len(rows)).cpu()]  # [B, S]
     return {**inputs, "labels": labels.masked_fill(repeated.to(labels.device), IGNORED)}
 
 
@@ -262,12 +238,7 @@ class _EveryExampleOnce(BatchSamplerShard):
 
 
 def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Keep the trained weights in float32 where TRL rounds them to bfloat16 (under ZeRO-3, and over quantised weights).
-
-    Args:
-        model: whose weights may have been rounded.
-        before: what they were, by name, if they had been trained before.
-    """
+    """Keep trained weights in float32 where TRL rounds them to bfloat16, under ZeRO-3 and over quantised weights."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
@@ -290,54 +261,35 @@ def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, t
 
 
 def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tensor | None) -> None:
-    """Refuse a micro-batch with several examples in a row whose examples would see one another.
+    """Raise ValueError for a micro-batch with several examples in a row whose examples would see one another.
 
     Args:
         inputs: of the model.
         example_ids: of the packed examples, or None for one example in each row.
-
-    Raises:
-        ValueError: naming the input.
     """
-    if example_ids is None:
-        positions = inputs.get("position_ids")
-        if positions is None or not bool(_starts_inside_rows(positions, inputs.get("attention_mask")).any()):
-            return
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if example_ids is not None:
+        if positions is None or mask is not None:
+            fault = "without `position_ids`" if positions is None else "with an `attention_mask`"
+            raise ValueError(f"A packed micro-batch came {fault}: attention would run across its examples.")
+        return
+    if positions is None:
+        return
+    starts = example_starts(positions)[:, 1:]  # [B, S - 1], whether an example begins right after another token
+    if mask is not None and mask.dim() == 2:
+        starts = starts & mask[:, 1:].bool() & mask[:, :-1].bool()  # padding is no token
+    if bool(starts.any()):
         raise ValueError(
             "`position_ids` start again inside a row, so it holds several examples, but which gates are theirs is not "
             "known: pack with `packing: true` or `padding_free: true` instead of a collator of your own."
         )
-    if inputs.get("position_ids") is None:
-        raise ValueError(
-            "A packed micro-batch came without `position_ids`, so attention would run across its examples; `cu_seq_lens_q` "
-            "alone does not separate them."
-        )
-    if inputs.get("attention_mask") is not None:
-        raise ValueError(
-            "A packed micro-batch came with an `attention_mask`, which hides where its examples begin, so attention would "
-            "run across them: leave the mask out."
-        )
-
-
-def _starts_inside_rows(positions: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Return whether an example begins right after another token of its row, [B, S - 1]; padding is no token."""
-    starts = example_starts(positions)[:, 1:]
-    if attention_mask is None or attention_mask.dim() != 2:
-        return starts
-    real = attention_mask.bool()
-    return starts & real[:, 1:] & real[:, :-1]
 
 
 def check_quantised_base(model: nn.Module, accelerator: Accelerator) -> None:
-    """Refuse to train on over 4-bit weights that bitsandbytes has packed for inference on a CPU, without gradients.
-
-    Raises:
-        ValueError: if an evaluation came before.
-    """
-    if accelerator.device.type != "cpu":
-        return
+    """Raise ValueError over 4-bit weights that bitsandbytes has packed on a CPU, in an evaluation, without gradients."""
     states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
-    if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+    packed = any(getattr(state, "packing_format_for_cpu", False) for state in states)
+    if packed and accelerator.device.type == "cpu":
         raise ValueError(
             "bitsandbytes packed the 4-bit weights for inference on a CPU during an evaluation, and gives no gradients "
             "through them: set `eval_strategy: no`, or train on a GPU."

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 from peft.optimizers import create_loraplus_optimizer
-from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -69,18 +68,18 @@ class GateSamplingMixin:
         call = inspect.signature(super().__init__).bind(*positional, **keywords)
         given = call.arguments
         model, peft_config = given["model"], given.get("peft_config")
-        args = self.args_class.from_arguments(given.get("args"), _output_dir(model))
+        name = model if isinstance(model, str) else model.config.name_or_path
+        args = self.args_class.from_arguments(given.get("args"), f"{name.rstrip('/').split('/')[-1]}-LoopDropout")
         config = check_run(model, args, peft_config)
-        if not isinstance(model, PeftModel):
+        self.rule, before = args.make_rule(), {}
+        if isinstance(model, PeftModel):
+            before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        else:
             peft_config = complete_peft_config(peft_config, config if isinstance(model, str) else model)
-        self.rule = args.make_rule()
-        if not isinstance(model, PeftModel):
             peft_config = scaled_peft_config(peft_config, self.rule.alpha_factor)
         if not given.get("formatting_func"):
             check_dataset(given.get("train_dataset"), self.dataset_formats(args))
-        given["args"] = args
-        given["peft_config"] = peft_config
-        before = _trained_weights(model) if isinstance(model, PeftModel) else {}
+        given["args"], given["peft_config"] = args, peft_config
         chooses_checkpointing = leaves_checkpointing_open(args)
 
         with references_like_the_policy(model, self.rule, getattr(args, "reference_gates", "unit") == "same"):
@@ -114,9 +113,9 @@ class GateSamplingMixin:
         self.add_callback(self.step_callback)
         if chooses_checkpointing:
             choose_checkpointing(self.model, self.train_dataset, self.args)
+        self._pass_index = 0
         self.training_policy = self._find_training_policy()
         self._compile_layers()
-        self._pass_index = 0
         self._logged = (0, 0.0)  # tokens and seconds at the last log
 
     @property
@@ -168,7 +167,7 @@ class GateSamplingMixin:
         try:
             loss = super().training_step(*args)
             if self.rule.wants_sensitivity:
-                self.step_callback.add_sensitivity(self._drawn.grad)
+                self.step_callback.sensitivity += self._drawn.grad.abs().sum(dim=1)  # d loss / d g, [K]
             return loss
         finally:
             self._unit_gates()
@@ -179,12 +178,6 @@ class GateSamplingMixin:
         The same on all processes, and for all micro-batches of an optimizer step. By default: the model's own depth.
         """
         return self.num_loops, self.num_loops
-
-    def _run_at(self, num_loops: int) -> None:
-        """Run the model at another depth until the training step has ended."""
-        if num_loops != self.num_loops:
-            config = find_looped_model(self.model).config
-            self._own_depth, config.num_loops = config.num_loops, num_loops
 
     def _unit_gates(self) -> None:
         """Return to ordinary LoRA at the model's own depth, run as outside of training."""
@@ -204,14 +197,13 @@ class GateSamplingMixin:
             save_adapter_card(self.model, self.args.output_dir, self.args.hub_model_id)
 
     def create_optimizer(self, model=None):
-        ratio = self.args.loraplus_lr_ratio
-        if ratio is None or self.optimizer is not None:
+        args = self.args
+        if args.loraplus_lr_ratio is None or self.optimizer is not None:
             return super().create_optimizer(*() if model is None else (model,))
         model = self.model if model is None else model
-        optimizer_cls, fields = self.get_optimizer_cls_and_kwargs(self.args, model)
-        self.optimizer = create_loraplus_optimizer(
-            model, optimizer_cls, loraplus_lr_ratio=ratio, loraplus_weight_decay=self.args.weight_decay, **fields
-        )
+        optimizer_class, fields = self.get_optimizer_cls_and_kwargs(args, model)
+        fields |= {"loraplus_lr_ratio": args.loraplus_lr_ratio, "loraplus_weight_decay": args.weight_decay}
+        self.optimizer = create_loraplus_optimizer(model, optimizer_class, **fields)
         return self.optimizer
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -224,21 +216,18 @@ class GateSamplingMixin:
         super().log(logs, start_time)
 
     def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_ids: torch.Tensor | None) -> None:
-        segments = None
-        if packed_ids is None:
-            ids = self.example_ids_of(inputs)
-        else:
-            ids = packed_ids.tolist()
-            segments = example_index(inputs["position_ids"], len(ids))  # [B, S]
+        ids = self.example_ids_of(inputs) if packed_ids is None else packed_ids.tolist()
+        segments = None if packed_ids is None else example_index(inputs["position_ids"], len(ids))  # [B, S]
         first_row = self._next_row()
         num_loops, loops_to_run = self.draw_depth(self.gate_seed)
         draw = self._draw([(first_row + row, segment) for row, segment in ids], num_loops)
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
-        self.loop_state.apply(
-            GatePlan(self._drawn, segments, self.rule.seeds(draw), draw if self.redraws_states else None)
-        )
-        find_looped_model(self.model).training_policy = self.training_policy
-        self._run_at(loops_to_run)
+        states = draw if self.redraws_states else None
+        self.loop_state.apply(GatePlan(self._drawn, segments, self.rule.seeds(draw), states))
+        looped = find_looped_model(self.model)
+        looped.training_policy = self.training_policy
+        if loops_to_run != self.num_loops:  # until the training step has ended
+            self._own_depth, looped.config.num_loops = self.num_loops, loops_to_run
         self._log_gates(self._drawn.detach())
 
     redraws_states = True
@@ -268,16 +257,15 @@ class GateSamplingMixin:
 
     def _find_training_policy(self) -> TrainingPolicy:
         """Return how micro-batches may run in training, and say so if they cannot run as they were asked to."""
-        args = self.args
+        args, parameters = self.args, None
         packs = args.remove_padding and not args.torch_compile and find_looped_model(self.model).can_pack
-        if not (packs and args.skip_frozen_loops):
-            return TrainingPolicy(packs)
-        parameters = trained_lora_parameters(self.model) if may_skip_loops(self.accelerator, args) else None
-        if parameters is None:
-            logger.warning_once(
-                "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that is "
-                "trained."
-            )
+        if packs and args.skip_frozen_loops:
+            parameters = trained_lora_parameters(self.model) if may_skip_loops(self.accelerator, args) else None
+            if parameters is None:
+                logger.warning_once(
+                    "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that "
+                    "is trained."
+                )
         return TrainingPolicy(packs, parameters)
 
     def _compile_layers(self) -> None:
@@ -296,9 +284,8 @@ class GateSamplingMixin:
             "fused_lora": args.fused_lora and unsharded and looped.can_pack,
             "compile_layers": compiles,
         }
-        logger.info(
-            f"Optimisations in use: {', '.join(name for name, used in optimisations.items() if used) or 'none'}."
-        )
+        used = ", ".join(name for name, is_used in optimisations.items() if is_used)
+        logger.info(f"Optimisations in use: {used or 'none'}.")
 
     def _next_row(self) -> int:
         """Return the index of this micro-batch's first row in the optimizer step's global batch."""
@@ -323,15 +310,12 @@ class GateSamplingMixin:
 
 
 class StepCallback(TrainerCallback):
-    """Ends a training step: every gate is 1 again, so that evaluation, generation, saving and later callbacks see LoRA.
-
-    The trainer does the same when a micro-batch ends, also by an interrupt. The callback also counts the micro-batches of the
-    running optimizer step, which say where in the step's global batch an example is, and the time spent in steps; and it
-    tells the rule how sensitive the loss was to its gates.
+    """Counts within and between training steps, and tells the rule how sensitive the loss was to its gates.
 
     Attributes:
         micro_batch: micro-batches of the running optimizer step that have drawn their gates.
         train_seconds: wall time spent in training steps so far, evaluation and saving left out.
+        sensitivity: of the loss to the running step's gates, by loop.
     """
 
     def __init__(self, trainer: GateSamplingMixin) -> None:
@@ -339,11 +323,7 @@ class StepCallback(TrainerCallback):
         self.micro_batch = 0
         self.train_seconds = 0.0
         self._step_began = 0.0
-        self._sensitivity: torch.Tensor | float = 0.0
-
-    def add_sensitivity(self, gate_gradients: torch.Tensor) -> None:
-        """Take d loss / d g of one micro-batch, [K, N]."""
-        self._sensitivity = self._sensitivity + gate_gradients.abs().sum(dim=1)
+        self.sensitivity: torch.Tensor | float = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.micro_batch = 0
@@ -360,18 +340,8 @@ class StepCallback(TrainerCallback):
                     parameter.grad = torch.zeros_like(parameter)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.loop_state.unit_gates()
         self.train_seconds += time.perf_counter() - self._step_began
         rule, accelerator = self.trainer.rule, self.trainer.accelerator
         if rule.wants_sensitivity:
-            rule.observe(accelerator.reduce(self._sensitivity.to(accelerator.device), "sum").cpu())
-            self._sensitivity = 0.0
-
-
-def _trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _output_dir(model: str | nn.Module) -> str:
-    name = model if isinstance(model, str) else model.config.name_or_path
-    return f"{name.rstrip('/').split('/')[-1]}-LoopDropout"
+            rule.observe(accelerator.reduce(self.sensitivity.to(accelerator.device), "sum").cpu())
+            self.sensitivity = 0.0

@@ -19,7 +19,7 @@ from torch import nn
 
 from loopdropout_trainer.gates.probabilities import check_range
 from loopdropout_trainer.looped import LoopedModelMixin
-from loopdropout_trainer.training.choices import relative_weights
+from loopdropout_trainer.training.depth import relative_weights
 
 
 Readouts = tuple[torch.Tensor, ...]
@@ -105,8 +105,8 @@ class WeightedLoss(LoopLoss):
         object.__setattr__(self, "loop_weights", relative_weights(self.loop_weights, "loop_weights"))
 
     def check(self, limits: tuple[int, int]) -> None:
-        depths = str(limits[0]) if limits[0] == limits[1] else f"{limits[0]} to {limits[1]}"
         if limits != (len(self.loop_weights),) * 2:
+            depths = limits[0] if limits[0] == limits[1] else f"{limits[0]} to {limits[1]}"
             raise ValueError(
                 f"`loop_weights` has {len(self.loop_weights)} values, but a step runs {depths} loops: give one for each loop "
                 "of a fixed depth, or choose `loop_loss: uniform` or `progressive`."
@@ -143,14 +143,10 @@ LOOP_LOSSES = {cls.name: cls for cls in (Final, RandomLoop, UniformLoss, Progres
 
 
 def score_loops(model: LoopedModelMixin, loss: LoopLoss) -> None:
-    """Let a model with TRL's fused head score all its loops in training: `log_probs` are then their weighted sums.
+    """Let a model with TRL's fused head (`add_fused_lm_head`) score all its loops in training: weighted sums of `log_probs`.
 
     The other outputs (entropy, whether a token was the most likely one) stay those of the last loop. Only tokens with a label
     are scored, as TRL's own kernel for GPUs does by itself. Evaluation scores the final loop.
-
-    Args:
-        model: causal language model with the fused head of `trl.trainer.utils.add_fused_lm_head`.
-        loss: gives the weights.
     """
     fused = model.forward
 

@@ -1,7 +1,7 @@
 """What a training step keeps in memory, without weights or a device; and whether layers need be computed twice.
 
-The forward pass runs with shapes only, on the path that training takes, for two and three rows and one and two loops; each
-further row and loop keeps as much again. What it keeps for the backward pass is counted, each storage once:
+The forward pass runs with shapes only, on the path that training takes, for one and two loops; each further loop keeps as
+much again. What it keeps for the backward pass is counted, each storage once:
 
     step = weights + 16 bytes x trained + kept + work
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,8 +39,12 @@ from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, TrainingPolicy, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, shards_weights
-from loopdropout_trainer.training.resources import device_name
 
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 logger = logging.get_logger(__name__)
 
@@ -52,9 +57,35 @@ TRAINED_BYTES = 16
 WIDEST_TENSORS = 4
 """Tensors [tokens, widest layer] that a backward pass holds for a moment."""
 
-
 GENEROUS = 3
 """Float32 tensors, as wide as a projection's input and output, of which no layer keeps as many for each projection."""
+
+
+# What this process has taken.
+
+
+def peak_memory_gb() -> float | None:
+    """Return the most memory that this process has held so far, in 10^9 bytes: of its GPU, or where there is none its own."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    if resource is None:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB, on a Mac in bytes
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def forget_peak_memory() -> None:
+    """Count a GPU's peak from here on; the peak of a process cannot be taken back."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def device_name() -> str:
+    """Return the name of the GPU that this process uses, or `cpu`."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+# What a step will take.
 
 
 @dataclass(frozen=True)
@@ -73,13 +104,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What the memory of a step depends on, beside the model.
-
-    Attributes:
-        rows, length: of the largest micro-batch, in examples and tokens.
-        num_loops: of the deepest step.
-        remove_padding, recompute_pointwise, checkpointing: as in the training arguments.
-    """
+    """What the memory of a step depends on, beside the model: rows and tokens of the largest micro-batch, loops, arguments."""
 
     rows: int
     length: int
@@ -102,62 +127,34 @@ class ShapeModel:
     def __init__(
         self, config: PreTrainedConfig, dtype: torch.dtype, peft_config: PeftConfig, args: LoopDropoutArguments
     ) -> None:
-        rule = args.make_rule()
+        self.rule = args.make_rule()
         with torch.device("meta"):
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(copy.deepcopy(config), dtype=dtype)
-            self.model: PeftModel = get_peft_model(model, peft_config).train()
-            add_gates(self.model, in_activation_dtype=True, rule=rule, seed=0, fused=args.fused_lora)
+            self.model: PeftModel = get_peft_model(model, copy.copy(peft_config)).train()
+            add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=0, fused=args.fused_lora)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self.mode:  # on a CPU without memory, since autocast does not know the meta device
             self.model.to_empty(device="cpu")
         self.looped: LoopedModelMixin = find_looped_model(self.model)
-        self._num_loops = self.looped.config.num_loops  # which runs at fewer loops change
-        self.rule = rule
-        self.num_layers = len(set(physical_layers(self.model)))
-        recurrent = [self.looped.get_submodule(name) for name in self.looped.recurrent_linears()]
-        self.widest = max(max(linear.in_features, linear.out_features) for linear in recurrent)
-        self.itemsize = dtype.itemsize
+        self.num_loops = self.looped.config.num_loops  # of the model; runs at fewer loops change its config
         self._kept_at = functools.cache(self._measure)
-
-    @classmethod
-    def like(cls, model: PeftModel, args: LoopDropoutArguments) -> ShapeModel:
-        """Return the shapes of a model with its adapter."""
-        base = model.get_base_model()
-        adapter = copy.copy(model.peft_config[model.active_adapter])
-        return cls(base.config, base.dtype, adapter, args)
-
-    @property
-    def num_loops(self) -> int:
-        """Recurrence depth K of the model."""
-        return self._num_loops
 
     def step(self, settings: StepSettings) -> StepMemory:
         """Return the memory of a step."""
-        plain = self.kept_bytes(replace(settings, checkpointing=False))
-        parameters = {True: 0, False: 0}
-        for parameter in self.model.parameters():
-            parameters[parameter.requires_grad] += parameter.numel() * (
-                TRAINED_BYTES if parameter.requires_grad else parameter.element_size()
-            )
-        work = WIDEST_TENSORS * settings.rows * settings.length * self.widest * self.itemsize
-        kept = plain
+        parameters = list(self.model.parameters())
+        frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
+        trained = sum(p.numel() * TRAINED_BYTES for p in parameters if p.requires_grad)
+        widest = max(max(linear.in_features, linear.out_features) for linear in _recurrent(self.looped))
+        work = WIDEST_TENSORS * settings.rows * settings.length * widest * self.looped.dtype.itemsize
+        kept = plain = self.kept_bytes(replace(settings, checkpointing=False))
         if settings.checkpointing:
             kept = self.kept_bytes(settings)
-            work += plain // (settings.num_loops * self.num_layers)
-        return StepMemory(parameters[False], parameters[True], kept, work)
+            work += plain // (settings.num_loops * len(set(physical_layers(self.model))))
+        return StepMemory(frozen, trained, kept, work)
 
     def kept_bytes(self, settings: StepSettings) -> int:
         """Return what the forward pass keeps for the backward pass, weights left out."""
-        looped, rows = self.looped, settings.rows
-        loops = min(settings.num_loops, getattr(looped.config, "backprop_depth", None) or settings.num_loops)
-        keeps_scores = looped.config._attn_implementation == "eager"  # for each pair of all rows' tokens
-        if keeps_scores or rows <= 2:
-            return self._kept_by_loops(loops, settings)
-        # From two rows on, each keeps as much as the one before: a row alone attends in a way of its own.
-        two, three = (self._kept_by_loops(loops, replace(settings, rows=each)) for each in (2, 3))
-        return two + (rows - 2) * (three - two)
-
-    def _kept_by_loops(self, loops: int, settings: StepSettings) -> int:
+        loops = min(settings.num_loops, getattr(self.looped.config, "backprop_depth", None) or settings.num_loops)
         if self.looped.trains_at_one_depth:
             return self._kept_at(replace(settings, num_loops=loops))
         one, two = (self._kept_at(replace(settings, num_loops=depth)) for depth in (1, 2))
@@ -184,8 +181,7 @@ class ShapeModel:
         if packs:  # lengths are read from the mask, which needs values
             inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
         held = HeldBytes(self.model)
-        state = looped.loop_state
-        state.apply(self._worst_gates(rows, num_loops))
+        looped.loop_state.apply(self._worst_gates(rows, num_loops))
         try:
             with held:
                 output = looped.base_model(**inputs)  # what hangs on it is kept
@@ -194,8 +190,8 @@ class ShapeModel:
         finally:
             if settings.checkpointing:
                 self.model.gradient_checkpointing_disable()
-                self.looped.disable_input_require_grads()  # which enabling it has switched on
-            state.unit_gates()
+                looped.disable_input_require_grads()  # which enabling it has switched on
+            looped.loop_state.unit_gates()
             looped.training_policy = TrainingPolicy()
         return kept
 
@@ -217,10 +213,13 @@ def memory_bound(model: PeftModel, settings: StepSettings) -> float:
     looped = find_looped_model(model)
     if looped.config._attn_implementation == "eager":
         return float("inf")
-    recurrent = [looped.get_submodule(name) for name in looped.recurrent_linears()]
-    widths = sum(linear.in_features + linear.out_features for linear in recurrent)
+    widths = sum(linear.in_features + linear.out_features for linear in _recurrent(looped))
     weights = TRAINED_BYTES * sum(parameter.numel() for parameter in model.parameters())
     return weights + GENEROUS * 4 * widths * settings.rows * settings.length * settings.num_loops
+
+
+def _recurrent(looped: LoopedModelMixin) -> list[nn.Linear]:
+    return [looped.get_submodule(name) for name in looped.recurrent_linears()]
 
 
 class HeldBytes(TorchDispatchMode):
@@ -272,11 +271,11 @@ def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArgume
         fits, reason = True, "`recompute_pointwise` takes its place"
     elif shape is not None and usable is not None:
         try:
-            depth = args.depth_limits(find_looped_model(model).config.num_loops)[1]
-            settings = StepSettings(*shape, depth, args.remove_padding)
+            base, adapter = model.get_base_model(), model.peft_config[model.active_adapter]
+            settings = StepSettings(*shape, args.depth_limits(base.config.num_loops)[1], args.remove_padding)
             needed = memory_bound(model, settings)
             if needed > usable:  # by more than it takes
-                needed = ShapeModel.like(model, args).step(settings).total
+                needed = ShapeModel(base.config, base.dtype, adapter, args).step(settings).total
             fits = needed <= usable
             reason = f"a step of {shape[0]} rows of {shape[1]:,} tokens takes at most {_gb(needed)} of {_gb(usable / USABLE)}"
         except Exception as error:  # of a model that cannot be run by its shapes; an estimate must not end a training
@@ -296,22 +295,17 @@ def row_shape(dataset: Any, args: TrainingArguments) -> tuple[int, int] | None:
     Args:
         dataset: tokenised examples, or preference pairs, which are two rows each.
     """
-    rows, longest = args.per_device_train_batch_size, None
     columns = dataset.column_names if isinstance(dataset, Dataset) else ()
+    longest = lambda column: pyarrow.compute.max(
+        pyarrow.compute.list_value_length(dataset.data.column(column))
+    ).as_py()
     if "input_ids" in columns:
-        longest = _longest(dataset, "input_ids")
+        rows, tokens = 1, longest("input_ids")
     elif "chosen_ids" in columns:
-        rows = 2 * rows
-        longest = _longest(dataset, "prompt_ids") + max(
-            _longest(dataset, f"{name}_ids") for name in ("chosen", "rejected")
-        )
+        rows, tokens = 2, longest("prompt_ids") + max(longest("chosen_ids"), longest("rejected_ids"))
     else:
         return None
-    return rows, min(longest, getattr(args, "max_length", None) or longest)
-
-
-def _longest(dataset: Dataset, column: str) -> int:
-    return pyarrow.compute.max(pyarrow.compute.list_value_length(dataset.data.column(column))).as_py()
+    return rows * args.per_device_train_batch_size, min(tokens, getattr(args, "max_length", None) or tokens)
 
 
 def usable_memory(args: TrainingArguments) -> float | None:
@@ -339,54 +333,43 @@ def memory_advice(
         longest: tokens of the longest example.
     """
     shapes = ShapeModel(config, getattr(torch, dtype), peft_config, args)
-    usable, given = usable_memory(args), bool(args.gradient_checkpointing)
-    depth = args.depth_limits(shapes.num_loops)[1]
+    usable, rows, depth = usable_memory(args), args.per_device_train_batch_size, args.depth_limits(shapes.num_loops)[1]
     now = StepSettings(
-        args.per_device_train_batch_size, longest, depth, args.remove_padding, args.recompute_pointwise, given
+        rows, longest, depth, args.remove_padding, args.recompute_pointwise, bool(args.gradient_checkpointing)
     )
     step = shapes.step(now)
     text = (
-        f"at most {_gb(step.total)} in a step of {now.rows} rows of {longest:,} tokens (estimate): weights "
-        f"{_gb(step.weights)}, adapter with gradients and Adam's states {_gb(step.trained)}, kept for the backward pass "
-        f"{_gb(step.kept)}"
+        f"at most {_gb(step.total)} in a step of {rows} rows of {longest:,} tokens (estimate): weights {_gb(step.weights)}, "
+        f"adapter with gradients and Adam's states {_gb(step.trained)}, kept for the backward pass {_gb(step.kept)}"
     )
     if usable is None:
         return text
     device = f"{device_name()} with {_gb(usable / USABLE)}"
-    if step.total > usable:
-        return "\n".join(
-            [text, f"too much for {device}; in this order:", *_changes_until_it_fits(shapes, now, usable)]
-        )
-    text += f"\nfits {device}"
-    if given and (without := shapes.step(replace(now, checkpointing=False)).total) <= usable:
-        text += f"\nso it does without `gradient_checkpointing`, which costs time: {_gb(without)}"
-    elif args.gradient_checkpointing is None:
-        text += ", so that `gradient_checkpointing` stays off"
-    return text
-
-
-def _changes_until_it_fits(shapes: ShapeModel, now: StepSettings, usable: float) -> Iterator[str]:
-    """Yield what lowers the memory of a step, what costs least time first."""
-    changes: list[tuple[str, dict[str, Any]]] = []
-    if shapes.looped.can_pack:
-        changes.append(("`remove_padding: true`", {"remove_padding": True}))
-        if not now.checkpointing:
-            changes.append(("`recompute_pointwise: true`", {"recompute_pointwise": True}))
-    layers = {"checkpointing": True, "recompute_pointwise": False}
-    changes.append(("`gradient_checkpointing: true`, without `recompute_pointwise`", layers))
-    rows = now.rows
-    while rows := rows // 2:
-        changes.append(
-            (f"`per_device_train_batch_size: {rows}`, with more `gradient_accumulation_steps`", {"rows": rows})
-        )
-    for words, fields in changes:
-        before, now = now, replace(now, **fields)
-        if now == before:
-            continue
+    if step.total <= usable:
+        open_choice = ", so that `gradient_checkpointing` stays off" if args.gradient_checkpointing is None else ""
+        return f"{text}\nfits {device}{open_choice}"
+    lines = [text, f"too much for {device}; in this order:"]
+    for words, fields in _changes(now, shapes.looped.can_pack):
+        now = replace(now, **fields)
         total = shapes.step(now).total
-        yield f"  {words}: {_gb(total)}{', which fits' if total <= usable else ''}"
+        lines.append(f"  {words}: {_gb(total)}{', which fits' if total <= usable else ''}")
         if total <= usable:
-            return
+            break
+    return "\n".join(lines)
+
+
+def _changes(now: StepSettings, can_pack: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what lowers the memory of a step, what costs least time first."""
+    if can_pack and not now.remove_padding:
+        yield "`remove_padding: true`", {"remove_padding": True}
+    if not now.checkpointing:
+        if can_pack and not now.recompute_pointwise:
+            yield "`recompute_pointwise: true`", {"recompute_pointwise": True}
+        layers = {"checkpointing": True, "recompute_pointwise": False}
+        yield "`gradient_checkpointing: true`, without `recompute_pointwise`", layers
+    while (now := replace(now, rows=now.rows // 2)).rows:
+        more = "with more `gradient_accumulation_steps`"
+        yield f"`per_device_train_batch_size: {now.rows}`, {more}", {"rows": now.rows}
 
 
 def _gb(size: float) -> str:

@@ -46,21 +46,15 @@ steps_per_generation completion_slots ds3_gather_for_generation
 remove_padding skip_frozen_loops fused_lora recompute_pointwise compile_layers stop_on_nan
 """
 # These count in another way: by what they make of the model, and by the examples in a step.
-_COUNTED_ELSEWHERE = (
-    "model_init_kwargs",
-    "trust_remote_code",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-)
-_NOT_COMPARED = {*_WITHOUT_EFFECT.split(), *_COUNTED_ELSEWHERE}
+_WITHOUT_EFFECT += "model_init_kwargs trust_remote_code per_device_train_batch_size gradient_accumulation_steps"
+_NOT_COMPARED = {*_WITHOUT_EFFECT.split(), "max_steps", "num_train_epochs"}
 _OF_NO_RUN = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type")
 _OF_NO_MODEL = ("transformers_version", "dtype", "torch_dtype", "use_cache")
-_MAY_BE_UNKNOWN = ("weights", "sha256", "rows")
 _NAMES = {
-    "data: rows": "the number of training rows",
-    "data: sha256": "the training data",
-    "model: weights": "the base weights",
-    "settings: examples_per_step": "the examples in a step",
+    "rows": "the number of training rows",
+    "sha256": "the training data",
+    "weights": "the base weights",
+    "examples_per_step": "the examples in a step",
 }
 
 
@@ -73,13 +67,22 @@ def run_identity(args: TrainingArguments, model: PeftModel, dataset: Any, unshar
         dataset: prepared rows.
         unsharded: whether this process holds all of the base's weights; they stay out of it otherwise.
     """
-    adapter = model.active_adapters[0]
-    base = find_looped_model(model)
+    base, by_steps = find_looped_model(model), args.max_steps > 0
     frozen = {name: p for name, p in base.named_parameters() if ".lora_" not in name}
-    lora, config = model.peft_config[adapter].to_dict(), base.config.to_dict()
+    lora, config = model.peft_config[model.active_adapters[0]].to_dict(), base.config.to_dict()
+    fields = {name for name, field in type(args).__dataclass_fields__.items() if field.init} - _NOT_COMPARED
     identity = {
-        "settings": _settings(args),
-        "length": _length(args),
+        "settings": {
+            **{name: getattr(args, name) for name in fields},
+            "data_seed": args.seed if args.data_seed is None else args.data_seed,
+            "gate_seed": args.seed if args.gate_seed is None else args.gate_seed,
+            "examples_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        },
+        # How long the run is; of the two fields the one that does not count is None.
+        "length": {
+            "max_steps": args.max_steps if by_steps else None,
+            "num_train_epochs": None if by_steps else float(args.num_train_epochs),
+        },
         "adapter": {key: value for key, value in lora.items() if key not in _OF_NO_RUN and value is not None},
         "model": {
             **{key: value for key, value in config.items() if _describes_the_model(key, value)},
@@ -96,10 +99,12 @@ def differences(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None)
     found = []
     for part in ("settings", "length", "adapter", "model", "data"):
         old, new = (before or {}).get(part) or {}, (now or {}).get(part) or {}
-        for key in sorted({*old} & {*new}):
-            unknown = key in _MAY_BE_UNKNOWN and None in (old[key], new[key])
-            if old[key] != new[key] and not unknown:
-                found.append(_difference(part, key, old[key], new[key]))
+        for key in sorted(key for key in {*old} & {*new} if old[key] != new[key]):
+            name = _NAMES.get(key, f"`{key}`")
+            if key in ("weights", "sha256", "rows") and None in (old[key], new[key]):
+                continue  # it is not known
+            hashes = key in ("weights", "sha256")
+            found.append(f"{name} are others" if hashes else f"{name} was {old[key]!r} and is {new[key]!r}")
     return found
 
 
@@ -111,37 +116,6 @@ def continues(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -
     fields = [(old.get(name), number) for name, number in new.items()]
     grows = all(was == number or None not in (was, number) and number > was for was, number in fields)
     return grows and not differences(before, {**now, "length": old})
-
-
-def _difference(part: str, key: str, old: Any, new: Any) -> str:
-    name = _NAMES.get(f"{part}: {key}")
-    if key in ("weights", "sha256"):
-        return f"{name} are others"
-    return f"{name or f'`{key}`'} was {old!r} and is {new!r}"
-
-
-def _settings(args: TrainingArguments) -> dict[str, Any]:
-    settings = {name: value for name, value in vars(args).items() if _is_field(args, name)}
-    # What a default stands for, and what is not read.
-    settings["data_seed"] = args.seed if args.data_seed is None else args.data_seed
-    settings["gate_seed"] = args.seed if args.gate_seed is None else args.gate_seed
-    del settings["max_steps"], settings["num_train_epochs"]
-    settings["examples_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return settings
-
-
-def _length(args: TrainingArguments) -> dict[str, float | None]:
-    """Return the two fields that say how long the run is; the one that does not count is None."""
-    by_steps = args.max_steps > 0
-    return {
-        "max_steps": args.max_steps if by_steps else None,
-        "num_train_epochs": None if by_steps else float(args.num_train_epochs),
-    }
-
-
-def _is_field(args: TrainingArguments, name: str) -> bool:
-    field = type(args).__dataclass_fields__.get(name)
-    return field is not None and field.init and name not in _NOT_COMPARED
 
 
 def _describes_the_model(key: str, value: Any) -> bool:

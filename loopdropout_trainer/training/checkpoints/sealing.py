@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or used, or a folder of another run, in one sentence."""
 
 
-def seal(folder: str | Path, run: Mapping[str, Any] | None = None, names: Iterable[str] | None = None) -> None:
+def seal(folder: str | Path, run: Mapping[str, Any] | None = None, names: Iterable[str | Path] | None = None) -> None:
     """Write the manifest of a folder whose files are complete.
 
     Args:
@@ -38,10 +38,8 @@ def seal(folder: str | Path, run: Mapping[str, Any] | None = None, names: Iterab
         names: of the files that belong to it; default: all that are there.
     """
     folder = Path(folder)
-    found = (
-        sorted(file for file in folder.rglob("*") if file.is_file()) if names is None else map(folder.joinpath, names)
-    )
-    files = [file for file in found if not file.name.startswith(MANIFEST)]
+    found = sorted(folder.rglob("*") if names is None else map(folder.joinpath, names))
+    files = [file for file in found if file.is_file() and not file.name.startswith(MANIFEST)]
     for path in (*files, *{file.parent for file in files}):
         flush_to_disk(path)
     facts = {
@@ -77,8 +75,7 @@ def fault_of(folder: str | Path, sealed: bool = True) -> str | None:
     if not manifest.exists():
         return f"it has no {MANIFEST}: saving it was interrupted" if sealed else None
     try:
-        expected = json.loads(manifest.read_text(encoding="utf-8"))["files"].items()
-        for name, facts in expected:
+        for name, facts in json.loads(manifest.read_text(encoding="utf-8"))["files"].items():
             file = folder / name
             if not file.is_file():
                 return f"{name} is missing"
@@ -111,8 +108,8 @@ def newest_complete_checkpoint(output_dir: str | Path, run: Mapping[str, Any] | 
     """
     for folder in reversed(checkpoints(output_dir)):
         own = run_of(folder)
-        changed = "" if continues(own, run) else ", ".join(differences(own, run))
-        fault = f"it belongs to another run ({changed})" if changed else fault_of_checkpoint(folder)
+        others = f"it belongs to another run ({', '.join(differences(own, run))})"
+        fault = fault_of_checkpoint(folder) if continues(own, run) else others
         if fault is None:
             return folder
         logger.warning(f"Passing over {folder}: {fault}.")
@@ -122,39 +119,24 @@ def newest_complete_checkpoint(output_dir: str | Path, run: Mapping[str, Any] | 
 def rotate(
     output_dir: str | Path, limit: int | None, keep: Collection[str | Path], run: Mapping[str, Any] | None = None
 ) -> None:
-    """Delete checkpoints until `limit` are left: first those that were never finished, then the oldest.
+    """Delete checkpoints of a run until `limit` (if any) are left: first those that were never finished, then the oldest.
 
     transformers' own rotation keeps the one of the latest step, which may be unfinished or of changed settings, and deletes
-    the one just written. Those of other settings are neither counted nor deleted here.
-
-    Args:
-        output_dir: of the run.
-        limit: None or 0: delete nothing.
-        keep: never deleted: the checkpoint just written, and the best one.
-        run: identity of the run.
+    the one just written. Those of other settings are neither counted nor deleted here, nor are those in `keep` deleted.
     """
     if not limit:
         return
     kept = {Path(folder).resolve() for folder in keep}
     folders = [folder for folder in checkpoints(output_dir) if continues(run_of(folder), run)]
     folders.sort(key=lambda folder: (folder / MANIFEST).exists())
-    excess = len(folders) - limit
-    for folder in [folder for folder in folders if folder.resolve() not in kept][: max(excess, 0)]:
+    excess = max(len(folders) - limit, 0)
+    for folder in [folder for folder in folders if folder.resolve() not in kept][:excess]:
         unseal(folder)  # killed half-way through, it is not mistaken for a complete one
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the folders `checkpoint-<step>`, by step."""
-    steps = {
-        folder: re.fullmatch(r"checkpoint-(\d+)", folder.name) for folder in Path(output_dir).glob("checkpoint-*")
-    }
-    return sorted(
-        (folder for folder, step in steps.items() if step and folder.is_dir()),
-        key=lambda folder: int(steps[folder][1]),
-    )
-
-
-def sealed_folders(output_dir: str | Path) -> Iterator[Path]:
-    """Yield what runs have sealed in a folder: `output_dir` itself with its trained adapter, and checkpoints."""
-    return (folder for folder in (Path(output_dir), *checkpoints(output_dir)) if (folder / MANIFEST).exists())
+    found = [folder for folder in Path(output_dir).glob("checkpoint-*") if folder.is_dir()]
+    steps = {folder: int(match[1]) for folder in found if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name))}
+    return sorted(steps, key=steps.get)

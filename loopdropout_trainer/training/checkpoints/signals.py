@@ -21,17 +21,11 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.signal = signal
 
 
-SIGNALS = ("SIGINT", "SIGTERM")
-
-
 class StopSignals:
-    """Inside the block, the first Ctrl-C (SIGINT) or SIGTERM is noted in `asked`; a later one acts at once, as ever.
+    """Inside the block, the first Ctrl-C (SIGINT) or SIGTERM is noted in `asked`, by its name; a later one acts at once.
 
     A launcher repeats the terminal's signal to its workers: what comes within two seconds is one and the same. Handlers of
     the user's own, and threads other than the main one, which gets no signals, are left alone.
-
-    Attributes:
-        asked: name of the signal that came, or None.
     """
 
     def __init__(self) -> None:
@@ -40,12 +34,11 @@ class StopSignals:
         self._came = 0.0
 
     def __enter__(self) -> StopSignals:
-        defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
         if threading.current_thread() is threading.main_thread():
-            for number, default in defaults.items():
-                if signal.getsignal(number) is default:
-                    self._before[number] = default
-                    signal.signal(number, self._note)
+            defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+            self._before = {number: each for number, each in defaults.items() if signal.getsignal(number) is each}
+            for number in self._before:
+                signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception) -> None:
