@@ -1,6 +1,7 @@
 """Reports: the long table, what may be averaged, the paper's tables and figures from folders of sweeps, the page."""
 
 import gzip
+import itertools
 import json
 import re
 import shutil
@@ -27,6 +28,12 @@ FILES = sorted((ROOT / "recipes" / "tables").glob("*.yaml"))
 TABLES = [path for path in FILES if not path.stem.startswith("figure_")]
 FIGURES = [path for path in FILES if path.stem.startswith("figure_")]
 PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").read_bytes()))["paper"]
+SUBJECTS = ("Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra",
+            "Precalculus")  # fmt: skip
+GROUPS = {
+    "subject": {name: {"correct": 3, "total": 10} for name in SUBJECTS},
+    "level": {str(level): {"correct": 2, "total": 8} for level in range(1, 6)},
+}
 TOTALS = {"metamath_gsm8k": 40, "metamath_math500": 50, "gsm8k": 40}
 
 
@@ -58,13 +65,13 @@ def measured(*results):
     return {each.name: each.as_json() for each in results}
 
 
-def write_evaluation(folder, adapter, results, depth=4, **settings):
+def write_evaluation(folder, adapter, results, depth=4, gates=None, **settings):
     folder.mkdir(parents=True, exist_ok=True)
     meta = {
         "model": "x/m",
         "adapter_path": adapter and str(adapter),
         "num_loops": depth,
-        "gates": None,
+        "gates": gates,
         "readout": None,
     }
     of = {"settings": {"max_new_tokens": 10, "adapter": str(adapter), **settings}}
@@ -96,6 +103,8 @@ def run_sweep(path, outputs, rng, benchmarks=None):
                 result = lambda name, total: answers(name, total, rng.random(total) < 0.6, missing={0, 1})
                 names = (benchmarks or measure["benchmarks"]) if chosen else ["development"]
                 found = measured(*(result(each, TOTALS.get(each, 30)) for each in names))
+                if "metamath_math500" in found:
+                    found["metamath_math500"]["groups"] = GROUPS
                 depths = {str(k): result(names[0], 40).as_json() for k in measure.get("depths", ()) if chosen}
                 write_training(run, fields, benchmarks=found, by_depth=depths)
     return folder
@@ -108,19 +117,13 @@ def single_loop(frozen=2.0, only=(1.8, 1.6, 1.4, 1.0), all_on=0.5):
 
 def write_diagnostics(sweep, rng):
     runs = [path.parent for path in sorted(sweep.rglob("results.json")) if "development" not in path.read_text()]
-    subjects = ["Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra",
-                "Precalculus"]  # fmt: skip
-    groups = {
-        "subject": {name: {"correct": 3, "total": 10, "score": 30.0} for name in subjects},
-        "level": {str(level): {"correct": 2, "total": 8, "score": 25.0} for level in range(1, 6)},
-    }
-    only = [{"correct": 4, "missing": 1, "score": 10.0 + i} for i in range(4)]
     measures = {
         "single_loop": lambda: single_loop(1.0, rng.random(4).tolist(), 0.4),
-        "single_loop_generation": lambda: {"metamath_gsm8k": {"total": 40, "only": only}},
         "readouts": lambda: {"losses": rng.random(4).tolist()},
-        "answers": lambda: {"metamath_math500": {"groups": groups, "total": 63}},
     }
+    for run, loop in itertools.product(runs, range(4)):
+        only = answers("metamath_gsm8k", 40, rng.random(40) < 0.6)
+        write_evaluation(run / f"loop_{loop}", run, [only], gates=[float(each == loop) for each in range(4)])
     for name, measure in measures.items():
         write_diagnostic(sweep, name, [{"method": "x", "path": str(run), "seed": 1, "measured": measure()} for run in runs],
                          source="metamath_math500")  # fmt: skip
@@ -453,8 +456,8 @@ def test_any_diagnostic_is_in_the_table_and_drawn(tmp_path):
     drawn = figures["settling"].data
     assert sorted(drawn["mean"][drawn["x"] == 1]) == [1.5, 9.0] and set(figures["updates"].data["mean"]) == {0.1, 0.2}
     numbers = numbers_by_method(table)
-    assert numbers.loc["settling.state_distances", "1", "–"]["mine"] == "1.5000 ± 0.7071"
-    assert numbers.loc["last_two.loss", "–", "–"]["mine"] == "1.0000 ± 0.7071"
+    assert numbers.loc["settling.state_distances, loop 1", "mine"] == "1.5000 ± 0.7071"
+    assert numbers.loc["last_two.loss", "mine"] == "1.0000 ± 0.7071"
 
 
 def entry(key, value):

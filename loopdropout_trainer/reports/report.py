@@ -81,12 +81,12 @@ def write_report(
 
 def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
-    places = varying(table, ["benchmark", "metric", *PLACES])
-    rows = labelled(table, *places)
-    rows[places] = rows[places].map(shown)
-    text = lambda part: mean_sd(average(part, " ".join(part.iloc[0][["label", *places]])), 4)
-    found = {key: text(part) for key, part in rows.groupby([*places, "label"], sort=False)}
-    return pd.Series(found).rename_axis([*places, None]).unstack(sort=False).fillna("")
+    places, found = varying(table, ["benchmark", "metric", *PLACES]), {}
+    for (*key, label), part in labelled(table, *places).groupby([*places, "label"], sort=False, dropna=False):
+        known = [(place, shown(value)) for place, value in zip(places, key, strict=True) if not pd.isna(value)]
+        name = ", ".join(f"{place} {value}" if place in PLACES else value for place, value in known)
+        found.setdefault(name, {})[label] = mean_sd(average(part, f"{label}, {name}"), 4)
+    return pd.DataFrame.from_dict(found, orient="index").fillna("")
 
 
 # Without files: tables of whatever there is.
