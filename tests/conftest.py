@@ -16,9 +16,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import HrmTextForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, HrmTextForCausalLM, PreTrainedTokenizerFast
 
-from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer import TINY_OURO_PATH, LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusForCausalLM, NanbeigeForCausalLM, OuroForCausalLM
 
 
@@ -106,6 +106,13 @@ def tokenizer():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+def save_tiny_model(folder):
+    """A random model over the tokenizer of the package's own."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
+    tiny_ouro(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def tiny(model_class, **fields):

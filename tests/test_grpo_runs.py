@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import save_tiny_model
 from safetensors.torch import load_file
-from test_runs import save_tiny_model
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.settings.recipe import load_recipe

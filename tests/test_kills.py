@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_runs import RECIPE, save_tiny_model, sft
+from conftest import save_tiny_model
+from test_runs import RECIPE, sft
 
 
 KILLS, SEED = int(os.environ.get("KILLS", "50")), int(os.environ.get("KILL_SEED", "0"))

@@ -130,8 +130,8 @@ def test_what_it_excludes_is_named(config, dataset, tokenizer, monkeypatch):
 
     assert not LoopDropoutConfig("out").recompute_pointwise
     refuse("cannot be combined with `gradient_checkpointing`", gradient_checkpointing=True)
-    refuse("cannot be combined with `torch_compile`", gradient_checkpointing=False, torch_compile=True)
-    refuse("cannot be combined with `compile_layers`", compile_layers=True)
+    refuse("cannot be combined with compilation", gradient_checkpointing=False, torch_compile=True)
+    refuse("cannot be combined with compilation", compile_layers=True)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     refuse("cannot be combined with ZeRO-3 and FSDP", gradient_checkpointing=False)
     with pytest.raises(ValueError, match="recompute_pointwise"):

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import tiny_ouro
+from conftest import save_tiny_model, tiny_ouro
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.runs.result import RunResult, read_results, write_results
 from loopdropout_trainer.saving.files import WriteError, staged_files
-from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 
 
@@ -35,11 +33,8 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random model over the tokenizer of the package's own."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
-    tokenizer.save_pretrained(folder)
-    tiny_ouro(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    save_tiny_model(folder)
     return folder
 
 

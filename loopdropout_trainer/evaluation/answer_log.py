@@ -56,7 +56,8 @@ class AnswerLog:
         for path in self.folder.glob("*.jsonl"):
             with path.open("r+b") as file:
                 lines = file.read().split(b"\n")
-                file.truncate(file.tell() - len(lines.pop()))
+                if unfinished := lines.pop():
+                    file.truncate(file.tell() - len(unfinished))
             for number, line in enumerate(lines, start=1):
                 try:
                     row = json.loads(line)

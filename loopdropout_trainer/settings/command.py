@@ -21,6 +21,13 @@ USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
 """Exit codes: of a user error, and (a shell's own) of Ctrl-C and of `kill`."""
 
 _PACKAGE = Path(__file__).parents[1]
+_EXTRAS = {
+    "eval": ("lm_eval", "evalplus", "langdetect", "immutabledict", "nltk"),
+    "reports": ("pandas", "plotnine", "jinja2", "tabulate"),
+    "rewards": ("math_verify",),
+    "sweeps": ("optuna", "psutil"),
+    "deepspeed": ("deepspeed",),
+}  # what setup.cfg installs with each
 _typed: list[str] = []  # names of the commands that run, the outermost first
 
 
@@ -111,7 +118,10 @@ def sentence(error: BaseException) -> str:
     elif isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename} cannot be used: {error.strerror}."
     elif isinstance(error, ModuleNotFoundError) and error.name:
-        text = f"The Python package `{error.name}` is not installed, which these settings need."
+        package = error.name.split(".")[0]
+        extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+        text = f"The Python package `{package}` is not installed, which these settings need"
+        text += f': pip install "loopdropout-trainer[{extra}]".' if extra else "."
     return hide_secrets(text)
 
 
