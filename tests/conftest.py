@@ -18,8 +18,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, HrmTextForCausalLM, PreTrainedTokenizerFast
 
-from loopdropout_trainer import TINY_OURO_PATH, LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusForCausalLM, NanbeigeForCausalLM, OuroForCausalLM
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
