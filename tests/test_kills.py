@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import save_tiny_model
 from test_runs import RECIPE, sft
 
@@ -86,10 +87,8 @@ def ends(folder):
 def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
     save_tiny_model(tmp_path / "model")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"{RECIPE}model_name_or_path: {tmp_path / 'model'}\nmerge: true\ncompare_with: [lora]\nsave_total_limit: 2\n"
-        "lora_dropout: 0.1\n"
-    )
+    fields = {"model_name_or_path": str(tmp_path / "model"), "merge": True, "compare_with": ["lora"]}
+    recipe.write_text(yaml.safe_dump({**RECIPE, **fields, "save_total_limit": 2, "lora_dropout": 0.1}))
     words = lambda name: [
         str(recipe),
         "--output_dir",

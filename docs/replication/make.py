@@ -191,11 +191,10 @@ class Claim:
         digits = 1 if self.unit == "points" else 3
         mean = f"{gains.mean():+.{digits}f}"
         if len(gains) < 2:
-            return f"| {self.words} | {self.paper} | {mean} {self.unit} | 1 | one seed |"
+            return f"| {self.words} | {self.paper} | {mean} | 1 | one seed |"
         low, high = interval(gains)
         verdict = "**seen**" if low > 0 else "**opposite**" if high < 0 else "undecided"
-        text = f"{mean} [{low:+.{digits}f}, {high:+.{digits}f}] {self.unit}"
-        return f"| {self.words} | {self.paper} | {text} | {len(gains)} | {verdict} |"
+        return f"| {self.words} | {self.paper} | {mean} [{low:+.{digits}f}, {high:+.{digits}f}] | {len(gains)} | {verdict} |"
 
 
 def against(other: str, ours: str = "loop_dropout", **where) -> Callable[[Study], np.ndarray]:
@@ -292,23 +291,33 @@ def claims_table(studies: dict[str, Study]) -> str:
     rows = {claim.words: claim.row(studies) for claim in CLAIMS}
     head = "| claim | paper | here, 95% interval | seeds | verdict |\n|---|---|---|---|---|\n"
     measured = list(filter(None, rows.values()))
-    rest = len(rows) - len(measured)
-    return head + "\n".join(measured) + (f"\n\nNot measured yet: {rest} further claims of `make.py`." if rest else "")
+    missing = [words for words, row in rows.items() if row is None]
+    return head + "\n".join(measured) + (f"\n\nNot measured yet: {'; '.join(missing)}." if missing else "")
 
 
-def methods_table(study: Study) -> str:
-    """Return each method's accuracy by depth and loss reductions, mean ± SD over its seeds."""
-    depths = (4, 8)
-    lines = [f"| method | rate | seeds | {' | '.join(f'K = {depth}' for depth in depths)} | rho_1 |",
-             "|" + "---|" * (len(depths) + 4)]  # fmt: skip
-    for method, rate in study.rates.items():
-        own = study.of(method, "accuracy")
-        if not len(own):
-            continue
-        cells = [mean_sd(study.of(method, "accuracy", depth=depth)) for depth in depths]
-        cells.append(mean_sd(study.of(method, "loss_reduction", loop=1)))
-        lines.append(f"| {method} | {rate:g} | {len(own)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def methods_table(studies: dict[str, Study]) -> pd.DataFrame:
+    """Return each method's accuracies (%) by depth and loss reductions (%), mean ± SD over its seeds."""
+    rows = []
+    for name, study in studies.items():
+        for method, rate in study.rates.items():
+            own = study.of(method, "accuracy")
+            if len(own):
+                row = {
+                    "study": name,
+                    "method": method,
+                    "learning_rate": rate,
+                    "seeds": len(own),
+                    "trained": mean_sd(own),
+                }
+                row |= {
+                    f"K = {depth}": mean_sd(study.of(method, "accuracy", depth=depth))
+                    for depth in (1, 2, 4, 8, 12, 16)
+                }
+                last = int(own["num_loops"].iloc[0])
+                row |= {f"rho_{place}": mean_sd(study.of(method, "loss_reduction", loop=loop))
+                        for place, loop in (("1", 1), ("K", last))}  # fmt: skip
+                rows.append(row)
+    return pd.DataFrame(rows)
 
 
 # The figures.
@@ -412,7 +421,8 @@ def write(rows: pd.DataFrame) -> None:
     small = studies["small"]
     effect_figure(small)
     map_figure(rows[rows["study"] == "map"])
-    tables = {"claims": claims_table(studies), "methods": methods_table(small)}
+    methods_table(studies).to_csv(HERE / "methods.csv", index=False)
+    tables = {"claims": claims_table(studies)}
     text = DOCUMENT.read_text(encoding="utf-8")
     for name, table in tables.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
