@@ -191,7 +191,7 @@ def test_a_broken_checkpoint_given_by_name_is_refused_also_without_a_manifest(fi
     (checkpoint / "manifest.json").unlink()
     assert fault_of_checkpoint(checkpoint, sealed=False) is None
     cut(checkpoint / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match="a file in it is damaged"):
         make_trainer().train(resume_from_checkpoint=str(checkpoint))
     with pytest.raises(CheckpointError, match="it does not exist"):
         make_trainer().train(resume_from_checkpoint=str(folder / "checkpoint-5"))
@@ -279,7 +279,7 @@ def test_data_that_cannot_be_trained_on_is_one_error(make_trainer, dataset, tmp_
     [
         ({"peft_config": {"r": 8}}, "`r` 16, this run's has 8"),
         ({"peft_config": {"lora_alpha": 16}}, "`lora_alpha` 32, this run's has 16"),
-        ({"model": {"hidden_size": 48}}, "another base model: its .* has out_features 32, this model's has 48"),
+        ({"model": {"hidden_size": 48}}, "size mismatch for .*q_proj"),
         ({"model": {"total_ut_steps": 3}}, "trains at depth 4, but the model runs 3 loops"),
     ],
 )
@@ -287,7 +287,7 @@ def test_resuming_with_another_adapter_base_or_depth_is_refused(finished, make_t
     model = tiny_ouro(**changed.get("model", {}))
     peft_config = default_peft_config(model, **changed.get("peft_config", {}))
     trainer = make_trainer(model, peft_config=peft_config, resume_with_changed_settings=True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, CheckpointError), match=message):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -299,12 +299,12 @@ def test_an_adapter_loads_at_another_depth_with_a_word_and_not_on_another_base(f
     assert "trained at depth 4; the model runs 6 loops" in log.text
     assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]), straight)
 
-    with pytest.raises(ValueError, match="another base model"):
+    with pytest.raises(ValueError, match="does not fit this model .*layers.1"):
         load_adapter(tiny_ouro(num_hidden_layers=1), checkpoint)
     with pytest.raises(ValueError, match="holds no adapter"):
         load_adapter(tiny_ouro(), tmp_path)
     cut(checkpoint / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="cannot be put on this model"):
         load_adapter(tiny_ouro(), checkpoint)
     torch.save({}, checkpoint / "adapter_model.bin")
     (checkpoint / "adapter_model.safetensors").unlink()

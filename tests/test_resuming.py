@@ -16,7 +16,7 @@ from peft import get_peft_model
 from transformers import EarlyStoppingCallback
 
 from loopdropout_trainer import default_peft_config
-from loopdropout_trainer.saving.lock import LOCK_FILE, LockedError, folder_lock
+from loopdropout_trainer.saving.files import LOCK_FILE, LockedError, folder_lock
 from loopdropout_trainer.training.checkpoints import CheckpointError, NonFiniteLossError, TrainingInterrupted
 from loopdropout_trainer.training.checkpoints.sealing import MANIFEST, rotate, seal
 
@@ -467,7 +467,7 @@ def test_a_plain_kill_ends_a_script_that_trains_several_times(tmp_path):
 
 HOLD = """
 import sys, time
-from loopdropout_trainer.saving.lock import folder_lock
+from loopdropout_trainer.saving.files import folder_lock
 with folder_lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)

@@ -224,7 +224,7 @@ def test_a_rate_that_diverges_is_out(lab):
 
 
 def test_a_run_waits_for_what_still_works_in_its_folder(lab):
-    code = "import sys, time; from loopdropout_trainer.saving.lock import folder_lock\n"
+    code = "import sys, time; from loopdropout_trainer.saving.files import folder_lock\n"
     code += f"with folder_lock({str(lab.out / 'lora/lr_0.01/seed_101')!r}): print(1, flush=True); time.sleep(1.5)"
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=ENVIRONMENT)
     holder.stdout.readline()

@@ -74,5 +74,5 @@ def check_complete(peft_model: PeftModel, weights: dict[str, torch.Tensor], fold
         if missing := sorted(set(found) - set(others)):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(
-                f"The adapter in {folder} does not fit its adapter_config.json: it {what} `{missing[0]}`{more}."
+                f"The adapter in {folder} does not fit this model by its adapter_config.json: it {what} `{missing[0]}`{more}."
             )

@@ -34,8 +34,7 @@ from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.printing import plot_results, print_results
 from loopdropout_trainer.runs.progress import TrainingProgress, show_log
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RunResult, read_results, write_results
-from loopdropout_trainer.saving.adapter_files import save_adapter_card
-from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
+from loopdropout_trainer.saving.cards import CardScore, ModelCardFields, save_card
 from loopdropout_trainer.saving.files import sha256, write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
@@ -268,7 +267,7 @@ class Run:
             result = self.answer(trainer, self.benchmarks[0], f"after/only_loop_{only + 1}", gates)
             outcome.single_loop_benchmarks.append(result)
         if is_main:
-            save_adapter_card(trainer.model, config.output_dir, config.hub_model_id, self.card_fields(outcome))
+            save_card(trainer.model, config.output_dir, config.hub_model_id, self.card_fields(outcome))
             if self.merges(config):
                 folder = Path(config.output_dir, "merged")
                 merge_and_save(

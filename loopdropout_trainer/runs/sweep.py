@@ -36,8 +36,7 @@ from transformers.hf_argparser import HfArg
 from loopdropout_trainer.evaluation.statistics import summarize
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
 from loopdropout_trainer.runs.workers import FORKS, check_recipes, run_processes, train, work_on_gpu
-from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
-from loopdropout_trainer.saving.lock import LOCK_FILE
+from loopdropout_trainer.saving.files import LOCK_FILE, sha256_of_json, write_atomically
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown

@@ -10,14 +10,14 @@ from typing import Any
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.dataclasses import type_validator
 from peft import LoraConfig, PeftConfig, PeftModel
-from torch import nn
+from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from loopdropout_trainer.adapters import ADAPTER_KINDS, attach_adapter, check_peft_config
+from loopdropout_trainer.adapters import attach_adapter, check_peft_config
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, is_hub_name, model_card
-from loopdropout_trainer.saving.files import check_safetensors, sha256_of_weights
+from loopdropout_trainer.saving.cards import is_hub_name
+from loopdropout_trainer.saving.files import sha256_of_weights
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import shown
 
@@ -26,7 +26,6 @@ logger = logging.get_logger(__name__)
 
 ADAPTER_METADATA = "loop_dropout.json"
 _WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 
 
 def base_sha256(base: PreTrainedModel) -> str | None:
@@ -38,12 +37,12 @@ def base_sha256(base: PreTrainedModel) -> str | None:
     if is_hub_name(name):
         config = try_to_load_from_cache(name, "config.json", revision=getattr(base.config, "_commit_hash", None))
         name = str(Path(config).parent) if isinstance(config, str) else ""
+    if not name:
+        return None
     files, index = {SAFE_WEIGHTS_NAME}, Path(name, SAFE_WEIGHTS_INDEX_NAME)
-    if (
-        name and not Path(name, SAFE_WEIGHTS_NAME).is_file() and index.is_file()
-    ):  # the shards, whatever else lies there
+    if index.is_file() and not Path(name, SAFE_WEIGHTS_NAME).is_file():  # the shards, whatever else lies there
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    found = [Path(name, file) for file in files if name and Path(name, file).is_file()]
+    found = [Path(name, file) for file in files if Path(name, file).is_file()]
     return sha256_of_weights(found) if found else None
 
 
@@ -95,7 +94,6 @@ def load_adapter(
     folder = adapter_folder(folder)
     config = read_adapter_config(folder)
     check_peft_config(config)
-    check_shapes(model, folder)
     looped, metadata = find_looped_model(model), adapter_metadata(folder)
     if not another_base:
         _check_base(model, config, metadata, folder)
@@ -106,7 +104,8 @@ def load_adapter(
         if not low <= num_loops <= high:
             depths = f"depth {low}" if low == high else f"depths {low} to {high}"
             logger.warning(f"The adapter in {folder} was trained at {depths}; the model runs {num_loops} loops.")
-    return attach_adapter(model, folder, is_trainable, config)
+    with user_supplied(f"The adapter in {folder} cannot be put on this model"):
+        return attach_adapter(model, folder, is_trainable, config)
 
 
 def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, folder: Path) -> None:
@@ -140,21 +139,12 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
         old, new = getattr(saved, field), getattr(running, field)
         if old != new:
             raise ValueError(f"The adapter in {folder} has `{field}` {old}, this run's has {new}.")
-    check_shapes(model.get_base_model(), weights)
     num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
-    if trained is not None and trained != num_loops:
-        advice = f"set `num_loops` to {trained}, or start a new run with `load_adapter`"
+    if trained not in (None, num_loops):
         raise ValueError(
-            f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: {advice}."
+            f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: set `num_loops` to "
+            f"{trained}, or start a new run with `load_adapter`."
         )
-
-
-def save_adapter_card(
-    model: PeftModel, folder: str | Path, repo_id: str | None = None, facts: ModelCardFields | None = None
-) -> None:
-    """Write the card of a saved adapter over the one that PEFT or TRL wrote, which knows neither base nor rule."""
-    card = model_card(card_fields(model, facts), repo_id or str(folder), find_looped_model(model).config, merged=False)
-    card.save(Path(folder) / "README.md")
 
 
 def read_adapter_config(folder: str | Path) -> LoraConfig:
@@ -176,34 +166,14 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         raise ValueError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
     # PEFT matches regular expressions against every module's name; a malicious one takes hours.
     if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
-        names = check_safetensors(folder / _WEIGHTS)
-        config.target_modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
-        config.exclude_modules = None
+        with user_supplied(f"{folder / _WEIGHTS} cannot be read"), safe_open(folder / _WEIGHTS, "pt") as file:
+            names = {name.rpartition(".lora_")[0] for name in file.keys()}  # noqa: SIM118 (not a dict)
+        config.target_modules, config.exclude_modules = (
+            {name.removeprefix("base_model.model.") for name in names},
+            None,
+        )
     for given in (config.exclude_modules, config.layers_pattern, config.rank_pattern, config.alpha_pattern):
         for pattern in [given] if isinstance(given, str) else given or ():
             if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):
-                raise ValueError(
-                    f"{path} holds the regular expression {shown(pattern)}: only plain names of modules are read."
-                )
+                raise ValueError(f"{path} holds the regular expression {shown(pattern)}: give plain names of modules.")
     return config
-
-
-def check_shapes(base: nn.Module, folder: str | Path) -> None:
-    """Refuse an adapter whose factors do not fit the linear maps of `base` (an unwrapped model, or a PEFT model's base).
-
-    Raises:
-        ValueError: naming the first that does not.
-    """
-    modules = dict(base.named_modules())
-    shapes = check_safetensors(Path(folder) / _WEIGHTS)
-    for key, shape in shapes.items():
-        name, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
-        if any(kind.is_own(key) for kind in ADAPTER_KINDS.values()):
-            continue
-        linear, what = modules.get(name), f"The adapter in {folder} is for another base model"
-        if not hasattr(linear, "in_features"):
-            raise ValueError(f"{what}: this one has no linear map `{name}`.")
-        # [r, in] and [out, r], or [K, r, in] and [K, out, r] if each loop has its own.
-        width, side = (shape[-1], "in_features") if factor.startswith("A") else (shape[-2], "out_features")
-        if width != getattr(linear, side):
-            raise ValueError(f"{what}: its `{name}` has {side} {width}, this model's has {getattr(linear, side)}.")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import html
-import json
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment
 from peft import PeftModel
-from transformers import PreTrainedConfig
 
 from loopdropout_trainer.looped import find_looped_model
 
@@ -50,7 +49,6 @@ class ModelCardFields:
     loop_loss: str | None = None  # which loops the training loss scored
     recipe: str | None = None  # YAML text of the run's settings
     data: str | None = None  # name of the training data
-    license: Mapping[str, str] | None = None  # of the base, as its own card names it
     results: dict[str, CardScore] = field(default_factory=dict)  # by benchmark
 
 
@@ -58,10 +56,8 @@ def card_fields(model: PeftModel, given: ModelCardFields | None = None) -> Model
     """Return `given` with what `model` itself tells filled in: base, depth, adapter, and the rule that trained it."""
     adapter = model.active_adapters[0]
     lora, looped = model.peft_config[adapter], find_looped_model(model)
-    base_model = lora.base_model_name_or_path or looped.config.name_or_path or None
     facts = ModelCardFields(
-        base_model=base_model,
-        license=_license_of(base_model),
+        base_model=lora.base_model_name_or_path or looped.config.name_or_path or None,
         rank=lora.r,
         alpha=lora.lora_alpha,
         num_loops=looped.config.num_loops,
@@ -73,27 +69,33 @@ def card_fields(model: PeftModel, given: ModelCardFields | None = None) -> Model
 @functools.cache
 def _license_of(base_model: str | None) -> dict[str, str]:
     """Return the fields of a base's own card that name its license; none where there is no card, or none in reach."""
-    if base_model is None or not (is_hub_name(base_model) or (Path(base_model) / "README.md").is_file()):
-        return {}
-    path = base_model if is_hub_name(base_model) else Path(base_model) / "README.md"
     try:
-        data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+        card = ModelCard.load(base_model if is_hub_name(base_model) else Path(base_model, "README.md"))
+        data = card.data.to_dict()
     except Exception:  # whatever the Hub's client or YAML raises: a card is no reason to stop
         return {}
     return {name: str(data[name]) for name in ("license", "license_name", "license_link") if data.get(name)}
 
 
-def model_card(
-    fields: ModelCardFields, name: str, config: PreTrainedConfig, merged: bool, has_code: bool = False
-) -> ModelCard:
-    """Write the card of an adapter or of a merged model, from the template `card.jinja`.
+def save_card(
+    model: PeftModel,
+    folder: str | Path,
+    name: str | None = None,
+    given: ModelCardFields | None = None,
+    merged: bool = False,
+    has_code: bool = False,
+) -> None:
+    """Write the card of an adapter or a merged model, over the one of PEFT or TRL, which knows neither base nor rule.
 
     Args:
-        fields, config: of the run and of the looped model, which says what other programs read it.
-        name: hub name or folder that the card's code loads.
+        model: with the adapter.
+        folder: that the card lies in.
+        name: hub name or folder that the card's code loads; default: `folder`.
+        given: beside what `model` itself tells.
         merged, has_code: whether it is of a merged model, and one that finds its base's own code.
     """
-    base, license_fields = fields.base_model, fields.license or {}
+    fields, config = card_fields(model, given), find_looped_model(model).config
+    base, license_fields = fields.base_model, _license_of(fields.base_model)
     on_hub = is_hub_name(base)
     metadata = ModelCardData(
         library_name="transformers" if merged else "peft",
@@ -115,20 +117,20 @@ def model_card(
         "Training data": fields.data,
     }
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 (see _text)
-    environment.filters |= {"text": _text, "string_literal": _string, "shell_word": _word, "fenced": _fenced}
+    environment.filters |= {"text": _text, "shell_word": lambda name: shlex.quote(" ".join(name.split()))}
     template = environment.from_string(Path(__file__).with_name("card.jinja").read_text(encoding="utf-8"))
     text = template.render(
         metadata=metadata.to_yaml(),
         fields=fields,
         facts=facts,
-        name=name,
+        name=name or str(folder),
         config=config,
         merged=merged,
         has_code=has_code,
         in_transformers=type(config).__module__.startswith("transformers."),
         local_base=base is not None and not on_hub,
     )
-    return ModelCard(text, ignore_metadata_errors=True)
+    ModelCard(text, ignore_metadata_errors=True).save(Path(folder) / "README.md")
 
 
 def _text(value: Any) -> str:
@@ -136,20 +138,3 @@ def _text(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
     text = html.escape(" ".join(text.split()), quote=False)
     return re.sub(r"([\\`*\[\]|!~])", r"\\\1", text)
-
-
-def _fenced(text: str, language: str) -> str:
-    """Return a code block whose fence is longer than any in the text, so that none of it breaks out."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text.strip()}\n{fence}"
-
-
-def _string(name: str) -> str:
-    """Return a Python string literal that stays inside its code block."""
-    return json.dumps(name).replace("`", "\\u0060")
-
-
-def _word(name: str) -> str:
-    """Return one word of a shell command."""
-    return name if re.fullmatch(r"[\w./-]+", name) else "MODEL"

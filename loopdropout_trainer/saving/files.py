@@ -1,4 +1,4 @@
-"""Files that are complete or not there: one way to write, to hash and to check them."""
+"""Files that are complete or not there, one process in a folder at a time, and one way to hash."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import json
 import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 
+LOCK_FILE = "_run.lock"  # what begins with an underscore is not pushed to the Hub
 _UMASK = os.umask(0o022)  # it can only be read by setting it, so it is read once, before there are threads
 os.umask(_UMASK)
 
@@ -42,21 +45,17 @@ def sha256_of_json(value: Any) -> str:
 
 
 def sha256_of_weights(files: Iterable[Path]) -> str:
-    """Return `sha256(files)` for files of many gigabytes: this process reads each but once as long as it is not written to.
-
-    A file in the Hub's cache is not read at all: the cache names it by its SHA-256.
-    """
+    """Return `sha256(files)` for files of many gigabytes: this process reads each but once as long as it is not written to."""
     digests = {}
     for file in files:
-        real = file.resolve()
-        is_named = re.fullmatch("[0-9a-f]{64}", real.name)
-        digests[file.name] = real.name if is_named else _sha256(real, real.stat().st_size, real.stat().st_mtime_ns)
+        facts = file.stat()
+        digests[file.name] = _sha256_of_version(file.resolve(), facts.st_size, facts.st_mtime_ns)
     return sha256_of_json(digests)
 
 
 @functools.cache
-def _sha256(file: Path, size: int, time: int) -> str:
-    return sha256(file)
+def _sha256_of_version(file: Path, size: int, modified: int) -> str:
+    return file.name if re.fullmatch("[0-9a-f]{64}", file.name) else sha256(file)  # in the Hub's cache: its name
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -92,23 +91,6 @@ def flush_to_disk(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def check_safetensors(path: str | Path, finite: bool = False) -> dict[str, list[int]]:
-    """Return the shapes of the tensors in a safetensors file, after checking that their bytes are all there.
-
-    Raises:
-        ValueError: if the file cannot be read or is cut off, or (with `finite`) holds NaN or infinity; one sentence.
-    """
-    try:
-        with safe_open(str(path), framework="pt") as file:  # it compares the header with the length of the file
-            for name in file.keys() if finite else ():
-                tensor = file.get_tensor(name)
-                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                    raise ValueError(f"{path} holds NaN or infinity in `{name}`.")
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
 
 
 class WriteError(RuntimeError):
@@ -150,3 +132,37 @@ def is_about_files(error: Exception) -> bool:
     return isinstance(error, (OSError, SafetensorError)) or any(
         words in str(error) for words in ("PytorchStreamWriter", "failed writing", "unexpected pos", "file write")
     )
+
+
+class LockedError(RuntimeError):
+    """Another process works in the folder."""
+
+
+@contextmanager
+def folder_lock(folder: str | Path) -> Iterator[None]:
+    """Keep other processes out of a folder, which is made if need be; one process may enter it several times.
+
+    The kernel releases the lock when its process ends, however it ends.
+
+    Raises:
+        LockedError: if another process holds the folder; it names the process.
+    """
+    path = Path(folder).resolve() / LOCK_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        raise LockedError(
+            f"Another run ({holder}) is at work in {folder}: wait for it, stop it, or choose another `output_dir`."
+        ) from None
+    try:
+        if lock.lock_counter == 1:
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8")
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            path.unlink(missing_ok=True)  # before it is released: nobody else can hold it yet
+        lock.release()

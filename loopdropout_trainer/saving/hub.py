@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -19,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
 from loopdropout_trainer.saving.adapter_files import base_sha256
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, is_hub_name, model_card
+from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
 
 
@@ -99,8 +98,7 @@ def merge_and_save(
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
     weights = merged_state_dict(model)
-    fields = card_fields(model, facts)
-    base = model.get_base_model()
+    base, fields = model.get_base_model(), card_fields(model, facts)
     with staged_files(output_dir, "The merged model") as partial:
         base.save_pretrained(partial, state_dict=weights)
         code = _bring_code(base.config, base.config.name_or_path or fields.base_model, partial)
@@ -110,50 +108,40 @@ def merge_and_save(
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        (partial / MERGED).write_text(json.dumps({"merged_into": _base_of(model)}) + "\n", encoding="utf-8")
-        card = model_card(fields, repo_id or output_dir.name, base.config, merged=True, has_code=bool(code))
-        card.save(partial / "README.md")
+        (partial / MERGED).write_text(_merged_into(model), encoding="utf-8")
+        save_card(model, partial, repo_id or output_dir.name, fields, merged=True, has_code=bool(code))
     return output_dir
 
 
 def check_merge_target(folder: str | Path, model: PeftModel) -> None:
     """Raise ValueError for a folder that holds weights, unless those of an earlier merge into the same base model."""
-    folder, base = Path(folder), model.get_base_model().config.name_or_path
-    weights = sorted(file.name for file in folder.glob("*") if file.suffix in _WEIGHTS)
-    is_base = bool(base) and folder.resolve() == Path(base).resolve()
-    try:
-        merged_into = json.loads((folder / MERGED).read_text(encoding="utf-8"))["merged_into"]
-    except (OSError, ValueError, KeyError, TypeError):
-        merged_into = None
-    if weights and (is_base or merged_into != _base_of(model)):
-        what = "the base model" if is_base else "other weights"
-        raise ValueError(f"{folder} holds {what} ({weights[0]}): choose another folder for the merged model.")
+    weights = sorted(file.name for file in Path(folder).glob("*") if file.suffix in _WEIGHTS)
+    before = Path(folder, MERGED)
+    if weights and not (before.is_file() and before.read_bytes() == _merged_into(model).encode()):
+        raise ValueError(f"{folder} holds other weights ({weights[0]}): choose another folder for the merged model.")
 
 
-def _base_of(model: PeftModel) -> str:
-    """Return what tells a merged model's base from others: the hash of its files, else its name."""
+def _merged_into(model: PeftModel) -> str:
+    """Return the content of MERGED: what tells the base from others, the hash of its files, else its name."""
     base = model.get_base_model()
-    return base_sha256(base) or Path(base.config.name_or_path).name
+    return json.dumps({"merged_into": base_sha256(base) or Path(base.config.name_or_path).name}) + "\n"
 
 
-def _bring_code(config: PreTrainedConfig, base_model: str | None, folder: Path) -> dict[str, Any]:
+def _bring_code(config: PreTrainedConfig, base_model: str | None, folder: Path) -> dict[str, str]:
     """Return the `auto_map` under which a merged model in `folder` finds its base's own code; empty if it cannot.
 
     A base's `auto_map` names files that lie beside its own config.json. In a new repository they are not there: the entries
     then name the base's repository (`org/name--file.Class`), or the files are copied.
     """
     found = {}
-    for key, entry in (getattr(config, "auto_map", None) or {}).items():
-        names = entry if isinstance(entry, (list, tuple)) else [entry]  # a slow and a fast tokenizer; one may be None
-        own = [name for name in names if name and "--" not in name]
-        if is_hub_name(base_model):
-            named = [f"{base_model}--{name}" if name in own else name for name in names]
-            found[key] = named if names is entry else named[0]
-            continue
-        files = [Path(base_model or "?", name.rsplit(".", 1)[0].replace(".", "/") + ".py") for name in own]
-        if all(file.is_file() for file in files):
-            found[key] = entry
-            for file in Path(base_model).glob("*.py") if own else ():  # they may import one another
+    for key, name in (getattr(config, "auto_map", None) or {}).items():
+        if "--" in name:
+            found[key] = name
+        elif is_hub_name(base_model):
+            found[key] = f"{base_model}--{name}"
+        elif base_model and Path(base_model, f"{name.partition('.')[0]}.py").is_file():
+            found[key] = name
+            for file in Path(base_model).glob("*.py"):  # they may import one another
                 shutil.copy2(file, folder / file.name)
     return found
 

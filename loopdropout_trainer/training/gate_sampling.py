@@ -19,7 +19,7 @@ from loopdropout_trainer.adapters.reference import references_like_the_policy
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import GatePlan, TrainingPolicy, find_looped_model
-from loopdropout_trainer.saving.adapter_files import save_adapter_card
+from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import (
     check_packed_batch,
@@ -194,7 +194,7 @@ class GateSamplingMixin:
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Keep the adapter's own card: TRL's knows neither its base model nor its rule."""
         if self.is_world_process_zero():
-            save_adapter_card(self.model, self.args.output_dir, self.args.hub_model_id)
+            save_card(self.model, self.args.output_dir, self.args.hub_model_id)
 
     def create_optimizer(self, model=None):
         args = self.args

@@ -21,10 +21,10 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_card, save_adapter_metadata
-from loopdropout_trainer.saving.files import is_about_files, staged_files, write_atomically
+from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_metadata
+from loopdropout_trainer.saving.cards import save_card
+from loopdropout_trainer.saving.files import folder_lock, is_about_files, staged_files, write_atomically
 from loopdropout_trainer.saving.hub import PushError, push_error
-from loopdropout_trainer.saving.lock import folder_lock
 from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.training.checkpoints import sealing
 from loopdropout_trainer.training.checkpoints.identity import continues, differences, run_identity
@@ -420,7 +420,7 @@ class CheckpointsMixin:
             rule_args=args.rule_args,
             gate_seed=self.gate_seed,
         )
-        save_adapter_card(self.model, folder, args.hub_model_id or str(name))
+        save_card(self.model, folder, args.hub_model_id or str(name))
         if memory := self.rule.state_dict():
             (folder / RULE_STATE).write_text(json.dumps(memory), encoding="utf-8")
 
