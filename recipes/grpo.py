@@ -9,16 +9,33 @@ sets the fields below; `--field value` overrides it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
+from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer
 from loopdropout_trainer.experimental.rewards import REWARDS
 from loopdropout_trainer.runs.run import Run, run_all
-from loopdropout_trainer.settings.arguments import RewardArguments
 from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.ranges import check_list
 from loopdropout_trainer.settings.recipe import RecipeError
+
+
+@dataclass
+class RewardArguments:
+    """What completions are rewarded for."""
+
+    rewards: list[str] = HfArg(
+        default_factory=lambda: ["gsm8k_strict"],
+        help="`gsm8k_strict`, `gsm8k_format`, `last_number` or `math_verify`: each 1 or 0, added by `reward_weights`.",
+    )
+
+    def __post_init__(self):
+        check_list("rewards", self.rewards)
+        if not self.rewards:
+            raise ValueError("`rewards` must name one or more rewards; got [].")
 
 
 class GRPORun(Run):

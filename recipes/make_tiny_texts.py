@@ -70,7 +70,7 @@ def _story(rng: Random) -> str:
     what = rng.choice(OBJECTS)
     start = rng.randint(2, 40)
     words = rng.choice((WORDING, OTHER_WORDING))
-    sentences = [words.start.format(name=name, number=start, what=what)]
+    sentences = [words["start"][0].format(name=name, number=start, what=what)]
     for step in random_steps(rng, start, rng.randint(2, 4), "+-*"):
         sentences += [change_sentence(rng, name, friend, what, step, words), f"Now {name} has {step.result} {what}."]
     return " ".join(sentences)

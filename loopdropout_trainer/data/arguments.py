@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.settings.ranges import check_choice, check_integer, check_list, shown
-
-
-MOST_GENERATED = 10_000_000
-"""Arithmetic problems that a run may ask for; a process generates some 20,000 in a second, and keeps them in memory."""
 
 
 @dataclass
@@ -57,18 +54,11 @@ class DataArguments:
         help="Fewest and most steps of a problem of `preparation: arithmetic` or `arithmetic_pairs`. Default: 3 5.",
         metadata={"nargs": 2},
     )
-    bad_rows: str = HfArg(
-        default="error",
-        help="What to do with a row that cannot be used: stop, or count it.",
-        metadata={"choices": ["error", "skip"]},
+    bad_rows: Literal["error", "skip"] = HfArg(
+        default="error", help="What to do with a row that cannot be used: stop, or count it."
     )
 
     def __post_init__(self):
-        given = self.column_mapping or {}
-        if not isinstance(given, dict) or not all(isinstance(text, str) for pair in given.items() for text in pair):
-            raise ValueError(
-                f"`column_mapping` must be a mapping {{expected name: name in the rows}}; got {shown(given)}."
-            )
         check_list("train_files", self.train_files)
         check_list("eval_files", self.eval_files)
         check_choice("preparation", self.preparation, (None, *PREPARATIONS))
@@ -84,15 +74,15 @@ class DataArguments:
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
         if self.num_train_examples is not None:
-            check_integer("num_train_examples", self.num_train_examples, most=MOST_GENERATED if generates else None)
+            check_integer("num_train_examples", self.num_train_examples)
         if self.num_eval_examples is not None:
             check_integer("num_eval_examples", self.num_eval_examples, least=0)
         check_integer("split_seed", self.split_seed, least=-(2**63))
-        if self.arithmetic_steps is not None:
-            if self.preparation not in ("arithmetic", "arithmetic_pairs"):
-                raise ValueError("`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`.")
-            match self.arithmetic_steps:
-                case [int(fewest), int(most)] if 1 <= fewest <= most <= MOST_TRAINED_STEPS:
-                    return
+        if self.arithmetic_steps is None:
+            return
+        if self.preparation not in ("arithmetic", "arithmetic_pairs"):
+            raise ValueError("`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`.")
+        steps = list(self.arithmetic_steps)
+        if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= MOST_TRAINED_STEPS:
             valid = f"the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]"
             raise ValueError(f"`arithmetic_steps` must be {valid}; got {shown(self.arithmetic_steps)}.")

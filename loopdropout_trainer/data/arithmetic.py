@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator as operators
 import zlib
+from collections.abc import Mapping
 from random import Random
 from typing import NamedTuple
 
@@ -20,37 +21,26 @@ LARGEST = 60
 OPERATIONS = {"+": operators.add, "-": operators.sub, "*": operators.mul}
 
 
-class Wording(NamedTuple):
-    """The sentences of a story: its first one, and those for each operator."""
-
-    start: str
-    changes: dict[str, tuple[str, ...]]
-
-
-WORDING = Wording(
-    "{name} has {number} {what}.",
-    {
-        "+": (
-            "{name} finds {number} more {what}.",
-            "{name} buys {number} {what}.",
-            "{friend} gives {name} {number} {what}.",
-        ),
-        "-": (
-            "{name} loses {number} {what}.",
-            "{name} gives {friend} {number} {what}.",
-            "{name} sells {number} {what}.",
-        ),
-        "*": ("Then {name} gets {number} times as many.",),
-    },
-)
-OTHER_WORDING = Wording(
-    "At first {name} keeps {number} {what}.",
-    {
-        "+": ("{number} {what} arrive for {name}.", "{friend} adds {number} {what} to those of {name}."),
-        "-": ("{number} {what} of {name} break.", "{friend} takes {number} {what} from {name}."),
-        "*": ("{name} then makes it {number} times the number.",),
-    },
-)
+WORDING = {  # the sentences of a story: its first one, and those for each operator
+    "start": ("{name} has {number} {what}.",),
+    "+": (
+        "{name} finds {number} more {what}.",
+        "{name} buys {number} {what}.",
+        "{friend} gives {name} {number} {what}.",
+    ),
+    "-": (
+        "{name} loses {number} {what}.",
+        "{name} gives {friend} {number} {what}.",
+        "{name} sells {number} {what}.",
+    ),
+    "*": ("Then {name} gets {number} times as many.",),
+}
+OTHER_WORDING = {
+    "start": ("At first {name} keeps {number} {what}.",),
+    "+": ("{number} {what} arrive for {name}.", "{friend} adds {number} {what} to those of {name}."),
+    "-": ("{number} {what} of {name} break.", "{friend} takes {number} {what} from {name}."),
+    "*": ("{name} then makes it {number} times the number.",),
+}
 
 
 class Split(NamedTuple):
@@ -65,7 +55,7 @@ class Split(NamedTuple):
 
     steps: tuple[int, int] = (3, 5)
     start: tuple[int, int] = (2, 20)
-    words: Wording | None = None
+    words: dict[str, tuple[str, ...]] | None = None
     is_test: bool | None = None
 
 
@@ -144,22 +134,21 @@ def _changes(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]
     what = rng.choice(OBJECTS)
     start = rng.randint(*split.start)
     words = split.words or WORDING
-    sentences = [words.start.format(name=name, number=start, what=what)]
+    sentences = [words["start"][0].format(name=name, number=start, what=what)]
     steps = random_steps(rng, start, num_steps, "+-*")
     sentences += [change_sentence(rng, name, friend, what, step, words) for step in steps]
     return " ".join([*sentences, f"How many {what} does {name} have now?"]), steps
 
 
-def change_sentence(rng: Random, name: str, friend: str, what: str, step: Step, words: Wording = WORDING) -> str:
-    sentence = rng.choice(words.changes[step.operator])
-    return sentence.format(name=name, friend=friend, what=what, number=step.right)
+def change_sentence(rng: Random, name: str, friend: str, what: str, step: Step, words: Mapping = WORDING) -> str:
+    return rng.choice(words[step.operator]).format(name=name, friend=friend, what=what, number=step.right)
 
 
 def _comparisons(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
     people = rng.sample(NAMES, num_steps + 1)
     what = rng.choice(OBJECTS)
     start = rng.randint(*split.start)
-    sentences = [WORDING.start.format(name=people[0], number=start, what=what)]
+    sentences = [WORDING["start"][0].format(name=people[0], number=start, what=what)]
     steps = random_steps(rng, start, num_steps, "+-*")
     words = {"+": "{n} more {what} than", "-": "{n} fewer {what} than", "*": "{n} times as many {what} as"}
     for before, after, step in zip(people, people[1:], steps, strict=False):

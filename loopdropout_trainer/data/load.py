@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.boundary import token_lengths
 from loopdropout_trainer.data.preparation import TRL_COLUMNS, DataReport, Preparation, Unwanted, random_order
 from loopdropout_trainer.data.preparations import PREPARATIONS
-from loopdropout_trainer.data.rows import BadRow, DataError, Row, read_files
+from loopdropout_trainer.data.rows import BadRow, DataError, Row, present, read_files
 from loopdropout_trainer.settings.command import one_line, user_supplied
 from loopdropout_trainer.settings.ranges import check_integer
 
@@ -135,32 +135,17 @@ def _prepare(
 
 def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport) -> Dataset:
     """Return the example of each usable row, with its `rank` in the choice of rows; count the others."""
-    examples = list(_usable(tqdm(rows, "Reading rows", unit="row", disable=None), preparation, report))
-    if not examples:
-        raise DataError(f"No usable row was found.\n{report}")
-    kinds = list(dict.fromkeys(map(_kind, examples)))
-    if len(kinds) > 1:
-        raise DataError(f"The rows differ in kind: the first has {kinds[0]}, a later one has {kinds[1]}.")
-    return Dataset.from_list(examples)
-
-
-def _kind(example: dict[str, Any]) -> str:
-    names = [name for name in TRL_COLUMNS if name in example]
-    return " and ".join(f"{name} as messages" if isinstance(example[name], list) else name for name in names)
-
-
-def _usable(rows: Iterable[Row], preparation: Preparation, report: DataReport) -> Iterator[dict[str, Any]]:
-    args, mapping = preparation.args, preparation.args.column_mapping or {}
-    for place, row in rows:
+    args, examples, kinds = preparation.args, [], {}
+    mapping = args.column_mapping or {}
+    for place, row in tqdm(rows, "Reading rows", unit="row", disable=None):
         report.read += 1
         try:
             if isinstance(row, BadRow):
                 raise row
-            for name in mapping.values():
-                if name not in row:
-                    raise BadRow(f"missing field `{name}`", " (named by `column_mapping`)")
-            row = {**row, **{expected: row[name] for expected, name in mapping.items()}}
-            yield {**preparation.example(row), "rank": random_order(preparation.identity(row), args.split_seed)}
+            row = {**row, **{expected: present(row, name) for expected, name in mapping.items()}}
+            example = preparation.example(row)
+            examples.append({**example, "rank": random_order(preparation.identity(row), args.split_seed)})
+            kinds[_kind(example)] = None
         except Unwanted as reason:
             report.dropped[str(reason)] += 1
         except BadRow as error:
@@ -169,8 +154,17 @@ def _usable(rows: Iterable[Row], preparation: Preparation, report: DataReport) -
                     f"{place}: {error}. Mend the row, or leave such rows out: `bad_rows: skip`."
                 ) from error
             report.dropped[error.kind] += 1
-            if len(report.bad_rows) < 5:
-                report.bad_rows.append(f"{place}: {error}")
+            report.bad_rows = [*report.bad_rows, f"{place}: {error}"][:5]
+    if not examples:
+        raise DataError(f"No usable row was found.\n{report}")
+    if len(kinds) > 1:
+        raise DataError(f"The rows differ in kind: {', others '.join(kinds)}.")
+    return Dataset.from_list(examples)
+
+
+def _kind(example: dict[str, Any]) -> str:
+    names = [name for name in TRL_COLUMNS if name in example]
+    return " and ".join(f"{name} as messages" if isinstance(example[name], list) else name for name in names)
 
 
 def _split(

@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.data.rows import BadRow, Row, present
+from loopdropout_trainer.data.rows import BadRow, Row, fields_of, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
 from loopdropout_trainer.settings.ranges import shown
 
@@ -166,22 +166,21 @@ def messages(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
     turns = present(row, column)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise BadRow(f"field `{column}` is not a list of messages")
-    return [_message(turn, f"{column}[{index}]") for index, turn in enumerate(turns)]
-
-
-def _message(turn: Mapping[str, Any], place: str) -> dict[str, str]:
-    if turn.get("tool_calls"):
-        raise BadRow("tool calls are not supported", f" (in {place})")
-    if "from" in turn and "role" not in turn:
-        turn = {"role": turn["from"], "content": turn.get("value")}
-    try:
-        role, content = text(turn, "role"), text(turn, "content")
-    except BadRow as error:
-        raise BadRow(f"{error.kind} in a message", f" ({place})") from None
-    role = {"human": "user", "gpt": "assistant"}.get(role, role)
-    if role not in ("system", "user", "assistant"):
-        raise BadRow("a role is not system, user or assistant", f" ({role!r} in {place})")
-    return {"role": role, "content": content}
+    found = []
+    for index, turn in enumerate(turns):
+        if turn.get("tool_calls"):
+            raise BadRow("tool calls are not supported", f" (in {column}[{index}])")
+        if "from" in turn and "role" not in turn:
+            turn = {"role": turn["from"], "content": turn.get("value")}
+        try:
+            role, content = text(turn, "role"), text(turn, "content")
+        except BadRow as error:
+            raise BadRow(f"{error.kind} in a message", f" ({column}[{index}])") from None
+        role = {"human": "user", "gpt": "assistant"}.get(role, role)
+        if role not in ("system", "user", "assistant"):
+            raise BadRow("a role is not system, user or assistant", f" ({role!r} in {column}[{index}])")
+        found.append({"role": role, "content": content})
+    return found
 
 
 def has_target(turns: list[dict[str, str]]) -> bool:
@@ -202,8 +201,8 @@ def standard_example(row: Mapping[str, Any]) -> dict[str, Any]:
     is_chat = any(isinstance(row.get(name), list) for name in ("prompt", "completion", "chosen", "rejected"))
     prompt_of, target_of = (messages, conversation) if is_chat else (text, target)
     if "chosen" in row or "rejected" in row:  # DPO; the prompt may be part of both answers
-        answers = {name: target_of(row, name) for name in ("chosen", "rejected")}
-        return answers if row.get("prompt") is None else {"prompt": prompt_of(row, "prompt"), **answers}
+        prompt = {} if row.get("prompt") is None else {"prompt": prompt_of(row, "prompt")}
+        return {**prompt, **{name: target_of(row, name) for name in ("chosen", "rejected")}}
     if "prompt" in row or "completion" in row:
         return {"prompt": prompt_of(row, "prompt"), "completion": target_of(row, "completion")}
     for column in ("messages", "conversations"):
@@ -211,7 +210,4 @@ def standard_example(row: Mapping[str, Any]) -> dict[str, Any]:
             return {"messages": conversation(row, column)}
     if "text" in row:
         return {"text": target(row, "text")}
-    raise BadRow(
-        "no `prompt` and `completion`, `messages`, `text`, or `chosen` and `rejected`",
-        f" (it has {', '.join(f'`{key}`' for key in row) or 'none'}; `column_mapping` or `prompt_template` may help)",
-    )
+    raise BadRow("no `prompt` and `completion`, `messages`, `text`, or `chosen` and `rejected`", fields_of(row))

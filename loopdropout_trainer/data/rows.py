@@ -43,8 +43,12 @@ class Row(NamedTuple):
 def present(row: Mapping[str, Any], column: str) -> Any:
     """Return a column of a row that must be there, and not null."""
     if row.get(column) is None:
-        raise BadRow(f"missing field `{column}`", f" (it has {', '.join(f'`{key}`' for key in row) or 'none'})")
+        raise BadRow(f"missing field `{column}`", fields_of(row))
     return row[column]
+
+
+def fields_of(row: Mapping[str, Any]) -> str:
+    return f" (it has {', '.join(f'`{key}`' for key in row) or 'none'}; `column_mapping` may help)"
 
 
 def read_files(paths: Sequence[str | Path]) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.rows import BadRow, present
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import SetupError, user_supplied
+from loopdropout_trainer.settings.command import user_supplied
 
 
 PROMPT_TEMPLATES = {
@@ -103,8 +103,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, fie
                 f"`{field}: {name_or_path}` needs the token {token}, which the tokenizer of {owner} lacks."
             )
         setattr(tokenizer, role, token)
-    with user_supplied(f"`{field}: {name_or_path}` cannot be used"):
-        check_turn_end(tokenizer)
+    check_turn_end(tokenizer)
 
 
 def chat_template(name_or_path: str, field: str = "chat_template") -> str:
@@ -127,12 +126,8 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: list, **optio
     Raises:
         SetupError: if it is broken, refuses these turns, or tries any of that; one sentence.
     """
-    what = f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot be applied"
-    try:
-        with user_supplied(what):
-            return tokenizer.apply_chat_template(turns, **options)
-    except MemoryError:
-        raise SetupError(f"{what}: it asks for more memory than there is.") from None
+    with user_supplied(f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot be applied"):
+        return tokenizer.apply_chat_template(turns, **options)
 
 
 def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -143,11 +138,8 @@ def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
     marks = "generation" in (tokenizer.chat_template or "")
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     encoded = apply_chat_template(tokenizer, turns, return_dict=True, return_assistant_tokens_mask=marks)
-    trained = (
-        [id for id, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
-        if marks
-        else []
-    )
+    masks = encoded.get("assistant_masks", [])
+    trained = [id for id, mask in zip(encoded["input_ids"], masks, strict=False) if mask]
     if marks and trained[-1:] != [tokenizer.eos_token_id]:
         ends = f"{tokenizer.decode(trained[-1:])!r}, and generation stops at {tokenizer.eos_token!r}"
         raise ValueError(f"The chat template ends an assistant's turn with {ends}: set `eos_token` to the template's.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers.hf_argparser import HfArg
 
@@ -25,10 +25,8 @@ class ModelArguments:
     )
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the Hub.")
     num_loops: int | None = HfArg(default=None, help="Recurrence depth K to train at. Default: the model's own.")
-    dtype: str = HfArg(
-        default="bfloat16",
-        help="Dtype of the frozen weights; adapters are float32.",
-        metadata={"choices": ["bfloat16", "float16", "float32"]},
+    dtype: Literal["bfloat16", "float16", "float32"] = HfArg(
+        default="bfloat16", help="Dtype of the frozen weights; adapters are float32."
     )
     attn_implementation: str = HfArg(default="sdpa", help="sdpa, eager, flex_attention, flash_attention_2, ...")
     chat_template: str | None = HfArg(
@@ -52,16 +50,9 @@ class ModelArguments:
     @property
     def init_kwargs(self) -> dict[str, Any]:
         """The keywords of `from_pretrained`; pickled weights are refused, since they can run code."""
-        names = (
-            ("dtype", "attn_implementation")
-            if self.num_loops is None
-            else ("dtype", "attn_implementation", "num_loops")
-        )
-        return {
-            "revision": self.model_revision,
-            "use_safetensors": True,
-            **{name: getattr(self, name) for name in names},
-        }
+        depth = {} if self.num_loops is None else {"num_loops": self.num_loops}
+        names = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        return {"revision": self.model_revision, "use_safetensors": True, **names, **depth}
 
 
 def check_depths(name: str, depths: list[int] | None) -> None:
@@ -88,15 +79,13 @@ class AdapterArguments:
         check_number("lora_alpha", self.lora_alpha, above=True)
         check_number("lora_dropout", self.lora_dropout, most=1, below=True)
         check_list("lora_target_modules", self.lora_target_modules)
-        if self.lora_target_modules is not None and not self.lora_target_modules:
-            raise ValueError("`lora_target_modules` must name one or more linear layers; got [].")
 
     @property
     def lora_fields(self) -> dict[str, Any]:
         """The fields of PEFT's `LoraConfig`."""
-        targets = {} if self.lora_target_modules is None else {"target_modules": self.lora_target_modules}
-        names = ("lora_alpha", "lora_dropout", "use_rslora")
-        return {"r": self.lora_r, **{name: getattr(self, name) for name in names}, **targets}
+        fields = {"r": self.lora_r, "target_modules": self.lora_target_modules}
+        fields |= {name: getattr(self, name) for name in ("lora_alpha", "lora_dropout", "use_rslora")}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclass
@@ -111,10 +100,8 @@ class BenchmarkArguments:
     )
     benchmark_limit: int | None = HfArg(default=None, help="Number of problems of each benchmark. Default: all.")
     benchmark_batch_size: int = HfArg(default=16, help="Problems that one process decodes at a time.")
-    decoding: str = HfArg(
-        default="eager",
-        help="Decode as `eager`, `compiled` (the same, with compiled steps) or `generate` (transformers' own).",
-        metadata={"choices": ["eager", "compiled", "generate"]},
+    decoding: Literal["eager", "compiled", "generate"] = HfArg(
+        default="eager", help="`eager`, `compiled` (the same, with compiled steps) or `generate` (transformers' own)."
     )
     apply_chat_template: bool | None = HfArg(
         default=None, help="Pose problems in the chat template. Default: as each benchmark's protocol has it."
@@ -167,18 +154,3 @@ class RunArguments(BenchmarkArguments):
         for name, least in (("single_loop_batches", 0), ("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
             check_integer(name, getattr(self, name), least)
         check_depths("depths", self.depths)
-
-
-@dataclass
-class RewardArguments:
-    """What completions are rewarded for, in reinforcement learning."""
-
-    rewards: list[str] = HfArg(
-        default_factory=lambda: ["gsm8k_strict"],
-        help="`gsm8k_strict`, `gsm8k_format`, `last_number` or `math_verify`: each 1 or 0, added by `reward_weights`.",
-    )
-
-    def __post_init__(self):
-        check_list("rewards", self.rewards)
-        if not self.rewards:
-            raise ValueError("`rewards` must name one or more rewards; got [].")

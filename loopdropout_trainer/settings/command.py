@@ -17,9 +17,6 @@ from pathlib import Path
 from loopdropout_trainer.settings.secrets import hide_secrets
 
 
-USER_ERROR, INTERRUPTED, TERMINATED = 2, 130, 143
-"""Exit codes: of a user error, and (a shell's own) of Ctrl-C and of `kill`."""
-
 _PACKAGE = Path(__file__).parents[1]
 _EXTRAS = {
     "eval": ("lm_eval", "evalplus", "langdetect", "immutabledict", "nltk"),
@@ -54,14 +51,14 @@ def run_command(main: Callable[[], None], name: str | None = None, interrupted: 
         sys.stdout.flush()
     except KeyboardInterrupt as error:  # training raises a subclass for either signal, and says what is saved
         _say_once(f"{name}: {str(error) or interrupted}")
-        sys.exit(TERMINATED if getattr(error, "signal", None) == "SIGTERM" else INTERRUPTED)
+        sys.exit(143 if getattr(error, "signal", None) == "SIGTERM" else 130)  # as of a program that was killed
     except BrokenPipeError:  # the reader of standard output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         if not is_user_error(error):
             raise
         _say_once(f"{name}: {sentence(error)}")
-        sys.exit(USER_ERROR)
+        sys.exit(2)
     finally:
         _typed.remove(name)
 

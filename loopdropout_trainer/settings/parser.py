@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import inspect
 import json
-import re
 import sys
 import types
 import typing
@@ -79,7 +78,7 @@ class RecipeParser(TrlParser):
             if action.choices:
                 self.choices[action.dest] = list(action.choices)
             if _takes_mapping(self.hints[action.dest]) and action.nargs != "+":  # of a list or a mapping: the list
-                action.type = _mapping_or_path if action.dest in _MAPPING_OR_PATH else _mapping
+                action.type = _json
         self.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
 
     def read_command_line(self, argv: Sequence[str]) -> dict[str, Any]:
@@ -108,6 +107,8 @@ class RecipeParser(TrlParser):
     def _check_type(self, name: str, value: Any, where: str) -> None:
         """Raise RecipeError for a value that is not of the field's type or not among its choices."""
         hint, found = self.hints[name], f"a {type(value).__name__}" if is_secret(name) else shown(value)
+        if value is not None and name in self.choices and value not in self.choices[name]:
+            raise RecipeError(f"{where} must be one of {', '.join(self.choices[name])}; got {found}.")
         try:
             type_validator(name, value, hint)
             if isinstance(value, str) and _takes_mapping(hint) and name not in _MAPPING_OR_PATH:
@@ -115,14 +116,10 @@ class RecipeParser(TrlParser):
         except TypeError:
             # typing's own names of types: `float`, `list[str] | None`
             raise RecipeError(f"{where} must be of type `{inspect.formatannotation(hint)}`; got {found}.") from None
-        if value is not None and name in self.choices and value not in self.choices[name]:
-            raise RecipeError(f"{where} must be one of {', '.join(self.choices[name])}; got {found}.")
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print with a page of usage."""
-        about = re.match(r"argument (--\w+)[^:]*: (.*)", message, re.DOTALL)
-        option, reason = about.groups() if about else ("the command line", message)
-        raise RecipeError(f"`{option}` cannot be read" + ("." if is_secret(option) else f": {reason}."))
+        raise RecipeError(f"{message}.")
 
 
 def _nearest(word: str, valid: Sequence[str]) -> str:
@@ -155,15 +152,9 @@ def _as_typed(value: Any, hint: Any) -> Any:
     return float(value) if options == [float] and type(value) is int else value
 
 
-def _mapping(text: str) -> dict[str, Any]:
-    """Return a mapping that is given as JSON on the command line."""
+def _json(text: str) -> Any:
+    """Return a mapping that is given as JSON on the command line; other text as it is: a path, or a mistake."""
     try:
-        return dict(json.loads(text).items())
-    except (ValueError, AttributeError, RecursionError):
-        raise argparse.ArgumentTypeError(
-            f"it must be a mapping as JSON, such as '{{\"name\": 1}}'; got {shown(text)}"
-        ) from None
-
-
-def _mapping_or_path(text: str) -> dict[str, Any] | str:
-    return _mapping(text) if text.lstrip().startswith(("{", "[")) else text
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

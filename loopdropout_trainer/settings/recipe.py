@@ -7,11 +7,9 @@ builds on, so that a variant states only what differs.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.settings.parser import RecipeError as RecipeError
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import shown
-from loopdropout_trainer.settings.secrets import hide_secrets, public_settings
+from loopdropout_trainer.settings.secrets import public_settings
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -75,19 +73,17 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
 
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+0123456789."),
-    ),
-    ("merge", "<<", ["<"]),
-):
+_FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+_SCALARS = {
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?(?:0|[1-9][0-9_]*)",
+    "float": rf"{_FLOAT}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "merge": "<<",
+}
+for _tag, _pattern in _SCALARS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), None)
 
 
 def recipes_folder() -> Path:
@@ -106,35 +102,27 @@ def recipe_path(name: str) -> str:
     return str(shipped) if is_name and not Path(name).exists() and shipped.is_file() else name
 
 
-def load_recipe(path: str | Path) -> dict[str, Any]:
+def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a recipe and those that it extends; the extending file's keys win.
 
     A path `recipes/...` that is not there is one that ships with the package: sweeps name their recipes so.
 
+    Args:
+        path: of the recipe.
+        extending: the recipes that led to this one.
+
     Raises:
         RecipeError: if a file is missing, is not a flat YAML mapping, extends itself, or would run a stranger's code.
     """
-    path = str(path)
-    return _load(Path(recipe_path(path) if path.startswith("recipes/") else path), ())
-
-
-def _load(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
+    path = Path(recipe_path(str(path)) if str(path).startswith("recipes/") else path)
     if path.resolve() in extending:
         raise RecipeError(f"The recipe {path} extends itself.")
     try:
-        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except yaml.MarkedYAMLError as error:  # what and where, without the line itself: it may hold a token
-        place = (
-            f" (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
-            if error.problem_mark
-            else ""
-        )
-        reason = ", ".join(filter(None, (error.context, error.problem)))
-        raise RecipeError(f"The recipe {path} is not valid YAML: {hide_secrets(reason)}{place}.") from error
+        with path.open(encoding="utf-8") as file:  # of a file PyYAML's errors quote no line, which may hold a token
+            recipe = yaml.load(file, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except Exception as error:  # of the system, of the encoding, and whatever PyYAML makes of `!!int x`
-        raise RecipeError(
-            f"The recipe {path} cannot be read: {getattr(error, 'strerror', None) or one_line(error)}."
-        ) from error
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise RecipeError(f"The recipe {path} cannot be read: {reason}.") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"The recipe {path} must be a mapping `field: value`; got {type(recipe).__name__}.")
     for field, value in _settings(recipe):
@@ -150,19 +138,15 @@ def _load(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
         return recipe
     if not isinstance(base, str) or not base.strip():
         raise RecipeError(f"`extends` in {path} must be the path of one recipe; got {shown(base)}.")
-    return {**_load(path.parent / base, (*extending, path.resolve())), **recipe}
+    return {**load_recipe(path.parent / base, (*extending, path.resolve())), **recipe}
 
 
 def _settings(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value in a recipe, however deep, also in a mapping as JSON text, with the name of its field."""
+    """Yield every value in a recipe, however deep, with the name of its field."""
     yield field, value
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
     if isinstance(value, Mapping):
         for name, item in value.items():
-            for known_as in {str(name), *({field} & {"attn_implementation"})}:  # it may have one kernel for each part
-                yield from _settings(item, known_as)
+            yield from _settings(item, str(name))
     elif isinstance(value, list):
         for item in value:
             yield from _settings(item, field)
