@@ -3,16 +3,17 @@
 import gzip
 import hashlib
 import json
+import os
+import re
 import runpy
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 from conftest import tiny_ouro
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 from trl import SFTConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
@@ -21,6 +22,8 @@ from loopdropout_trainer.data.__main__ import main as show
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.preparations import MetaMathGSM
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
+from loopdropout_trainer.settings.command import SetupError
 
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -47,16 +50,7 @@ def bytes_tokenizer(tokenizer, monkeypatch):
 @pytest.fixture(scope="module")
 def bpe_tokenizer():
     """Byte-pair tokens that cross as many boundaries as those of real models."""
-    backend = Tokenizer(BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train([str(path) for path in sorted(SAMPLES.glob("*.jsonl"))], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0], pad_token=special[0])
+    tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
     tokenizer.chat_template = chat_template("tulu2")
     return tokenizer
 
@@ -81,14 +75,13 @@ def batch_of(config):
         model = tiny_ouro(vocab_size=max(258, len(tokenizer)))
         args = config(max_length=4096, **fields)
         trainer = LoopDropoutSFTTrainer(model, args, train_dataset=examples, processing_class=tokenizer)
-        rows = [trainer.train_dataset[i] for i in range(len(trainer.train_dataset))]
-        batch = trainer.data_collator([{key: row[key] for key in ("input_ids", "labels")} for row in rows])
+        batch = trainer.data_collator(
+            [{key: row[key] for key in ("input_ids", "labels")} for row in trainer.train_dataset]
+        )
         sizes = batch["attention_mask"].sum(-1)
-        assert all((labels[size:] == -100).all() for labels, size in zip(batch["labels"], sizes, strict=True))
-        return [
-            (ids[:size].tolist(), labels[:size].tolist())
-            for ids, labels, size in zip(batch["input_ids"], batch["labels"], sizes, strict=True)
-        ]
+        rows = list(zip(batch["input_ids"], batch["labels"], sizes, strict=True))
+        assert all((labels[size:] == -100).all() for _, labels, size in rows)
+        return [(ids[:size].tolist(), labels[:size].tolist()) for ids, labels, size in rows]
 
     return make
 
@@ -102,25 +95,17 @@ def load(preparation, files, tokenizer, max_length=None, **fields):
     return load_data(DataArguments(preparation, train_files=[str(f) for f in files], **fields), tokenizer, max_length)
 
 
-def labelled(pieces, tokenizer):
-    """Oracle under the byte tokenizer: ids and labels of (text, is it trained on?) pieces."""
-    ids, labels = [], []
-    for text, is_trained in pieces:
-        piece = [tokenizer.eos_token_id] if text == tokenizer.eos_token else tokenizer(text)["input_ids"]
-        ids += piece
-        labels += piece if is_trained else [-100] * len(piece)
-    return ids, labels
-
-
 def spans(ids, labels, tokenizer):
     """Decode into (text, is it trained on?) runs."""
-    runs = []
-    for token, label in zip(ids, labels, strict=True):
-        assert label in (token, -100)
-        if not runs or runs[-1][1] != (label != -100):
-            runs.append(([], label != -100))
-        runs[-1][0].append(token)
-    return [(tokenizer.decode(tokens), is_trained) for tokens, is_trained in runs]
+    assert all(label in (token, -100) for token, label in zip(ids, labels, strict=True))
+    runs = groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != -100)
+    return [(tokenizer.decode([token for token, _ in run]), is_trained) for is_trained, run in runs]
+
+
+def joined(pieces):
+    """The same of (text, is it trained on?) pieces, without empty ones."""
+    runs = groupby((piece for piece in pieces if piece[0]), key=lambda piece: piece[1])
+    return [("".join(text for text, _ in run), is_trained) for is_trained, run in runs]
 
 
 # Templates and loss masks
@@ -153,21 +138,10 @@ def test_tulu_masks_turn_by_turn(write, bytes_tokenizer, bpe_tokenizer, batch_of
     path = write("tulu.jsonl", [{"id": str(i), "messages": messages} for i, messages in enumerate(conversations)])
     data = load("tulu2", path, bytes_tokenizer)
     assert list(data.train["messages"]) == conversations  # source order
-
-    for got, messages in zip(
-        batch_of(data.train, bytes_tokenizer, assistant_only_loss=True), conversations, strict=True
-    ):
-        assert got == labelled(turns(messages, "<eos>"), bytes_tokenizer)
-
-    batch = batch_of(data.train, bpe_tokenizer, assistant_only_loss=True)
-    for (ids, labels), messages in zip(batch, conversations, strict=True):
-        expected = []
-        for text, is_trained in turns(messages, "<|endoftext|>"):
-            if expected and expected[-1][1] == is_trained:
-                expected[-1] = (expected[-1][0] + text, is_trained)
-            elif text:
-                expected.append((text, is_trained))
-        assert spans(ids, labels, bpe_tokenizer) == expected
+    for tokenizer in (bytes_tokenizer, bpe_tokenizer):
+        batch = batch_of(data.train, tokenizer, assistant_only_loss=True)
+        for (ids, labels), messages in zip(batch, conversations, strict=True):
+            assert spans(ids, labels, tokenizer) == joined(turns(messages, tokenizer.eos_token))
 
 
 def test_gsm8k_prompt_and_target(bytes_tokenizer, bpe_tokenizer, batch_of):
@@ -197,11 +171,9 @@ def test_metamath_prompt_and_target(bytes_tokenizer, batch_of, monkeypatch, prom
     )
     rows = [row for row in samples("metamath") if row["type"].startswith("GSM")]
     assert any(row["response"].startswith("$") for row in rows)
-    batch = batch_of(data.train, bytes_tokenizer)
-    for (ids, labels), row in zip(batch, rows, strict=True):
-        prompt = ALPACA.format(row["query"]) + prompt_end
-        pieces = [(prompt, False), (row["response"], True), ("<eos>", True)]
-        assert (ids, labels) == labelled(pieces, bytes_tokenizer)
+    for (ids, labels), row in zip(batch_of(data.train, bytes_tokenizer), rows, strict=True):
+        pieces = [(ALPACA.format(row["query"]) + prompt_end, False), (row["response"] + "<eos>", True)]
+        assert spans(ids, labels, bytes_tokenizer) == pieces
 
 
 # Which rows
@@ -257,8 +229,7 @@ def test_gsm8k_split_is_fixed(write, tokenizer):
 def test_repetitions_of_held_out_rows_are_not_trained_on(write, tokenizer):
     rows = [{"prompt": str(i % 20), "completion": "x"} for i in range(60)]
     data = load(None, write("a.jsonl", rows), tokenizer, num_eval_examples=5)
-    assert len(data.eval) == 5
-    assert len(data.train) == 45
+    assert (len(data.eval), len(data.train)) == (5, 45)
     assert not set(data.eval["prompt"]) & set(data.train["prompt"])
     assert data.report.dropped == {"repeats a held-out row": 10}
 
@@ -356,12 +327,16 @@ def test_local_files_of_every_kind(tmp_path, tokenizer, name):
     assert list(load(None, path, tokenizer).train) == rows
 
 
-def test_several_files_and_eval_files(write, tokenizer):
+def test_several_files_and_eval_files_and_their_report(write, tokenizer):
     first, second = (write(name, [{"text": name}] * 2) for name in ("a.jsonl", "b.jsonl"))
     data = load(None, [first, second], tokenizer, eval_files=[write("c.jsonl", [{"text": "c"}] * 2)])
     assert list(data.train["text"]) == ["a.jsonl"] * 2 + ["b.jsonl"] * 2
     assert list(data.eval["text"]) == ["c"] * 2
     assert data.description == "a.jsonl, b.jsonl: 4 examples, 2 held out"
+    data = load(None, write("a.jsonl", [{"text": "x" * i} for i in range(1, 1201)]), tokenizer, max_length=1000)
+    lines = str(data.report).splitlines()
+    assert lines[0] == "Rows of a.jsonl" and "dropped: more than 1,000 tokens" in lines[4]
+    assert [line.split()[-1] for line in lines[1:]] == ["1,200", "999", "0", "201"]
 
 
 def test_a_dataset_folder_by_name(tmp_path, tokenizer):
@@ -385,51 +360,27 @@ def test_mapping_and_template(write, tokenizer):
     assert load(None, path, tokenizer, **alpaca).train[0]["prompt"] == ALPACA.format("Haus")
 
 
-@pytest.mark.parametrize(
-    ("column", "preparation"), [("conversations", None), ("conversations", "tulu2"), ("messages", "tulu2")]
-)
-def test_sharegpt_conversations(write, bytes_tokenizer, column, preparation):
-    row = {column: [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
-    assert load(preparation, write("a.jsonl", [row]), bytes_tokenizer).train["messages"][:] == [
-        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    ]
+def test_sharegpt_conversations(write, bytes_tokenizer):
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    wanted = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    for column, preparation in (("conversations", None), ("conversations", "tulu2"), ("messages", "tulu2")):
+        data = load(preparation, write("a.jsonl", [{column: turns}]), bytes_tokenizer)
+        assert data.train["messages"][:] == [wanted]
 
 
-GOOD = {"prompt": "p", "completion": "c"}
-CHAT = {"role": "user", "content": "u"}
-BROKEN = {
-    '{"prompt": "p", "completi': "broken JSON",
-    "[1, 2]": "not an object",
-    '{"prompt": "p"}': "missing field `completion`",
-    '{"completion": "c"}': "missing field `prompt`",
-    '{"prompt": "p", "completion": null}': "missing field `completion`",
-    '{"prompt": "p", "completion": " \\n"}': "empty target `completion`",
-    '{"prompt": 5, "completion": "c"}': "field `prompt` is not text",
-    '{"prompt": "p", "completion": "\\ud800"}': "field `completion` is not valid Unicode",
-    '{"a": 1}': "no `prompt` and `completion`, `messages`, `text`, or `chosen` and `rejected`",
-    '{"messages": []}': "field `messages` is not a list of messages",
-    '{"messages": "hi"}': "field `messages` is not a list of messages",
-    json.dumps({"messages": [CHAT]}): "empty target: no assistant message with content",
-    json.dumps({"messages": [CHAT, {"role": "assistant"}]}): "missing field `content` in a message",
-    json.dumps({"messages": [CHAT, {"role": "bot", "content": "x"}]}): "a role is not system, user or assistant",
-    json.dumps({"messages": [CHAT, {"role": "assistant", "content": 1}]}): "field `content` is not text in a message",
-}
-
-
-@pytest.mark.parametrize(("line", "fault"), BROKEN.items())
-def test_a_bad_row_is_an_error_or_is_counted(write, tokenizer, line, fault):
-    path = write("some.jsonl", [GOOD, "", line, GOOD])
-    with pytest.raises(DataError, match="some.jsonl, row 3: ") as error:
-        load(None, path, tokenizer)
-    assert fault in str(error.value)
-    data = load(None, path, tokenizer, bad_rows="skip")
-    assert len(data.train) == 2
-    assert data.report.dropped == {fault: 1}
-    assert "some.jsonl, row 3" in str(data.report) and fault in str(data.report)
+def test_bad_rows_are_counted_where_that_is_asked_for(write, tokenizer):
+    broken = ["[1, 2]", '{"prompt": "p"}', '{"prompt": "p", "completion": null}', '{"prompt": 5, "completion": "c"}']
+    good = {"prompt": "p", "completion": "c"}
+    data = load(None, write("some.jsonl", [good, "", *broken, good]), tokenizer, bad_rows="skip")
+    dropped = {"not an object": 1, "missing field `completion`": 2, "field `prompt` is not text": 1}
+    assert (len(data.train), data.report.dropped) == (2, dropped)
+    for row, fault in zip((3, 4, 5, 6), ("not an object", "missing", "missing", "not text"), strict=True):
+        assert re.search(rf"some.jsonl, row {row}: .*{fault}", str(data.report))
 
 
 def test_prepared_data_is_cached(write, tokenizer, bpe_tokenizer, cache, monkeypatch):
     path = write("a.jsonl", [{"text": "x" * i} for i in range(1, 9)])
+    facts = os.stat(path)
     fields = {"num_eval_examples": 2, "max_length": 6}
     first = load(None, path, tokenizer, **fields)
     with monkeypatch.context() as context:
@@ -437,27 +388,22 @@ def test_prepared_data_is_cached(write, tokenizer, bpe_tokenizer, cache, monkeyp
         second = load(None, path, tokenizer, **fields)
     assert (second.train.to_list(), second.eval.to_list()) == (first.train.to_list(), first.eval.to_list())
     assert str(second.report) == str(first.report)
-
-    def folders():
-        return sum(entry.is_dir() for entry in cache.iterdir())
-
-    assert folders() == 1
+    folders = lambda: [entry for entry in cache.iterdir() if entry.is_dir()]
+    assert len(folders()) == 1
+    (folders()[0] / "train" / "state.json").write_text("{")
+    with pytest.raises(SetupError, match=f"{folders()[0].name} cannot be read: remove that folder"):
+        load(None, path, tokenizer, **fields)
     for changed in ({"max_length": 7}, {"split_seed": 1}):
         load(None, path, tokenizer, **{**fields, **changed})
     load(None, path, bpe_tokenizer, **fields)
-    load(None, write("a.jsonl", [{"text": "y" * i} for i in range(1, 9)]), tokenizer, **fields)
-    assert folders() == 5  # settings, tokenizer and content count; nothing unfinished stays
+    write("a.jsonl", [{"text": "y" * i} for i in range(1, 9)])
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # of the same size and time: its bytes count
+    assert set("".join(load(None, path, tokenizer, **fields).train["text"])) == {"y"}
+    assert len(folders()) == 5  # settings, tokenizer and content count; nothing unfinished stays
 
 
 def test_no_field_clashes_with_the_trainer():
     assert not DataArguments.__dataclass_fields__.keys() & SFTConfig.__dataclass_fields__.keys()
-
-
-def test_report_is_a_table(write, tokenizer):
-    data = load(None, write("a.jsonl", [{"text": "x" * i} for i in range(1, 1201)]), tokenizer, max_length=1000)
-    lines = str(data.report).splitlines()
-    assert lines[0] == "Rows of a.jsonl" and "dropped: more than 1,000 tokens" in lines[4]
-    assert [line.split()[-1] for line in lines[1:]] == ["1,200", "999", "0", "201"]
 
 
 def test_command_shows_the_loss_tokens(tmp_path, write, bytes_tokenizer, capsys):

@@ -1,7 +1,6 @@
 """What may come from a stranger, or be half right, and is used: safely, and as it was meant."""
 
 import json
-import os
 import re
 import sys
 import time
@@ -16,22 +15,14 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter
-from loopdropout_trainer.data import DataArguments, load_data
 from loopdropout_trainer.data.boundary import prompt_completion_ids, token_lengths
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict import normalize, score
-from loopdropout_trainer.settings.command import SetupError
 from loopdropout_trainer.settings.recipe import settings_yaml
 from loopdropout_trainer.settings.secrets import hide_secrets, public_settings
 
 
 TOKEN = "hf_averysecrettokenofsomeone"
 IGNORED = -100
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache" / "loopdropout_trainer"
 
 
 @pytest.fixture
@@ -43,10 +34,6 @@ def merging_tokenizer():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
-
-
-def load(tokenizer, path, preparation=None, **fields):
-    return load_data(DataArguments(preparation=preparation, train_files=[str(path)], **fields), tokenizer, 4096)
 
 
 def test_no_trained_token_holds_the_end_of_a_prompt(config, merging_tokenizer):
@@ -73,26 +60,6 @@ def test_a_boundary_that_holds_by_itself_changes_nothing(bpe_tokenizer):  # noqa
     assert ids == bpe_tokenizer(texts)["input_ids"]
     assert lengths == [len(row) for row in bpe_tokenizer(prompts)["input_ids"]]
     assert prompt_completion_ids(bpe_tokenizer, [], []) == ([], [])
-
-
-def test_a_file_written_again_is_read_again(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "one"}) + "\n")
-    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-    assert load(tokenizer, path).train["text"][0] == "one"
-    path.write_text(json.dumps({"text": "two"}) + "\n")
-    os.utime(path, ns=times)
-    assert load(tokenizer, path).train["text"][0] == "two"
-
-
-def test_damaged_prepared_data_is_named(tmp_path, tokenizer, cache):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "row"}) + "\n")
-    load(tokenizer, path)
-    (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
-    (folder / "train" / "state.json").write_text("{")
-    with pytest.raises(SetupError, match=f"{folder.name} cannot be read: remove that folder"):
-        load(tokenizer, path)
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -63,38 +63,24 @@ class Preparation:
     Class attributes:
         title: for reports and model cards.
         num_eval_examples, prompt_template: where the settings do not say.
-        columns: that are read of a row, beside those of a prompt template.
-        prompt_columns: that a prompt template may name; None: any of the row's.
 
     Raises:
-        ValueError: if `prompt_template` names no column or one that is never filled, or `column_mapping` one never read.
+        ValueError: if `prompt_template` names no column.
     """
 
     title: ClassVar[str] = ""
     num_eval_examples: ClassVar[int] = 0
     prompt_template: ClassVar[str | None] = None
-    columns: ClassVar[Collection[str]] = (*TRL_COLUMNS, "conversations")
-    prompt_columns: ClassVar[Collection[str] | None] = None
 
     def __init__(self, args: DataArguments) -> None:
         self.args = args
         self.num_held_out = self.num_eval_examples if args.num_eval_examples is None else args.num_eval_examples
         if args.eval_files:
             self.num_held_out = 0
-        columns = set(self.columns)
         self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
-        if self.template is not None:  # it must differ from row to row, and its fields be filled
-            fields = prompt_fields(self.template)
-            fillable = fields if self.prompt_columns is None else self.prompt_columns
-            if not fields or not set(fields) <= set(fillable):
-                names = ", ".join(f"{{{name}}}" for name in fillable or ["column"])
-                valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {names}"
-                raise ValueError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
-            if self.prompt_columns is None:
-                columns = {"completion", *fields}
-        for name in sorted(set(args.column_mapping or ()) - columns):
-            valid = ", ".join(sorted(columns))
-            raise ValueError(f"`column_mapping` maps `{name}`, which is never read; it may map {valid}.")
+        if self.template is not None and not prompt_fields(self.template):  # the same prompt for every row
+            valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {{column}}"
+            raise ValueError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
 
     def rows(self) -> list[Row] | None:
         """Return generated rows, for a preparation that reads none."""

@@ -37,8 +37,6 @@ class GSM8K(Preparation):
     title = "GSM8K"
     num_eval_examples = 500
     prompt_template = "question"
-    columns = ("question", "answer")
-    prompt_columns = ("question",)
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
         question, answer = text(row, "question"), without_calculator(target(row, "answer"))
@@ -101,8 +99,6 @@ class MetaMathGSM(Preparation):
     title = "MetaMath-GSM"
     num_eval_examples = 500
     prompt_template = "alpaca"
-    columns = ("type", "query", "response")
-    prompt_columns = ("instruction",)
     num_training_rows = 100_000
     token_limit = 512
 
@@ -115,9 +111,7 @@ class MetaMathGSM(Preparation):
     def identity(self, row: Mapping[str, Any]) -> str:
         return f"{row['query']}\n{row['response']}"
 
-    def split(
-        self, examples: Dataset, ranks: np.ndarray, tokenizer: PreTrainedTokenizerBase, report: DataReport
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def split(self, examples, ranks, tokenizer, report):
         short = self._short_examples(examples, tokenizer, report)
         training = list(islice(short, self.num_training_rows))
         trained = set(ranks[training])
@@ -156,7 +150,6 @@ class Tulu2(Preparation):
     """
 
     title = "Tulu 2"
-    columns = ("messages", "conversations")
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
         turns = messages(row, "conversations" if "messages" not in row and "conversations" in row else "messages")
@@ -168,9 +161,7 @@ class Tulu2(Preparation):
         turns = self.example(row)["messages"]
         return json.dumps([(turn["role"], turn["content"]) for turn in turns], ensure_ascii=False)
 
-    def split(
-        self, examples: Dataset, ranks: np.ndarray, tokenizer: PreTrainedTokenizerBase, report: DataReport
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def split(self, examples, ranks, tokenizer, report):
         if "generation" not in (tokenizer.chat_template or ""):
             raise DataError("The chat template does not mark what the assistant says: set `chat_template: tulu2`.")
         order, num_drawn = np.argsort(ranks, kind="stable"), self.args.num_train_examples

@@ -75,12 +75,10 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
         )
-    given = {"chat_template": model.chat_template, "chat_template_path": chat_template_path}
-    named = {field: name for field, name in given.items() if name is not None}
-    if len(named) == 2:
+    if model.chat_template and chat_template_path:
         raise ValueError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
-    for field, name in named.items():
-        set_chat_template(tokenizer, name, field)
+    if template := model.chat_template or chat_template_path:
+        set_chat_template(tokenizer, template)
     if tokenizer.eos_token is None:
         raise ValueError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
     if tokenizer.pad_token is None:
@@ -88,32 +86,29 @@ def load_tokenizer(
     return tokenizer
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, field: str = "chat_template") -> None:
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> None:
     """Give a tokenizer a chat template, and the special tokens that belong to it; both are saved with the tokenizer.
 
     Raises:
-        ValueError: if the template is broken, the tokenizer lacks a token of it, or its turns do not end with the end token;
-            it names the setting `field`.
+        ValueError: if the template is broken, the tokenizer lacks a token of it, or its turns do not end with the end token.
     """
-    tokenizer.chat_template = chat_template(name_or_path, field)
+    tokenizer.chat_template = chat_template(name_or_path)
     for role, token in CHAT_TOKENS.get(name_or_path, {}).items():
         if token not in tokenizer.get_vocab():
             owner = tokenizer.name_or_path or "the model"
-            raise ValueError(
-                f"`{field}: {name_or_path}` needs the token {token}, which the tokenizer of {owner} lacks."
-            )
+            raise ValueError(f"`chat_template: {name_or_path}` needs {token}, which the tokenizer of {owner} lacks.")
         setattr(tokenizer, role, token)
     check_turn_end(tokenizer)
 
 
-def chat_template(name_or_path: str, field: str = "chat_template") -> str:
+def chat_template(name_or_path: str) -> str:
     """Return the text of a chat template: one of this package, by its name, or a Jinja file."""
     packaged = Path(__file__).with_name("chat_templates") / f"{name_or_path}.jinja"
     path = packaged if packaged.is_file() else Path(name_or_path)
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in packaged.parent.glob("*.jinja")))
-        raise ValueError(f"`{field}` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
-    with user_supplied(f"`{field}` {name_or_path} cannot be read"):
+        raise ValueError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
+    with user_supplied(f"`chat_template` {name_or_path} cannot be read"):
         return path.read_text(encoding="utf-8")
 
 
