@@ -1,6 +1,5 @@
 """Chat templates: what is rendered, what is trained, where generation stops, and that a trained model keeps all of it."""
 
-import json
 from itertools import groupby
 
 import pytest
@@ -12,9 +11,9 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
-from loopdropout_trainer.data import set_chat_template
+from loopdropout_trainer.data import load_tokenizer, set_chat_template
 from loopdropout_trainer.data.templates import CHAT_TOKENS, apply_chat_template, check_turn_end
-from loopdropout_trainer.runs.run import Run
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, ModelArguments
 from loopdropout_trainer.settings.command import SetupError
 
 
@@ -77,13 +76,6 @@ def test_the_prompt_is_not_trained_and_the_answer_with_its_end_is(chat_tokenizer
     assert all(piece[-1] == chat_tokenizer.eos_token_id for piece in pieces)
 
 
-@pytest.mark.parametrize("name", CHAT_TOKENS)
-def test_a_role_that_the_template_does_not_know_is_refused(chat_tokenizer, name):
-    set_chat_template(chat_tokenizer, name)
-    with pytest.raises(SetupError, match="A role must be system, user or assistant; got 'tool'"):
-        apply_chat_template(chat_tokenizer, [{"role": "tool", "content": "x"}], tokenize=False)
-
-
 HARMFUL = {  # what a template tries: what its error says; None: it gets nothing at all
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "'__class__' of 'str' object is unsafe",
     "{{ '{0.__class__.__mro__}'.format(messages) }}": "'__class__' of 'list' object is unsafe",
@@ -100,7 +92,6 @@ HARMFUL = {  # what a template tries: what its error says; None: it gets nothing
     "{% set _ = messages[0].update({'content': 'evil'}) %}": "'update' of 'dict' object is unsafe",
     "{% for i in range(10**9) %}{% endfor %}": "Range too big",
     "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}": "maximum recursion depth",
-    "{{ 'a' * 10**15 }}": "more memory than there is",
     "{% for message in messages %}": "Unexpected end of template",  # broken ones
     "{{ messages | nothing }}": "No filter named 'nothing'",
     "{{ messages[5].content }}": "no element 5",
@@ -125,27 +116,27 @@ def test_a_harmful_or_broken_template_ends_in_one_sentence(chat_tokenizer, tmp_p
 
 
 def test_trls_chat_template_path_is_another_name_for_a_jinja_file(tmp_path):
-    template = "{% for m in messages %}{% generation %}{{ m.content ~ eos_token }}{% endgeneration %}{% endfor %}"
-    (tmp_path / "own.jinja").write_text(template)
-    rows = [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(i)}]} for i in range(4)
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    recipe = ["--model_name_or_path", "tiny-ouro", "--train_files", str(tmp_path / "rows.jsonl"), "--dtype", "float32"]
-    recipe += ["--output_dir", str(tmp_path / "run"), "--bf16", "false"]
-    run = Run([*recipe, "--chat_template_path", str(tmp_path / "own.jinja")])
-    run.load()
-    assert run.tokenizer.chat_template == template and len(run.data.train) == 4
-    with pytest.raises(ValueError, match="`chat_template_path` must be .* or the path of a Jinja file; got 'x/y'"):
-        Run([*recipe, "--chat_template_path", "x/y"]).load()
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content ~ eos_token }}{% endfor %}")
+    model = ModelArguments(str(TINY_OURO_PATH))
+    own = load_tokenizer(model, chat_template_path=str(tmp_path / "own.jinja"))
+    assert own.chat_template == (tmp_path / "own.jinja").read_text()
+    with pytest.raises(ValueError, match="`chat_template` must be .*tulu2, or the path of a Jinja file; got 'x/y'"):
+        load_tokenizer(model, chat_template_path="x/y")
+    model.chat_template = "ouro"
     with pytest.raises(ValueError, match="`chat_template` and `chat_template_path` exclude each other"):
-        Run([*recipe, "--chat_template_path", "x.jinja", "--chat_template", "ouro"]).load()
+        load_tokenizer(model, chat_template_path="x/y")
 
 
-def test_missing_tokens_and_an_end_that_does_not_stop_generation_are_refused(tokenizer, chat_tokenizer, monkeypatch):
+def test_missing_tokens_roles_and_an_end_that_does_not_stop_generation_are_refused(
+    tokenizer, chat_tokenizer, monkeypatch
+):
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(ValueError, match=r"`chat_template: ouro` needs the token <\|im_start\|>"):
+    with pytest.raises(ValueError, match=r"`chat_template: ouro` needs <\|im_start\|>"):
         set_chat_template(tokenizer, "ouro")
+    for name in CHAT_TOKENS:
+        set_chat_template(chat_tokenizer, name)
+        with pytest.raises(SetupError, match="A role must be system, user or assistant; got 'tool'"):
+            apply_chat_template(chat_tokenizer, [{"role": "tool", "content": "x"}], tokenize=False)
     set_chat_template(chat_tokenizer, "ouro")
     chat_tokenizer.eos_token = "<|endoftext|>"
     with pytest.raises(ValueError, match=r"turn with '<\|im_end\|>', and generation stops at '<\|endof"):

@@ -17,38 +17,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import golden_model, tiny_nanbeige
-from peft import get_peft_model
+from conftest import golden_model, tiny_nanbeige, with_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loopdropout_trainer import default_peft_config, merge_and_save
+from loopdropout_trainer import merge_and_save
 
 
 def merged(model, folder, tokenizer=None):
     """Merge an adapter with random factors into a model; return the folder."""
-    peft_model = get_peft_model(model, default_peft_config(model)).eval()
-    torch.manual_seed(1)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return merge_and_save(peft_model, folder, tokenizer, repo_id=str(folder))
+    return merge_and_save(with_adapter(model, scale=0.1).eval(), folder, tokenizer, repo_id=str(folder))
 
 
 # The base models' own code
 
+OLD = "transformers==4.51.0 huggingface_hub==0.36.2 tokenizers==0.21.4"
+NEWER = "transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.1"
 ORIGINALS = {  # where the code is, and the transformers release that runs it
-    "ouro": ("ByteDance/Ouro-1.4B", "transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.1"),
-    "huginn": ("tomg-group-umd/huginn-0125", "transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.1"),
+    "ouro": ("ByteDance/Ouro-1.4B", NEWER),
+    "huginn": ("tomg-group-umd/huginn-0125", NEWER),
     "loopus": ("Thrillcrazyer/Qwen3-4B_LoopUS", "transformers==5.3.0"),
-    "nanbeige": ("Nanbeige/Nanbeige4.2-3B", "transformers==4.51.0 huggingface_hub==0.36.2 tokenizers==0.21.4"),
-    "raven_llama": (
-        "smcleish/Recurrent-Llama-3.2-train-recurrence-32",
-        "transformers==4.51.0 huggingface_hub==0.36.2 tokenizers==0.21.4",
-    ),
-    "raven_olmo": (
-        "smcleish/Recurrent-OLMo-2-0425-train-recurrence-32",
-        "transformers==4.51.0 huggingface_hub==0.36.2 tokenizers==0.21.4",
-    ),
+    "nanbeige": ("Nanbeige/Nanbeige4.2-3B", OLD),
+    "raven_llama": ("smcleish/Recurrent-Llama-3.2-train-recurrence-32", OLD),
+    "raven_olmo": ("smcleish/Recurrent-OLMo-2-0425-train-recurrence-32", OLD),
 }
 FORWARD = """
 import json, sys, torch

@@ -116,17 +116,20 @@ def test_learning_rates_of_the_paper():
     assert families == {"huginn": (32, 0.5), "loopus": (8, 0.3)}
 
 
+def rows_of(number, num_tokens):
+    report = DataReport(train_tokens=number * num_tokens)
+    return LoadedData(Dataset.from_dict({"text": ["x"] * number}), None, report, "rows")
+
+
 OURO = {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
 
 
 @pytest.mark.parametrize(
     ("recipe", "examples", "steps"), [("metamath_gsm", 100_000, 3125), ("gsm8k", 6973, 1744), ("tulu2", 98_415, 769)]
 )
-def test_full_size_steps_and_parameters(recipe, examples, steps):
+def test_full_size_steps_and_parameters(recipe, examples, steps, monkeypatch):
     config = parse(RECIPES / f"{recipe}.yaml", "--use_cpu", "true")[3]
-    data = LoadedData(
-        Dataset.from_dict({"text": ["x"] * examples}), None, DataReport(train_tokens=250 * examples), "rows"
-    )
+    data = rows_of(examples, 250)
     ouro = OuroConfig(num_hidden_layers=24, **OURO)
     plan = plan_run(ouro, data, config, default_peft_config(ouro), "Ouro-1.4B")
     assert plan.steps == steps
@@ -138,18 +141,19 @@ def test_full_size_steps_and_parameters(recipe, examples, steps):
     assert plan.flops == pytest.approx(plan.flops_per_token * 250 * examples * config.num_train_epochs)
     for word in (f"{steps:,}", "15,138,816", "K = 4", "loop_dropout, p = 0.5", "GFLOP"):
         assert word in str(plan)
+    monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
+    args = dataclasses.replace(
+        config, gradient_accumulation_steps=2, per_device_train_batch_size=8, num_train_epochs=1
+    )
+    assert [num_steps(number, args)[0] for number in (100_000, 33)] == [3125, 2]
+
+
+MICRO_BATCHES = {"gradient_accumulation_steps": 3}
+SHARES = {"num_train_epochs": 1.4, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"gradient_accumulation_steps": 3},
-        {"num_train_epochs": 1.4, "gradient_accumulation_steps": 2},
-        {"per_device_train_batch_size": 50},
-        {"max_steps": 3},
-    ],
-    ids=str,
+    "fields", [MICRO_BATCHES, SHARES, {"per_device_train_batch_size": 50}, {"max_steps": 3}], ids=str
 )
 def test_plan_is_what_the_trainer_does(fields, config, dataset, tokenizer):
     args = config(**{"max_steps": -1, "num_train_epochs": 2, **fields})
@@ -160,20 +164,15 @@ def test_plan_is_what_the_trainer_does(fields, config, dataset, tokenizer):
     trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     assert plan.trainable_parameters == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     assert plan.tokens == sum(len(row["input_ids"]) for row in trainer.train_dataset)
-    trainer.add_callback(_StopAtTheBeginning())
-    with pytest.raises(_Planned) as planned:
-        trainer.train()
-    assert planned.value.args == (plan.steps,)
+    trainer.add_callback(StopsAtOnce())
+    trainer.train()
+    assert trainer.state.max_steps == plan.steps
     assert plan_run(trainer.model, LoadedData(dataset, None, report, ""), args) == dataclasses.replace(plan, data="")
 
 
-class _Planned(Exception):
-    pass
-
-
-class _StopAtTheBeginning(TrainerCallback):
-    def on_train_begin(self, args, state, control, **kwargs):
-        raise _Planned(state.max_steps)
+class StopsAtOnce(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
 
 
 @pytest.mark.parametrize(
@@ -190,18 +189,10 @@ def test_dry_runs_of_other_families_at_their_real_size(name, hub_config, trainab
     for path in paths:
         model, adapter, _, config, _, _ = parse(path, "--use_cpu", "true")
         hub_config.num_loops = model.num_loops
-        data = LoadedData(Dataset.from_dict({"text": ["x"] * 8}), None, DataReport(train_tokens=800), "rows")
-        plan = plan_run(hub_config, data, config, default_peft_config(hub_config, **adapter.lora_fields))
+        plan = plan_run(hub_config, rows_of(8, 100), config, default_peft_config(hub_config, **adapter.lora_fields))
         assert plan.trainable_parameters == trainable
         assert plan.num_loops == model.num_loops
     assert load_recipe(RECIPES / "nanbeige.yaml")["p"] ** 2 < 0.05  # of examples without an active loop
-
-
-def test_steps_of_several_processes(config, monkeypatch):
-    args = config(max_steps=-1, num_train_epochs=1, per_device_train_batch_size=8, gradient_accumulation_steps=2)
-    monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
-    assert num_steps(100_000, args) == (3125, 3125)
-    assert num_steps(33, args) == (2, 2)
 
 
 def test_the_readme_lists_every_recipe_and_no_other():

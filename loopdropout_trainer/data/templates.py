@@ -103,10 +103,10 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> 
 
 def chat_template(name_or_path: str) -> str:
     """Return the text of a chat template: one of this package, by its name, or a Jinja file."""
-    packaged = Path(__file__).with_name("chat_templates") / f"{name_or_path}.jinja"
-    path = packaged if packaged.is_file() else Path(name_or_path)
+    packaged = {file.stem: file for file in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))}
+    path = packaged.get(name_or_path, Path(name_or_path))
     if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in packaged.parent.glob("*.jinja")))
+        names = ", ".join(packaged)
         raise ValueError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
     with user_supplied(f"`chat_template` {name_or_path} cannot be read"):
         return path.read_text(encoding="utf-8")
