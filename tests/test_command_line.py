@@ -18,11 +18,12 @@ ROOT = Path(__file__).parents[1]
 def test_every_script_is_a_command_and_help_says_what_it_does(capsys):
     main(["--help"])
     out = capsys.readouterr().out
-    for path in (ROOT / "recipes").glob("*.py"):
-        assert (path.stem in commands()) == (not path.stem.startswith("make_"))
-    for name, script in commands().items():
-        assert f"  {name} " in out
-        assert command_line.summary(script) in out
+    scripts = {path.stem: path for path in (ROOT / "recipes").glob("*.py") if not path.stem.startswith("make_")}
+    assert commands() == scripts
+    assert all(f"  {name} " in out and command_line.summary(script) in out for name, script in scripts.items())
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "x.yaml"])
+    assert capsys.readouterr().err.startswith("loopdropout: There is no command `train x.yaml`; valid are ")
 
 
 def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
@@ -40,12 +41,6 @@ def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
     assert (tmp_path / "mine" / "sft.py").read_text() == "changed"
 
 
-def test_an_unknown_command_is_one_sentence(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", "x.yaml"])
-    assert capsys.readouterr().err.startswith("loopdropout: There is no command `train x.yaml`; valid are ")
-
-
 def test_the_families_are_registered_and_a_reader_may_stop_early():
     code = "from importlib.util import find_spec; find_spec('transformers'); import loopdropout_trainer\n"
     code += "from transformers import AutoConfig; print([AutoConfig.for_model(n).model_type for n in ('ouro', 'lds')])"
@@ -56,7 +51,7 @@ def test_the_families_are_registered_and_a_reader_may_stop_early():
     assert (done.returncode, done.stderr) == (0, "Loading ...\n")
 
 
-def test_a_file_of_the_users_goes_before_a_shipped_recipe(tmp_path, monkeypatch):
+def test_a_recipe_is_found_from_any_folder_and_a_file_of_the_users_goes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart.yaml", "recipes/quickstart.yaml"):
         assert recipe_path(name) == str(recipes_folder() / "quickstart.yaml")
@@ -65,10 +60,7 @@ def test_a_file_of_the_users_goes_before_a_shipped_recipe(tmp_path, monkeypatch)
     Path("quickstart.yaml").write_text("p: 0.1\n")
     assert recipe_path("quickstart.yaml") == "quickstart.yaml"
 
-
-def test_a_sweep_finds_the_recipes_that_it_names_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    sweep = load_recipe("recipes/sweeps/metamath_gsm_sharing.yaml")
+    sweep = load_recipe("recipes/sweeps/metamath_gsm_sharing.yaml")  # a sweep finds what it names from any folder
     for name in (sweep["recipe"], *(method for method in sweep["methods"] if method.endswith(".yaml"))):
         assert load_recipe(name)["preparation"] == "metamath_gsm"
     with pytest.raises(RecipeError, match="cannot be read"):

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
-from loopdropout_trainer.data import DataArguments, DataError, chat_template, load_data
+from loopdropout_trainer.data import DataArguments, chat_template, load_data
 from loopdropout_trainer.data.__main__ import main as show
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.preparations import MetaMathGSM
@@ -166,9 +166,8 @@ def test_gsm8k_prompt_and_target(bytes_tokenizer, bpe_tokenizer, batch_of):
 @pytest.mark.parametrize("prompt_end", ["", "\n ", " Let's think step by step."])
 def test_metamath_prompt_and_target(bytes_tokenizer, batch_of, monkeypatch, prompt_end):
     monkeypatch.setattr(MetaMathGSM, "token_limit", 10_000)
-    data = load(
-        "metamath_gsm", SAMPLES / "metamath.jsonl", bytes_tokenizer, num_eval_examples=0, prompt_end=prompt_end
-    )
+    fields = {"num_eval_examples": 0, "prompt_end": prompt_end}
+    data = load("metamath_gsm", SAMPLES / "metamath.jsonl", bytes_tokenizer, **fields)
     rows = [row for row in samples("metamath") if row["type"].startswith("GSM")]
     assert any(row["response"].startswith("$") for row in rows)
     for (ids, labels), row in zip(batch_of(data.train, bytes_tokenizer), rows, strict=True):
@@ -179,23 +178,23 @@ def test_metamath_prompt_and_target(bytes_tokenizer, batch_of, monkeypatch, prom
 # Which rows
 
 
-def test_metamath_keeps_short_gsm_rows_in_order(bpe_tokenizer, monkeypatch):
+def test_metamath_keeps_short_gsm_rows_in_order(write, bytes_tokenizer, bpe_tokenizer, monkeypatch):
+    room = 511 - len(ALPACA.format("Q").encode()) - 1  # of 512 tokens: the prompt, a space and the response
+    made_up = [{"type": "GSM_SV", "query": "Q", "response": "x" * size} for size in (room, room + 1)]
+    data = load("metamath_gsm", write("m.jsonl", made_up), bytes_tokenizer, num_eval_examples=0)
+    assert list(map(len, data.train["answer"])) == [room]
+
     rows = samples("metamath")
-    fitting = [
-        row["response"]
-        for row in rows
-        if row["type"].startswith("GSM")
-        and len(bpe_tokenizer(ALPACA.format(row["query"]) + " " + row["response"])["input_ids"]) < 250
-    ]
-    num_gsm = sum(row["type"].startswith("GSM") for row in rows)
-    assert 6 <= len(fitting) < num_gsm
+    gsm = [(ALPACA.format(row["query"]), row["response"]) for row in rows if row["type"].startswith("GSM")]
+    fitting = [answer for prompt, answer in gsm if len(bpe_tokenizer(f"{prompt} {answer}")["input_ids"]) < 250]
+    assert 6 <= len(fitting) < len(gsm)
     monkeypatch.setattr(MetaMathGSM, "token_limit", 250)
 
     monkeypatch.setattr(MetaMathGSM, "num_training_rows", 4)
     data = load("metamath_gsm", SAMPLES / "metamath.jsonl", bpe_tokenizer, num_eval_examples=2)
     assert list(data.train["answer"]) == fitting[:4]
     assert list(data.eval["answer"]) == fitting[4:6]  # what comes after the training rows
-    assert data.report.dropped["type without GSM"] == len(rows) - num_gsm
+    assert data.report.dropped["type without GSM"] == len(rows) - len(gsm)
     assert data.report.dropped["250 tokens or more"] > 0
     fewer = load("metamath_gsm", SAMPLES / "metamath.jsonl", bpe_tokenizer, num_eval_examples=2, num_train_examples=1)
     assert list(fewer.eval["answer"]) == list(data.eval["answer"])  # the same for every run
@@ -206,14 +205,7 @@ def test_metamath_keeps_short_gsm_rows_in_order(bpe_tokenizer, monkeypatch):
     assert data.report.read == len(rows)
 
 
-def test_metamath_limit_counts_prompt_space_and_response(write, bytes_tokenizer):
-    room = 511 - len(ALPACA.format("Q").encode()) - 1
-    rows = [{"type": "GSM_SV", "query": "Q", "response": "x" * size} for size in (room, room + 1)]
-    data = load("metamath_gsm", write("m.jsonl", rows), bytes_tokenizer, num_eval_examples=0)
-    assert list(map(len, data.train["answer"])) == [room]
-
-
-def test_gsm8k_split_is_fixed(write, tokenizer):
+def test_the_split_is_fixed_and_no_held_out_row_is_trained_on(write, tokenizer):
     rows = [{"question": f"What is {i}?", "answer": f"It is <<{i}={i}>>{i}.\n#### {i}"} for i in range(7473)]
     data = load("gsm8k", write("a.jsonl", rows), tokenizer)
     assert (len(data.train), len(data.eval)) == (6973, 500)
@@ -225,12 +217,9 @@ def test_gsm8k_split_is_fixed(write, tokenizer):
     assert again.report.unused == 6873
     assert set(load("gsm8k", write("c.jsonl", rows), tokenizer, split_seed=1).eval["question"]) != held_out
 
-
-def test_repetitions_of_held_out_rows_are_not_trained_on(write, tokenizer):
-    rows = [{"prompt": str(i % 20), "completion": "x"} for i in range(60)]
-    data = load(None, write("a.jsonl", rows), tokenizer, num_eval_examples=5)
-    assert (len(data.eval), len(data.train)) == (5, 45)
-    assert not set(data.eval["prompt"]) & set(data.train["prompt"])
+    repeated = [{"prompt": str(i % 20), "completion": "x"} for i in range(60)]
+    data = load(None, write("d.jsonl", repeated), tokenizer, num_eval_examples=5)
+    assert (len(data.eval), len(data.train)) == (5, 45) and not set(data.eval["prompt"]) & set(data.train["prompt"])
     assert data.report.dropped == {"repeats a held-out row": 10}
 
 
@@ -248,14 +237,12 @@ def test_tulu_draw_is_fixed(write, bytes_tokenizer):
 
 
 def test_arithmetic_problems(tokenizer):
-    args = DataArguments("arithmetic", num_train_examples=30, num_eval_examples=10)
-    data = load_data(args, tokenizer)
+    generate = lambda **fields: load_data(DataArguments("arithmetic", num_eval_examples=10, **fields), tokenizer)
+    data = generate(num_train_examples=30)
     assert (len(data.train), len(data.eval)) == (30, 10)
     assert data.train[0]["prompt"] == f"Question: {data.train[0]['question']}\nAnswer:"
-    more = load_data(DataArguments("arithmetic", num_train_examples=60, num_eval_examples=10), tokenizer)
-    assert list(more.eval["question"]) == list(data.eval["question"])
-    named = DataArguments("arithmetic", num_train_examples=30, num_eval_examples=10, arithmetic_steps=[3, 5])
-    assert load_data(named, tokenizer).train.to_list() == data.train.to_list()
+    assert list(generate(num_train_examples=60).eval["question"]) == list(data.eval["question"])
+    assert generate(num_train_examples=30, arithmetic_steps=[3, 5]).train.to_list() == data.train.to_list()
 
 
 TEST_SPLITS = {"easy_test": (1, 3), "medium_test": (2, 4), "test": (3, 5)}
@@ -311,17 +298,13 @@ def test_long_examples_are_dropped_not_cut(write, bytes_tokenizer, bpe_tokenizer
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz", "a.parquet"])
 def test_local_files_of_every_kind(tmp_path, tokenizer, name):
     rows = [{"prompt": f"q{i}\n,\"'", "completion": f"ä{i}" * 40_000} for i in range(5)]  # cells may be long
-    path = tmp_path / name
-    dataset = Dataset.from_list(rows)
-    plain = tmp_path / name.removesuffix(".gz")
-    if ".jsonl" in name:
-        dataset.to_json(plain)
-    elif ".json" in name:
+    path, plain = tmp_path / name, tmp_path / name.removesuffix(".gz")
+    if plain.suffix == ".json":
         plain.write_text("\n " + json.dumps(rows))
-    elif ".csv" in name:
-        dataset.to_csv(plain)
     else:
-        dataset.to_parquet(plain)
+        getattr(
+            Dataset.from_list(rows), {".jsonl": "to_json", ".csv": "to_csv", ".parquet": "to_parquet"}[plain.suffix]
+        )(plain)
     if name.endswith(".gz"):
         path.write_bytes(gzip.compress(plain.read_bytes()))
     assert list(load(None, path, tokenizer).train) == rows
@@ -346,7 +329,7 @@ def test_a_dataset_folder_by_name(tmp_path, tokenizer):
         dataset_name=str(tmp_path / "mine"), column_mapping={"prompt": "question", "completion": "answer"}
     )
     assert load_data(args, tokenizer).train.to_list() == [{"prompt": "Why?", "completion": "Because."}]
-    with pytest.raises(DataError, match="The dataset `.*none` cannot be loaded"):
+    with pytest.raises(SetupError, match="The dataset `.*none` cannot be loaded"):
         load_data(DataArguments(dataset_name=str(tmp_path / "none")), tokenizer)
 
 

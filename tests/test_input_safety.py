@@ -6,15 +6,14 @@ import sys
 import time
 
 import pytest
-from conftest import tiny_ouro
+from conftest import tiny_ouro, with_adapter
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from test_data import bpe_tokenizer  # noqa: F401  (a fixture)
+from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter
+from loopdropout_trainer import LoopDropoutSFTTrainer, load_adapter
 from loopdropout_trainer.data.boundary import prompt_completion_ids, token_lengths
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict import normalize, score
 from loopdropout_trainer.settings.recipe import settings_yaml
@@ -37,38 +36,28 @@ def merging_tokenizer():
 
 
 def test_no_trained_token_holds_the_end_of_a_prompt(config, merging_tokenizer):
-    tokenizer = merging_tokenizer
-    row = {"prompt": "Answer:", "completion": "The end"}
-    assert ":The" in tokenizer.tokenize(row["prompt"] + row["completion"])
-    rows = Dataset.from_list([row] * 4)
-    trainer = LoopDropoutSFTTrainer(
-        tiny_ouro(vocab_size=300), config(), train_dataset=rows, processing_class=tokenizer
-    )
-    example = trainer.train_dataset[0]
-    seen = [token for token, label in zip(example["input_ids"], example["labels"], strict=True) if label == IGNORED]
-    trained = [label for label in example["labels"] if label != IGNORED]
-    assert seen == tokenizer(row["prompt"])["input_ids"]  # what evaluation gives the model
+    tokenizer, model = merging_tokenizer, tiny_ouro(vocab_size=300)
+    assert ":The" in tokenizer.tokenize("Answer:The end")
+    rows = Dataset.from_list([{"prompt": "Answer:", "completion": "The end"}] * 4)
+    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=rows, processing_class=tokenizer)
+    ids, labels = (trainer.train_dataset[0][name] for name in ("input_ids", "labels"))
+    trained = [label for label in labels if label != IGNORED]
+    assert ids[: labels.index(trained[0])] == tokenizer("Answer:")["input_ids"]  # what evaluation gives the model
     assert tokenizer.convert_ids_to_tokens(trained[:1]) == ["The"]
     assert tokenizer.decode(trained) == "The end<eos>"
-    assert token_lengths(rows, tokenizer).tolist() == [len(example["input_ids"])] * 4
-
-
-def test_a_boundary_that_holds_by_itself_changes_nothing(bpe_tokenizer):  # noqa: F811
-    prompts, completions = ["Question: 1+1?\nAnswer:", "a b"], [" 2", " c<|endoftext|>"]
-    ids, lengths = prompt_completion_ids(bpe_tokenizer, prompts, completions)
-    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    assert ids == bpe_tokenizer(texts)["input_ids"]
-    assert lengths == [len(row) for row in bpe_tokenizer(prompts)["input_ids"]]
-    assert prompt_completion_ids(bpe_tokenizer, [], []) == ([], [])
+    assert token_lengths(rows, tokenizer).tolist() == [len(ids)] * 4
+    # A boundary that holds by itself changes nothing.
+    joined, prompt = (tokenizer(text)["input_ids"] for text in ("Answer: The<eos>", "Answer:"))
+    assert prompt_completion_ids(tokenizer, ["Answer:"], [" The<eos>"]) == ([joined], [len(prompt)])
+    assert prompt_completion_ids(tokenizer, [], []) == ([], [])
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear"])
 def test_an_adapter_without_named_layers_goes_on_the_recurrent_block(config, dataset, tokenizer, targets):
     mine = LoraConfig(r=3, target_modules=targets)
     model = tiny_ouro()
-    trainer = LoopDropoutSFTTrainer(
-        model, config(), train_dataset=dataset, processing_class=tokenizer, peft_config=mine
-    )
+    keywords = {"processing_class": tokenizer, "peft_config": mine}
+    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, **keywords)
     adapted = {name.split(".lora_A")[0] for name, _ in trainer.model.named_parameters() if "lora_A" in name}
     assert adapted == {f"base_model.model.{name}" for name in model.recurrent_linears()}
     assert {p.shape[0] for name, p in trainer.model.named_parameters() if "lora_A" in name} == {3}
@@ -76,30 +65,24 @@ def test_an_adapter_without_named_layers_goes_on_the_recurrent_block(config, dat
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fault", "message"),
     [
-        ({"r": 0}, "`r`"),
         ({"lora_alpha": float("nan")}, "`lora_alpha` .*; got nan"),
-        ({"lora_dropout": 1.0}, "`lora_dropout` .*; got 1.0"),
         ({"target_modules": ["nothing"]}, "recurrent block .*; got 'nothing'"),
         ("frozen", "The adapter is frozen, so nothing would be trained"),
         ("masked", "`train_dataset` has no token to train on"),
     ],
 )
-def test_a_run_that_trains_nothing_is_refused(config, dataset, tokenizer, fields, message):
-    model = tiny_ouro()
-    if fields == "frozen":
-        model = get_peft_model(model, default_peft_config(model)).requires_grad_(False)
-    if fields == "masked":
-        dataset = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [IGNORED] * 3}] * 4)
-    lora = LoraConfig(**fields) if isinstance(fields, dict) else None
+def test_a_run_that_trains_nothing_is_refused(config, dataset, tokenizer, fault, message):
+    model = with_adapter().requires_grad_(False) if fault == "frozen" else tiny_ouro()
+    masked = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [IGNORED] * 3}] * 4)
+    rows, lora = masked if fault == "masked" else dataset, LoraConfig(**fault) if isinstance(fault, dict) else None
     with pytest.raises(ValueError, match=message):
-        LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer, peft_config=lora)
+        LoopDropoutSFTTrainer(model, config(), train_dataset=rows, processing_class=tokenizer, peft_config=lora)
 
 
 def test_a_pattern_that_takes_for_ever_is_not_matched(tmp_path):
-    model = tiny_ouro()
-    get_peft_model(model, default_peft_config(model, r=2)).save_pretrained(tmp_path)
+    with_adapter(r=2).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "target_modules": r"(([a-z_]+)*\.?)*!"}))

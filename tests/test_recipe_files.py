@@ -39,6 +39,8 @@ def test_the_command_line_overrides_the_recipe(recipe):
     assert (config.save_strategy, config.lr_scheduler_kwargs) == ("no", {"a": 1e-3})
     assert (adapter.lora_r, run.merge, run.compare_with) == (4, True, ["lora", "loop_dropout"])
     assert model.model_name_or_path == "some/model"
+    tiny = ModelArguments("tiny-ouro")
+    assert (tiny.model_name_or_path, tiny.base_name) == (str(TINY_OURO_PATH), "tiny_ouro")
     assert settings["learning_rate"] == 2e-4
 
 
@@ -65,17 +67,15 @@ def test_fields_of_other_scripts_may_be_passed_over_but_mistakes_not(recipe):
         parse_recipe((small,), [recipe(BASE + "sede: 3\n")], unread_types=TYPES)
 
 
-def test_saved_settings_repeat_the_run_without_secrets(recipe):
+def test_saved_settings_repeat_the_run_without_secrets_and_read_back_as_they_were(recipe):
     path = recipe(BASE + "hub_token: hf_secret\nmodel_init_kwargs: {token: hf_secret}\nlearning_rate: 1e-4\n")
     text = settings_yaml(parse_recipe(TYPES, [path, "--p", "0.3"])[1])
     assert "hf_secret" not in text
     again = parse_recipe(TYPES, [recipe(text, "again.yaml")])[0][3]
     assert (again.p, again.learning_rate) == (0.3, 1e-4)
-
-
-def test_the_model_inside_the_package_has_a_name(recipe):
-    model = parse_recipe(TYPES, [recipe(BASE.replace("some/model", "tiny-ouro"))])[0][1]
-    assert (model.model_name_or_path, model.base_name) == (str(TINY_OURO_PATH), "tiny_ouro")
+    values = {"run_name": "1e-4", "project": "no", "hub_revision": "12:30", "learning_rate": 1e-4, "p": [0.5, 1e-3]}
+    values |= {"system_instruction": None, "prompt_end": "", "eos_token": "null", "lr_scheduler_kwargs": {"a": 1e-30}}
+    assert load_recipe(recipe(settings_yaml(values))) == values
 
 
 def test_help_lists_what_this_package_adds_and_help_all_everything(capsys, monkeypatch):
@@ -91,10 +91,3 @@ def test_help_lists_what_this_package_adds_and_help_all_everything(capsys, monke
     assert all(f"  --{name} " in listed["--help"] for name in {*ours, "learning_rate", "output_dir"})
     assert "--torch_compile_mode" not in listed["--help"]
     assert all(f"  --{f.name} " in listed["--help_all"] for cls in TYPES for f in fields(cls) if f.init)
-
-
-def test_what_is_saved_reads_back_as_it_was(recipe):
-    values = {"run_name": "1e-4", "project": "no", "hub_revision": "12:30", "learning_rate": 1e-4, "p": [0.5, 1e-3]}
-    values |= {"system_instruction": None, "prompt_end": "", "eos_token": "null", "lr_scheduler_kwargs": {"a": 1e-30}}
-    path = recipe(settings_yaml(values))
-    assert load_recipe(path) == values

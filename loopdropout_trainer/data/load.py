@@ -23,8 +23,7 @@ from loopdropout_trainer.data.boundary import token_lengths
 from loopdropout_trainer.data.preparation import TRL_COLUMNS, DataReport, Preparation, Unwanted, random_order
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, present, read_files
-from loopdropout_trainer.settings.command import one_line, user_supplied
-from loopdropout_trainer.settings.ranges import check_integer
+from loopdropout_trainer.settings.command import user_supplied
 
 
 _CACHE_VERSION = 4  # to be raised when the same settings give other examples
@@ -51,10 +50,8 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
         max_length: examples with more tokens than this (end token included) are dropped; None keeps all.
 
     Raises:
-        DataError: if the data cannot be used; it names the file and row.
+        OSError, ValueError: if the data cannot be used; it names the file and row.
     """
-    if max_length is not None:
-        check_integer("max_length", max_length)
     preparation = PREPARATIONS.get(args.preparation, Preparation)(args)
     name, fingerprint, rows = _source(args, preparation)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -88,11 +85,8 @@ def _source(args: DataArguments, preparation: Preparation) -> tuple[str, Any, It
     digests: dict[str, tuple[str, str]] = {}  # of the bytes: size and time may stay when a file is written again
     for field in ("train_files", "eval_files"):
         for path in getattr(args, field) or ():
-            try:
-                with Path(path).open("rb") as file:
-                    digest = hashlib.file_digest(file, "blake2b").hexdigest()
-            except OSError as error:
-                raise DataError(f"The data file {path} cannot be read: {error.strerror}.") from error
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "blake2b").hexdigest()
             if digest in digests:
                 before, other = digests[digest]
                 raise DataError(f"`{field}` names {path}, which holds the same rows as {other} in `{before}`.")
@@ -102,12 +96,10 @@ def _source(args: DataArguments, preparation: Preparation) -> tuple[str, Any, It
     generated = preparation.rows()
     if generated is not None:
         return preparation.title, generated, generated
-    try:
+    with user_supplied(f"The dataset `{args.dataset_name}` cannot be loaded"):
         dataset = load_dataset(
             args.dataset_name, args.dataset_config, revision=args.dataset_revision, split=args.dataset_split
         )
-    except Exception as error:  # the Hub's client raises many kinds
-        raise DataError(f"The dataset `{args.dataset_name}` cannot be loaded: {one_line(error)}") from error
     name = "/".join(filter(None, (args.dataset_name, args.dataset_config, args.dataset_split)))
     rows = (Row(f"{name}, row {number}", row) for number, row in enumerate(dataset, start=1))
     return name, [dataset._fingerprint, digests], rows
