@@ -35,7 +35,7 @@ def commands() -> dict[str, Path]:
 
 def summary(script: Path) -> str:
     """Return the first line of a script's docstring, without running it."""
-    return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").split("\n")[0]
+    return ast.get_docstring(ast.parse(script.read_bytes())).split("\n")[0]
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:

@@ -29,34 +29,24 @@ class DataArguments:
     dataset_config: str | None = HfArg(default=None, help="Configuration of the Hub dataset.")
     dataset_revision: str | None = HfArg(default=None, help="Branch, tag or commit of the Hub dataset.")
     dataset_split: str = HfArg(default="train", help="Split of the Hub dataset.")
-    train_files: list[str] | None = HfArg(
-        default=None, help="Local JSONL, JSON, CSV (also .gz) or Parquet files instead."
-    )
+    train_files: list[str] | None = HfArg(default=None, help="Local JSONL, JSON, CSV (also .gz), Parquet files.")
     eval_files: list[str] | None = HfArg(default=None, help="Local files to evaluate on, instead of held-out rows.")
     column_mapping: dict[str, str] | None = HfArg(
-        default=None,
-        help="{expected column: its name in the rows}, e.g. {completion: answer} (JSON on the command line).",
+        default=None, help="{expected name: the rows' name} (JSON when typed)."
     )
-    num_train_examples: int | None = HfArg(
-        default=None, help="Number of rows to train on. Default: all that are left."
-    )
+    num_train_examples: int | None = HfArg(default=None, help="Rows to train on. Default: all that are left.")
     num_eval_examples: int | None = HfArg(
         default=None, help="Number of rows to hold out, the same in every run. Default: the preparation's own, else 0."
     )
     split_seed: int = HfArg(default=0, help="Seed of the choice of rows (held out, drawn); not the seed of training.")
-    prompt_template: str | None = HfArg(
-        default=None,
-        help="`alpaca`, `question`, or a text with {column} fields. Default: the preparation's own, else none.",
-    )
+    prompt_template: str | None = HfArg(default=None, help="`alpaca`, `question`, or a text with {column} fields.")
     prompt_end: str = HfArg(default="", help="Text between the prompt template and the target; part of the prompt.")
     arithmetic_steps: list[int] | None = HfArg(
         default=None,
         help="Fewest and most steps of a problem of `preparation: arithmetic` or `arithmetic_pairs`. Default: 3 5.",
         metadata={"nargs": 2},
     )
-    bad_rows: Literal["error", "skip"] = HfArg(
-        default="error", help="What to do with a row that cannot be used: stop, or count it."
-    )
+    bad_rows: Literal["error", "skip"] = HfArg(default="error", help="Stop at a row that cannot be used, or count it.")
 
     def __post_init__(self):
         check_list("train_files", self.train_files)
@@ -66,17 +56,16 @@ class DataArguments:
         generates = str(self.preparation).startswith("arithmetic")
         if not (self.train_files or self.dataset_name or generates):
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
-        for name in ("dataset_name", "train_files", "eval_files"):
-            if generates and getattr(self, name):
+        for name in ("dataset_name", "train_files", "eval_files") if generates else ():
+            if getattr(self, name):
                 raise ValueError(
-                    f"`{name}` and `preparation: {self.preparation}`, which generates its rows, exclude each other."
+                    f"`{name}` and `preparation: {self.preparation}`, which generates rows, exclude each other."
                 )
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
-        if self.num_train_examples is not None:
-            check_integer("num_train_examples", self.num_train_examples)
-        if self.num_eval_examples is not None:
-            check_integer("num_eval_examples", self.num_eval_examples, least=0)
+        for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), least)
         check_integer("split_seed", self.split_seed, least=-(2**63))
         if self.arithmetic_steps is None:
             return

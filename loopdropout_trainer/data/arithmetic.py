@@ -44,19 +44,12 @@ OTHER_WORDING = {
 
 
 class Split(NamedTuple):
-    """What the problems of a split are like.
+    """What the problems of a split are like."""
 
-    Attributes:
-        steps: fewest and most.
-        start: smallest and largest number that a problem starts from.
-        words: of the sentences; None: those of all kinds of problems that are trained on.
-        is_test: whether its questions are those kept for testing, see `is_test_question`; None: they need not be.
-    """
-
-    steps: tuple[int, int] = (3, 5)
-    start: tuple[int, int] = (2, 20)
-    words: dict[str, tuple[str, ...]] | None = None
-    is_test: bool | None = None
+    steps: tuple[int, int] = (3, 5)  # fewest and most
+    start: tuple[int, int] = (2, 20)  # smallest and largest number that a problem starts from
+    words: dict[str, tuple[str, ...]] | None = None  # None: the sentences of all kinds of problems that are trained on
+    is_test: bool | None = None  # whether its questions are those kept for testing (`is_test_question`); None: either
 
 
 SPLITS = {

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.boundary import token_lengths
-from loopdropout_trainer.data.preparation import TRL_COLUMNS, DataReport, Preparation, Unwanted, random_order
+from loopdropout_trainer.data.preparation import DataReport, Preparation, Unwanted, random_order
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, present, read_files
 from loopdropout_trainer.settings.command import user_supplied
@@ -113,7 +113,16 @@ def _prepare(
     report: DataReport,
 ) -> DatasetDict:
     """Return the examples, `train` and `eval` if there are any, and fill in the report."""
-    train, held_out = _split(_examples(rows, preparation, report), preparation, tokenizer, report)
+    examples = _examples(rows, preparation, report)
+    ranks, examples = np.array(examples["rank"]), examples.remove_columns("rank")
+    dropped_before = report.dropped.total()
+    train, held_out = preparation.split(examples, ranks, tokenizer, report)
+    report.train, report.held_out, asked = len(train), len(held_out), preparation.args.num_train_examples
+    if report.train < (asked or 0) or report.held_out < preparation.num_held_out:
+        wanted = f"`num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`"
+        raise DataError(f"Too few rows for {wanted}: {len(train):,} and {len(held_out):,} are left.\n{report}")
+    report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
+    train, held_out = examples.select(train), examples.select(held_out)
     if preparation.args.eval_files:
         held_out = _examples(read_files(preparation.args.eval_files), preparation, report).remove_columns("rank")
     train, lengths = _drop_long(train, tokenizer, max_length, report)
@@ -137,7 +146,8 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
             row = {**row, **{expected: present(row, name) for expected, name in mapping.items()}}
             example = preparation.example(row)
             examples.append({**example, "rank": random_order(preparation.identity(row), args.split_seed)})
-            kinds[_kind(example)] = None
+            columns = (f"{name} as messages" if isinstance(each, list) else name for name, each in example.items())
+            kinds[" and ".join(columns)] = None
         except Unwanted as reason:
             report.dropped[str(reason)] += 1
         except BadRow as error:
@@ -152,26 +162,6 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
     if len(kinds) > 1:
         raise DataError(f"The rows differ in kind: {', others '.join(kinds)}.")
     return Dataset.from_list(examples)
-
-
-def _kind(example: dict[str, Any]) -> str:
-    names = [name for name in TRL_COLUMNS if name in example]
-    return " and ".join(f"{name} as messages" if isinstance(example[name], list) else name for name in names)
-
-
-def _split(
-    examples: Dataset, preparation: Preparation, tokenizer: PreTrainedTokenizerBase, report: DataReport
-) -> tuple[Dataset, Dataset]:
-    ranks, examples = np.array(examples["rank"]), examples.remove_columns("rank")
-    dropped_before = report.dropped.total()
-    train, held_out = preparation.split(examples, ranks, tokenizer, report)
-    asked = preparation.args.num_train_examples
-    if asked is not None and len(train) < asked or len(held_out) < preparation.num_held_out:
-        report.train, report.held_out = len(train), len(held_out)
-        wanted = f"`num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`"
-        raise DataError(f"Too few rows for {wanted}: {len(train):,} and {len(held_out):,} are left.\n{report}")
-    report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
-    return examples.select(train), examples.select(held_out)
 
 
 def _drop_long(

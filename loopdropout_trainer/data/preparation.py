@@ -24,8 +24,6 @@ from loopdropout_trainer.settings.ranges import shown
 if TYPE_CHECKING:
     from loopdropout_trainer.data.arguments import DataArguments
 
-TRL_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
-
 
 class Unwanted(Exception):
     """A sound row that the preparation leaves out; the text is the reason."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.preparation import (
@@ -124,15 +123,13 @@ class MetaMathGSM(Preparation):
             training = [index for index in training if ranks[index] not in repeated]
         return np.array(training[: self.args.num_train_examples], dtype=int), np.array(held_out, dtype=int)
 
-    def _short_examples(
-        self, examples: Dataset, tokenizer: PreTrainedTokenizerBase, report: DataReport, batch_size: int = 1024
-    ) -> Iterator[int]:
+    def _short_examples(self, examples: Dataset, tokenizer, report: DataReport) -> Iterator[int]:
         """Yield the indices of the examples below the token limit, tokenising only as many as are asked for.
 
         As in LoRA-Pro, what counts is the prompt, a space, and the response without an end token.
         """
-        for start in tqdm(range(0, len(examples), batch_size), "Counting tokens", unit="batch", disable=None):
-            batch = examples[start : start + batch_size]
+        for start in tqdm(range(0, len(examples), 1024), "Counting tokens", unit="batch", disable=None):
+            batch = examples[start : start + 1024]
             prompts = [prompt[: len(prompt) - len(self.args.prompt_end)] for prompt in batch["prompt"]]
             texts = [f"{prompt} {response}" for prompt, response in zip(prompts, batch["completion"], strict=True)]
             for index, ids in enumerate(tokenizer(texts, verbose=False)["input_ids"], start=start):

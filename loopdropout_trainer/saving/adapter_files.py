@@ -168,10 +168,8 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
         with user_supplied(f"{folder / _WEIGHTS} cannot be read"), safe_open(folder / _WEIGHTS, "pt") as file:
             names = {name.rpartition(".lora_")[0] for name in file.keys()}  # noqa: SIM118 (not a dict)
-        config.target_modules, config.exclude_modules = (
-            {name.removeprefix("base_model.model.") for name in names},
-            None,
-        )
+        config.target_modules = {name.removeprefix("base_model.model.") for name in names}
+        config.exclude_modules = None
     for given in (config.exclude_modules, config.layers_pattern, config.rank_pattern, config.alpha_pattern):
         for pattern in [given] if isinstance(given, str) else given or ():
             if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):

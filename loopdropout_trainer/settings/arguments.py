@@ -9,7 +9,7 @@ from typing import Any, Literal
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.looped.model import MOST_LOOPS
-from loopdropout_trainer.settings.ranges import check_choice, check_distinct, check_integer, check_list, check_number
+from loopdropout_trainer.settings.ranges import check_choice, check_distinct, check_integer, check_list
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
@@ -20,9 +20,7 @@ TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
 class ModelArguments:
     """Which looped model to train."""
 
-    model_name_or_path: str = HfArg(
-        help="Hub name or folder of a looped model; `tiny-ouro` is the small one in this package."
-    )
+    model_name_or_path: str = HfArg(help="Hub name or folder of a looped model; `tiny-ouro` is in this package.")
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the Hub.")
     num_loops: int | None = HfArg(default=None, help="Recurrence depth K to train at. Default: the model's own.")
     dtype: Literal["bfloat16", "float16", "float32"] = HfArg(
@@ -30,7 +28,7 @@ class ModelArguments:
     )
     attn_implementation: str = HfArg(default="sdpa", help="sdpa, eager, flex_attention, flash_attention_2, ...")
     chat_template: str | None = HfArg(
-        default=None, help="Instead of the tokenizer's own: a name such as tulu2, ouro or nanbeige, or a Jinja file."
+        default=None, help="Name (tulu2, ouro, ...) or Jinja file; else the tokenizer's."
     )
 
     def __post_init__(self):
@@ -69,15 +67,11 @@ class AdapterArguments:
     lora_r: int = HfArg(default=16, help="Rank r of the shared update.")
     lora_alpha: int = HfArg(default=32, help="alpha; the update is (alpha / r) B A.")
     lora_dropout: float = HfArg(default=0.0, help="PEFT's dropout on the adapter's input.")
-    lora_target_modules: list[str] | None = HfArg(
-        default=None, help="Linear layers to adapt. Default: all in the recurrent block."
-    )
+    lora_target_modules: list[str] | None = HfArg(default=None, help="Default: all layers of the recurrent block.")
     use_rslora: bool = HfArg(default=False, help="Scale the update by alpha / sqrt(r).")
 
     def __post_init__(self):
         check_integer("lora_r", self.lora_r, 1, 65_536)
-        check_number("lora_alpha", self.lora_alpha, above=True)
-        check_number("lora_dropout", self.lora_dropout, most=1, below=True)
         check_list("lora_target_modules", self.lora_target_modules)
 
     @property
@@ -92,27 +86,17 @@ class AdapterArguments:
 class BenchmarkArguments:
     """Which benchmarks to evaluate on, by greedy generation, and how."""
 
-    benchmarks: list[str] | None = HfArg(
-        default=None, help="Benchmarks to evaluate on, such as `gsm8k`; `lm_eval:TASK` for any task of lm-eval."
-    )
-    benchmark_files: dict[str, str] | None = HfArg(
-        default=None, help="Local files or folders of benchmarks, {name: path} (JSON on the command line)."
-    )
+    benchmarks: list[str] | None = HfArg(default=None, help="Names such as `gsm8k`; `lm_eval:TASK`: one of lm-eval's.")
+    benchmark_files: dict[str, str] | None = HfArg(default=None, help="{benchmark: local file} (JSON when typed).")
     benchmark_limit: int | None = HfArg(default=None, help="Number of problems of each benchmark. Default: all.")
     benchmark_batch_size: int = HfArg(default=16, help="Problems that one process decodes at a time.")
     decoding: Literal["eager", "compiled", "generate"] = HfArg(
         default="eager", help="`eager`, `compiled` (the same, with compiled steps) or `generate` (transformers' own)."
     )
-    apply_chat_template: bool | None = HfArg(
-        default=None, help="Pose problems in the chat template. Default: as each benchmark's protocol has it."
-    )
+    apply_chat_template: bool | None = HfArg(default=None, help="Pose problems as chat turns. Default: per benchmark.")
     system_instruction: str | None = HfArg(default=None, help="System turn, with `apply_chat_template: true`.")
-    max_new_tokens: int | None = HfArg(
-        default=None, help="At most so many tokens of a completion. Default: as each benchmark's protocol has it."
-    )
-    confirm_run_unsafe_code: bool = HfArg(
-        default=False, help="Run a model's programs also where bubblewrap cannot contain them. Command line only."
-    )
+    max_new_tokens: int | None = HfArg(default=None, help="At most N tokens in a completion. Default: per benchmark.")
+    confirm_run_unsafe_code: bool = HfArg(default=False, help="Run programs without bubblewrap. Command line only.")
 
     def __post_init__(self):
         check_list("benchmarks", self.benchmarks)
@@ -126,19 +110,11 @@ class BenchmarkArguments:
 class RunArguments(BenchmarkArguments):
     """What happens around the training; the benchmarks are evaluated before and after it."""
 
-    compare_with: list[str] | None = HfArg(
-        default=None, help="Other rules to train from the same initial adapter, data order and seed."
-    )
+    compare_with: list[str] | None = HfArg(default=None, help="Other rules to train from the same adapter and seed.")
     evaluate_base: bool = HfArg(default=True, help="Evaluate on the benchmarks before training, too: the base model.")
-    single_loop_batches: int = HfArg(
-        default=0, help="Evaluation batches to measure with the adapter in one loop at a time."
-    )
-    single_loop_accuracy: bool = HfArg(
-        default=False, help="Evaluate on the first benchmark with the adapter in one loop only, too, for each loop."
-    )
-    depths: list[int] | None = HfArg(
-        default=None, help="Other depths at which the first benchmark is evaluated after training."
-    )
+    single_loop_batches: int = HfArg(default=0, help="Evaluation batches with the adapter in one loop at a time.")
+    single_loop_accuracy: bool = HfArg(default=False, help="Evaluate with the adapter in one loop only, too.")
+    depths: list[int] | None = HfArg(default=None, help="Other depths to evaluate the first benchmark at.")
     live_diagnostics_steps: int = HfArg(
         default=0,
         help="Log what the adapter does in each loop every so many steps and at the end (docs/diagnostics.md); 0: never.",

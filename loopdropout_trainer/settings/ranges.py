@@ -65,12 +65,7 @@ def check_folder(name: str, value: Any) -> None:
     """Raise ValueError if a setting names no folder that files can be written to; nothing is made."""
     if not isinstance(value, (str, os.PathLike)) or not str(value).strip() or "\0" in str(value):
         raise ValueError(f"`{name}` must be the path of a folder; got {shown(value)}.")
-    folder = Path(value)
-    try:
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
-    except OSError as error:  # a name that is too long
-        raise ValueError(f"`{name}` {shown(str(value))} cannot be used: {error.strerror}.") from None
+    folder = next(folder for folder in (Path(value), *Path(value).parents) if folder.exists())
     if not folder.is_dir():
         raise ValueError(f"`{name}` must be the path of a folder; {folder} is a file.")
     if not os.access(folder, os.W_OK | os.X_OK):

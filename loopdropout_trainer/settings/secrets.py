@@ -10,7 +10,6 @@ from typing import Any
 
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
-HIDDEN = "***"
 
 
 def is_secret(field: str) -> bool:
@@ -26,7 +25,7 @@ def public_settings(settings: Any) -> Any:
         return {key: public_settings(value) for key, value in settings.items() if not is_secret(key)}
     if isinstance(settings, (list, tuple)):
         return [public_settings(item) for item in settings]
-    return _HUB_TOKEN.sub(HIDDEN, settings) if isinstance(settings, str) else settings
+    return _HUB_TOKEN.sub("***", settings) if isinstance(settings, str) else settings
 
 
 def hide_secrets(text: str) -> str:
@@ -34,5 +33,5 @@ def hide_secrets(text: str) -> str:
     options = re.findall(r"--(\S+?)[= ](?!--)(\S+)", " ".join(sys.argv))
     secrets = [os.environ.get("HF_TOKEN", ""), *(value for option, value in options if is_secret(option))]
     for secret in secrets:
-        text = text.replace(secret, HIDDEN) if len(secret) > 3 else text
-    return _HUB_TOKEN.sub(HIDDEN, text)
+        text = text.replace(secret, "***") if len(secret) > 3 else text
+    return _HUB_TOKEN.sub("***", text)
