@@ -98,15 +98,19 @@ def golden_inputs(data, batch):
     return inputs
 
 
+def byte_tokenizer(special, more=(), merges=(), **names):
+    """One token for each byte, and `more` that `merges` make: tokenizes any text and needs no file."""
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *more]
+    backend = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
-    """One token for each byte: tokenizes any text and needs no file."""
-    vocab = {"<eos>": 0, "<pad>": 1}
-    vocab.update({byte: index + 2 for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
-    backend = Tokenizer(BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+    return byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>")
 
 
 def save_tiny_model(folder):

@@ -4,11 +4,9 @@ from itertools import groupby
 
 import pytest
 import torch
-from conftest import tiny_ouro
+from conftest import byte_tokenizer, tiny_ouro
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
 from loopdropout_trainer.data import load_tokenizer, set_chat_template
@@ -25,14 +23,7 @@ SPECIAL += ["<|begin_text|>", "<|begin_header|>", "<|end_header|>", "<|end_turn|
 @pytest.fixture
 def chat_tokenizer():
     """A byte tokenizer with the special tokens of all families, and base models' idea of where text ends."""
-    vocab = {token: index for index, token in enumerate(SPECIAL)}
-    vocab |= {byte: index + len(SPECIAL) for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    return byte_tokenizer(SPECIAL, **dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>"))
 
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1+1? "}
@@ -78,22 +69,14 @@ def test_the_prompt_is_not_trained_and_the_answer_with_its_end_is(chat_tokenizer
 
 HARMFUL = {  # what a template tries: what its error says; None: it gets nothing at all
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "'__class__' of 'str' object is unsafe",
-    "{{ '{0.__class__.__mro__}'.format(messages) }}": "'__class__' of 'list' object is unsafe",
     "{{ messages | attr('__class__') }}{{ strftime_now.__globals__ }}": None,
-    "{{ '{m.__class__}'.format_map({'m': messages}) }}": None,
     "{{ lipsum.__globals__['os'].system('touch EVIL') }}": "'__globals__' of 'function' object is unsafe",
-    "{{ cycler.__init__.__globals__.os.system('touch EVIL') }}": "'__init__' of 'type' object is unsafe",
-    "{{ self._TemplateReference__context }}{{ self.__init__.__globals__ }}": "is unsafe",
-    "{{ (messages | map('upper')).gi_frame.f_globals }}": "'gi_frame' of 'generator' object is unsafe",
     "{% include '/etc/passwd' %}": "no loader",
-    "{% import 'EVIL' as evil %}": "no loader",
     "{{ open('EVIL', 'w') }}": "'open' is undefined",
     "{% set _ = messages.append({}) %}": "'append' of 'list' object is unsafe",
-    "{% set _ = messages[0].update({'content': 'evil'}) %}": "'update' of 'dict' object is unsafe",
     "{% for i in range(10**9) %}{% endfor %}": "Range too big",
     "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}": "maximum recursion depth",
     "{% for message in messages %}": "Unexpected end of template",  # broken ones
-    "{{ messages | nothing }}": "No filter named 'nothing'",
     "{{ messages[5].content }}": "no element 5",
     "{{ raise_exception('two\nlines') }}": "two lines",
 }

@@ -6,12 +6,9 @@ import sys
 import time
 
 import pytest
-from conftest import tiny_ouro, with_adapter
+from conftest import byte_tokenizer, tiny_ouro, with_adapter
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, load_adapter
 from loopdropout_trainer.data.boundary import prompt_completion_ids, token_lengths
@@ -27,12 +24,8 @@ IGNORED = -100
 @pytest.fixture
 def merging_tokenizer():
     """Splits a text nowhere, and has a token for the end of a prompt with the start of an answer."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(["<eos>", "<pad>", *alphabet, "Th", "The", ":The"])}
-    backend = Tokenizer(BPE(vocab, [("T", "h"), ("Th", "e"), (":", "The")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+    more, merges = ["Th", "The", ":The"], [("T", "h"), ("Th", "e"), (":", "The")]
+    return byte_tokenizer(["<eos>", "<pad>"], more, merges, eos_token="<eos>", pad_token="<pad>")
 
 
 def test_no_trained_token_holds_the_end_of_a_prompt(config, merging_tokenizer):

@@ -31,9 +31,7 @@ class DataArguments:
     dataset_split: str = HfArg(default="train", help="Split of the Hub dataset.")
     train_files: list[str] | None = HfArg(default=None, help="Local JSONL, JSON, CSV (also .gz), Parquet files.")
     eval_files: list[str] | None = HfArg(default=None, help="Local files to evaluate on, instead of held-out rows.")
-    column_mapping: dict[str, str] | None = HfArg(
-        default=None, help="{expected name: the rows' name} (JSON when typed)."
-    )
+    column_mapping: dict[str, str] | None = HfArg(default=None, help="{expected name: name in rows} (JSON if typed).")
     num_train_examples: int | None = HfArg(default=None, help="Rows to train on. Default: all that are left.")
     num_eval_examples: int | None = HfArg(
         default=None, help="Number of rows to hold out, the same in every run. Default: the preparation's own, else 0."

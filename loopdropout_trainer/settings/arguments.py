@@ -23,13 +23,9 @@ class ModelArguments:
     model_name_or_path: str = HfArg(help="Hub name or folder of a looped model; `tiny-ouro` is in this package.")
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the Hub.")
     num_loops: int | None = HfArg(default=None, help="Recurrence depth K to train at. Default: the model's own.")
-    dtype: Literal["bfloat16", "float16", "float32"] = HfArg(
-        default="bfloat16", help="Dtype of the frozen weights; adapters are float32."
-    )
+    dtype: Literal["bfloat16", "float16", "float32"] = HfArg(default="bfloat16", help="Of the frozen weights.")
     attn_implementation: str = HfArg(default="sdpa", help="sdpa, eager, flex_attention, flash_attention_2, ...")
-    chat_template: str | None = HfArg(
-        default=None, help="Name (tulu2, ouro, ...) or Jinja file; else the tokenizer's."
-    )
+    chat_template: str | None = HfArg(default=None, help="Name (tulu2, ouro ...) or Jinja file; else the tokenizer's.")
 
     def __post_init__(self):
         if not str(self.model_name_or_path).strip():
@@ -115,10 +111,7 @@ class RunArguments(BenchmarkArguments):
     single_loop_batches: int = HfArg(default=0, help="Evaluation batches with the adapter in one loop at a time.")
     single_loop_accuracy: bool = HfArg(default=False, help="Evaluate with the adapter in one loop only, too.")
     depths: list[int] | None = HfArg(default=None, help="Other depths to evaluate the first benchmark at.")
-    live_diagnostics_steps: int = HfArg(
-        default=0,
-        help="Log what the adapter does in each loop every so many steps and at the end (docs/diagnostics.md); 0: never.",
-    )
+    live_diagnostics_steps: int = HfArg(default=0, help="Log diagnostics every N steps and at the end; 0: never.")
     live_diagnostics_rows: int = HfArg(default=16, help="Evaluation rows that the live diagnostics measure on.")
     merge: bool = HfArg(default=False, help="Save the merged model in `output_dir`/merged.")
     push_merged_to_hub: bool = HfArg(default=False, help="Merge, and push the merged model to `hub_model_id`.")
