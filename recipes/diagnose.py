@@ -1,6 +1,6 @@
 """See what adapters do in each loop: every diagnostic on the base model and on each adapter, on the same rows.
 
-    python recipes/diagnose.py recipes/quickstart.yaml --adapters "LoRA=outputs/quickstart/lora" "Loop Dropout=outputs/quickstart"
+    python recipes/diagnose.py recipes/quickstart.yaml --adapters LoRA=outputs/quickstart/lora Ours=outputs/quickstart
     accelerate launch recipes/diagnose.py recipes/gsm8k.yaml --adapters LoRA=outputs/gsm8k/lora --diagnostics single_loop
 
 Recipes of sft.py and evaluate.py are taken; their fields that concern only the training are ignored. Tables are printed; JSON

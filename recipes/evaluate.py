@@ -1,7 +1,7 @@
 """Evaluate a base model, a merged model or adapters on benchmarks, and write the rows of a table.
 
     accelerate launch recipes/evaluate.py recipes/evaluation/metamath.yaml --adapter outputs/metamath_gsm
-    accelerate launch recipes/evaluate.py recipes/evaluation/tulu2.yaml --adapter none lora=outputs/tulu2_lora ours=outputs/tulu2
+    accelerate launch recipes/evaluate.py recipes/evaluation/tulu2.yaml --adapter none lora=outputs/tulu2_lora outputs/tulu2
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --at_depths 2 4 8
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --gates 1-1-1-1 single_loop
 

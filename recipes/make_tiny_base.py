@@ -1,7 +1,7 @@
 """Pretrain a tiny looped model from scratch, on one CPU thread: the Ouro that ships with the package, or another.
 
     python recipes/make_tiny_base.py --output_dir loopdropout_trainer/tiny_ouro
-    python recipes/make_tiny_base.py --family huginn --num_loops 8 --design random --steps 2400 --output_dir outputs/tiny_huginn
+    python recipes/make_tiny_base.py --family huginn --num_loops 8 --design random --steps 2400 --output_dir outputs/tiny_h
 
 It learns the language of the quickstart's word problems in shorter problems and in other forms (`pretraining_texts`).
 The same machine and versions give the same bytes, whose SHA-256 is printed at the end. `--steps 2400` makes the Huginn of

@@ -5,8 +5,8 @@
     python recipes/report.py outputs --tables all
 
 Without `--tables` it summarises all runs below the folders: accuracy by depth, differences, costs, and every figure that they
-have numbers for. A table or figure of the paper is a YAML file in recipes/tables/. Tables are written as Markdown, LaTeX and CSV,
-with the paper's numbers in columns of their own, figures as PNG, PDF and SVG. What is missing is listed.
+have numbers for. A table or figure of the paper is a YAML file in recipes/tables/. Tables are written as Markdown, LaTeX and
+CSV, with the paper's numbers in columns of their own, figures as PNG, PDF and SVG. What is missing is listed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     accelerate launch recipes/sft.py recipes/quickstart.yaml
     python recipes/sft.py recipes/gsm8k.yaml --learning_rate 2e-4 --seed 102
 
-A recipe sets the fields below; `--field value` overrides it. At the end the run's results are printed, and saved in `output_dir`
-with the settings that repeat it.
+A recipe sets the fields below; `--field value` overrides it. At the end the run's results are printed, and saved in
+`output_dir` with the settings that repeat it.
 """
 
 from __future__ import annotations
