@@ -172,7 +172,7 @@ DESIGNS = {
     "mean": Design((0.25, 0.25, 0.25, 0.25)).loss,  # the uniform form of Ouro's expected loss
     "random": loss_at_random_depth,
 }
-"""Of all that was tried, `late` needs its depth most clearly (docs/replication.md)."""
+"""Pretraining losses by name; a model of `late` needs all of its loops most clearly."""
 
 
 def main() -> None:
