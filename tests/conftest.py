@@ -1,9 +1,11 @@
 """Shared fixtures: golden tensors of the reference implementations, and models and data small enough for seconds."""
 
+import importlib.util
 import json
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +32,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for processes that tests start; 
 huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def load_script(path):
+    """A script of the repository, such as `recipes/sft.py`, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parents[1] / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 FAMILIES = {
     "ouro": OuroForCausalLM, "huginn": HuginnForCausalLM, "loopus": LoopusForCausalLM, "nanbeige": NanbeigeForCausalLM,
     "nanbeige_skip": NanbeigeForCausalLM, "raven_llama": HuginnForCausalLM, "raven_olmo": HuginnForCausalLM,

@@ -257,9 +257,9 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         place = f"{self.accelerator.process_index}_of_{self.accelerator.num_processes}"
         return Path(folder) / f"completions_{place}.safetensors"
 
-    def save_progress(self, folder: Path) -> None:
+    def _save_rng_state(self, output_dir: str) -> None:
         """Also write the micro-batches so far, and the completions that are still to be trained on, if there are any."""
-        super().save_progress(folder)
+        super()._save_rng_state(output_dir)
         is_in_use = self._step % self.args.generates_every != 0
         tensors = {
             f"{index}.{name}": tensor.contiguous().clone()
@@ -267,16 +267,14 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
             for name, tensor in batch.items()
             if torch.is_tensor(tensor)
         }
-        save_file(tensors, self._completions_file(folder), {"micro_batches": str(self._step)})
+        save_file(tensors, self._completions_file(output_dir), {"micro_batches": str(self._step)})
 
-    def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
-        place = super()._init_training_state(
-            max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+    def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial):
+        place = super()._init_training_state(max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial)
         self._step, self._buffered_inputs = 0, None
-        if resume_from_checkpoint is None:
+        if checkpoint is None:
             return place
-        file = self._completions_file(resume_from_checkpoint)
+        file = self._completions_file(checkpoint)
         if not file.is_file():  # also with another number of processes
             logger.warning(f"There is no {file}: completions in use are generated again, by the checkpoint's weights.")
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
