@@ -53,11 +53,9 @@ def child(words, place=None, event=0, after=None):
 
     if place is not None:
         sys.addaudithook(count)
-    if after is not None:
+    if after is not None:  # the signal's default action ends the process as SIGKILL does: no handler runs
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(
-            signal.ITIMER_REAL, after
-        )  # its default action ends the process as SIGKILL does: no handler runs
+        signal.setitimer(signal.ITIMER_REAL, after)
     sft.main(words)
 
 
@@ -71,16 +69,11 @@ def start(words, **kill):
 def ends(folder):
     """What a run leaves: weights and merged weights as bytes, and its measurements but for the times."""
     results = json.loads((folder / "results.json").read_text())
-    timeless = {
-        key: value for key, value in results["train_info"].items() if not key.endswith(("seconds", "per_second", "gb"))
-    }
+    timed = ("seconds", "per_second", "gb")
+    timeless = {key: value for key, value in results["train_info"].items() if not key.endswith(timed)}
     files = ("adapter_model.safetensors", "merged/model.safetensors", "lora/adapter_model.safetensors")
-    return (
-        [(folder / name).read_bytes() for name in files],
-        timeless,
-        results["benchmarks"],
-        results["base_benchmarks"],
-    )
+    measured = results["benchmarks"], results["base_benchmarks"]
+    return [(folder / name).read_bytes() for name in files], timeless, *measured
 
 
 @pytest.mark.slow
@@ -105,10 +98,10 @@ def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
     while killed.total() < KILLS:
         name = list(PLACES)[(killed.total() + runs) % len(PLACES)]
         place, events = PLACES[name]
-        if place is None:
-            code = start(words("killed"), after=chance.uniform(0.1, seconds))
-        else:
-            code = start(words("killed"), place=place, event=chance.randint(1, events))
+        kill = (
+            {"place": place, "event": chance.randint(1, events)} if place else {"after": chance.uniform(0.1, seconds)}
+        )
+        code = start(words("killed"), **kill)
         if code in (-signal.SIGKILL, -signal.SIGALRM):
             killed[name] += 1
             print(f"kill {killed.total()}: {name}", flush=True)

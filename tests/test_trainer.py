@@ -120,13 +120,13 @@ def test_micro_batches_without_any_active_loop_train_on(train, fields):
     assert [log["gate_mean"] for log in trainer.state.log_history if "loss" in log] == [0] * 4
 
 
-def test_gate_statistics_and_speed_are_logged_with_the_loss(train):
+def test_gate_statistics_are_logged_with_the_loss(train):
     trainer = train(p=[0.0, 0.5, 0.5, 0.9], max_steps=3)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == 3
     for log in logs:
         active = torch.tensor([log[f"active_loop_{loop}"] for loop in range(1, 5)])
-        assert log["tokens_per_second"] > 0 and active[0] == 1 and 0 <= active[3] <= 1
+        assert active[0] == 1 and 0 <= active[3] <= 1
         assert log["gate_mean"] == pytest.approx(float((active / torch.tensor([1, 0.5, 0.5, 0.1])).mean()), abs=1e-3)
 
 

@@ -66,8 +66,7 @@ class GateSamplingMixin:
             before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         else:
             peft_config = complete_peft_config(peft_config, config if isinstance(model, str) else model)
-            peft_config, factor = copy.copy(peft_config), self.rule.alpha_factor
-            if factor != 1:
+            if (factor := self.rule.alpha_factor) != 1:
                 peft_config.lora_alpha *= factor
                 peft_config.alpha_pattern = {name: alpha * factor for name, alpha in peft_config.alpha_pattern.items()}
         if not given.get("formatting_func"):
@@ -109,7 +108,6 @@ class GateSamplingMixin:
         self._pass_index = 0
         self.training_policy = self._find_training_policy()
         self._compile_layers()
-        self._logged = (0, 0.0)  # tokens and seconds at the last log
 
     @property
     def num_loops(self) -> int:
@@ -146,12 +144,10 @@ class GateSamplingMixin:
         """Run the rule's passes over one micro-batch; nearly every rule has one."""
         passes, tokens, loss = self.rule.passes, self._total_train_tokens, 0.0
         for self._pass_index in range(passes):
+            self._total_train_tokens = tokens  # which TRL counts in every pass
             is_last = self._pass_index == passes - 1
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 loss = loss + self._run_pass(model, copy.copy(inputs), num_items_in_batch)
-        if passes > 1:  # TRL counted the tokens in every pass
-            self._total_train_tokens = tokens + (self._total_train_tokens - tokens) // passes
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return loss
 
     def _run_pass(self, *args) -> torch.Tensor:
@@ -198,15 +194,6 @@ class GateSamplingMixin:
         fields |= {"loraplus_lr_ratio": args.loraplus_lr_ratio, "loraplus_weight_decay": args.weight_decay}
         self.optimizer = create_loraplus_optimizer(model, optimizer_class, **fields)
         return self.optimizer
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            now = (self._total_train_tokens, self.step_callback.train_seconds)
-            tokens, seconds = (new - old for new, old in zip(now, self._logged, strict=True))
-            self._logged = now
-            if tokens > 0 and seconds > 0:
-                logs["tokens_per_second"] = round(tokens / seconds, 1)
-        super().log(logs, start_time)
 
     def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_ids: torch.Tensor | None) -> None:
         ids = self.example_ids_of(inputs) if packed_ids is None else packed_ids.tolist()

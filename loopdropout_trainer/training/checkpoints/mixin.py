@@ -160,7 +160,7 @@ class CheckpointsMixin:
         return {
             "seconds": self._earlier.get("seconds", 0.0) + time.time() - self._began,
             "step_seconds": self.step_callback.train_seconds,
-            "num_tokens": getattr(self, "_total_train_tokens", 0),  # not every trainer of TRL's counts them
+            "num_tokens": self._total_train_tokens,
             "peak_memory_gb": max(peaks, default=None),
             "loss_sum": self._total_loss_scalar,
             "loss_since_log": self.accelerator.reduce(self._tr_loss, "mean").item(),
@@ -182,7 +182,6 @@ class CheckpointsMixin:
             self._tr_loss += earlier["loss_since_log"]
             self._globalstep_last_logged = earlier["last_logged_step"]
             self._total_train_tokens, self.step_callback.train_seconds = earlier["num_tokens"], earlier["step_seconds"]
-            self._logged = (earlier["num_tokens"], earlier["step_seconds"])
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         return super()._finalize_training(trial, num_train_samples, start_time - self._earlier.get("seconds", 0.0))
