@@ -14,7 +14,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -268,6 +268,16 @@ def with_adapter(model=None, seed=1, scale=0.05, **config):
 def trained_parameters(model):
     """The parameters that need a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def assert_same_weights(one, other, **close):
+    """Compare the adapters of two trainers: bit for bit, or as closely as `rtol` and `atol` say."""
+    got, want = (get_peft_model_state_dict(trainer.model) for trainer in (one, other))
+    assert got.keys() == want.keys()
+    for name, weight in got.items():
+        torch.testing.assert_close(
+            weight, want[name], **(close or {"rtol": 0, "atol": 0}), msg=lambda text: f"{name}: {text}"
+        )
 
 
 # Published sizes

@@ -6,8 +6,16 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, load_script, randomise, tiny_hrm, tiny_huginn, tiny_ouro, trained_parameters
-from peft import get_peft_model_state_dict
+from conftest import (
+    TINY,
+    assert_same_weights,
+    load_script,
+    randomise,
+    tiny_hrm,
+    tiny_huginn,
+    tiny_ouro,
+    trained_parameters,
+)
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,11 +73,6 @@ def gradients(model):
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained}
 
 
-def assert_same_weights(one, other, **close):
-    for name, weight in get_peft_model_state_dict(one.model).items():
-        torch.testing.assert_close(weight, get_peft_model_state_dict(other.model)[name], **close)
-
-
 # Samplers
 
 
@@ -114,7 +117,7 @@ def test_a_fixed_depth_through_a_sampler_is_the_papers_run_bit_for_bit(train):
         ("weighted", {"depths": [4, 2], "weights": [1, 0]}),
     ):
         sampled = train(cls=LoopDropoutSFTTrainer, depth_sampling=sampling, depth_sampling_args=args)
-        assert_same_weights(plain, sampled, atol=0, rtol=0)
+        assert_same_weights(plain, sampled)
         losses = [[log.get("loss") for log in trainer.state.log_history] for trainer in (plain, sampled)]
         assert losses[0] == losses[1]
 
@@ -141,7 +144,7 @@ def test_draws_go_on_after_a_resume(train):
     whole = train(**fields)
     resumed = train(resume=f"{whole.args.output_dir}/checkpoint-2", **fields)
     assert resumed.depths == whole.depths[2:]
-    assert_same_weights(whole, resumed, atol=0, rtol=0)
+    assert_same_weights(whole, resumed)
 
 
 def test_evaluation_scores_the_final_loop_at_the_models_depth(train, dataset):

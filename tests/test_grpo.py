@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import conftest
 import pytest
 import torch
-from conftest import tiny_ouro, trained_parameters
+from conftest import assert_same_weights, tiny_ouro, trained_parameters
 from datasets import Dataset
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from test_extending import tiny_hrm
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -83,12 +83,6 @@ def run(*given, resume=None, **keywords):
     trainer = make(*given, **keywords)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def assert_same_weights(one, other, **close):
-    wanted = get_peft_model_state_dict(other.model)
-    for name, weight in get_peft_model_state_dict(one.model).items():
-        torch.testing.assert_close(weight, wanted[name], **(close or {"rtol": 0, "atol": 0}))
 
 
 def set_weights(model, weights):

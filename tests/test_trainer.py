@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import tiny_ouro, trained_parameters
+from conftest import assert_same_weights, tiny_ouro, trained_parameters
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
@@ -47,12 +47,6 @@ def train(make):
         return trainer
 
     return run
-
-
-def assert_same_weights(one, other, **close):
-    wanted = get_peft_model_state_dict(other.model)
-    for name, tensor in get_peft_model_state_dict(one.model).items():
-        torch.testing.assert_close(tensor, wanted[name], **(close or {"atol": 0, "rtol": 0}))
 
 
 def test_a_plain_config_trains_by_the_papers_default(model, dataset, tokenizer, tmp_path):
