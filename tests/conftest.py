@@ -200,6 +200,29 @@ def config(tmp_path):
     return make
 
 
+class Recording:
+    """Keeps each micro-batch of a trainer: inputs, plan of gates, depth, loss, gradients, and the weights before."""
+
+    seen = ()
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        kept = SimpleNamespace(step=self.state.global_step, gradients=None)
+        kept.weights = {name: p.detach().clone() for name, p in trained_parameters(self.model).items()}
+        kept.batch = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x)}
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        kept.plan, kept.depth, kept.loss = self.loop_state.plan, self.num_loops, loss.detach()
+        kept.gates = self.loop_state.gates
+        self.seen = [*self.seen, kept]
+        return loss
+
+    def training_step(self, *args, **kwargs):
+        """Gradients are zeros where the loss does not depend on a weight."""
+        loss = super().training_step(*args, **kwargs)
+        trained = trained_parameters(self.model).items()
+        self.seen[-1].gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained}
+        return loss
+
+
 STEPS = 6
 
 

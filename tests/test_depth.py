@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import (
     TINY,
+    Recording,
     assert_same_weights,
     load_script,
     randomise,
@@ -28,30 +29,17 @@ from loopdropout_trainer.training.depth import LogNormalPoisson, UniformDepth, W
 layouts = load_script("benchmarks/layouts.py")
 
 
-class Watch(LoopDropoutSFTTrainer):
-    """Starts from an adapter that does something, and notes each micro-batch's depth, plan, inputs, loss and gradients."""
+class Watch(Recording, LoopDropoutSFTTrainer):
+    """Starts from an adapter that does something."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.seen, self.gradients = [], None
         randomise(self.model, 0.1, seed=1)
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        kept = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x) and name != "example_ids"}
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.model.training:
-            self.seen.append((self.state.global_step, self.num_loops, self.loop_state.plan, kept, loss.item()))
-        return loss
-
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        self.gradients = gradients(self.model)
-        return loss
 
     @property
     def depths(self):
         """Loops that ran in each micro-batch, by step."""
-        return [(step, depth) for step, depth, *_ in self.seen]
+        return [(each.step, each.depth) for each in self.seen if each.gradients is not None]
 
 
 @pytest.fixture
@@ -65,12 +53,6 @@ def train(config, dataset, tokenizer):
         return trainer
 
     return run
-
-
-def gradients(model):
-    """Of all trained parameters; zeros where the loss does not depend on one."""
-    trained = trained_parameters(model).items()
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained}
 
 
 # Samplers
@@ -209,7 +191,7 @@ def exit_weights(looped, hidden):
 
 def drawn_weights(trainer):
     """The loop that ran, alone."""
-    ran = trainer.seen[0][1]
+    ran = trainer.seen[0].depth
     return lambda looped, hidden: [float(loop == ran) for loop in range(1, len(hidden) + 1)]
 
 
@@ -245,32 +227,33 @@ def test_losses_and_all_gradients_are_those_of_a_direct_computation(train, famil
     loss_args, weights_of = LOSSES[loss]
     fields = {"gradient_checkpointing": False, **fields, "loop_loss": loss, "loop_loss_args": loss_args}
     trainer = train(TINY[family](), **fields, max_steps=1)
-    _, depth, plan, inputs, got = trainer.seen[0]
-    assert depth == (5 if "depth_sampling" in fields else 4) or loss == "random"
+    (seen,) = trainer.seen
+    inputs = {name: tensor for name, tensor in seen.batch.items() if name != "example_ids"}
+    assert seen.depth == (5 if "depth_sampling" in fields else 4) or loss == "random"
     # The same weights as before the step, and an adapter that acts: by a trainer of the same start.
     given = {"train_dataset": trainer.train_dataset, "processing_class": trainer.processing_class}
     fresh = Watch(TINY[family](), trainer.args, **given)
     fresh.model.train()
-    want = direct_loss(fresh, plan, inputs, depth, weights_of or drawn_weights(trainer))
-    assert got == pytest.approx(want.item(), rel=2e-6)
+    want = direct_loss(fresh, seen.plan, inputs, seen.depth, weights_of or drawn_weights(trainer))
+    assert seen.loss.item() == pytest.approx(want.item(), rel=2e-6)
     want.backward()
-    wanted = gradients(fresh.model)
-    assert wanted.keys() == trainer.gradients.keys()
-    largest = max(gradient.norm() for gradient in wanted.values())
+    wanted = {name: p.grad for name, p in trained_parameters(fresh.model).items()}
+    largest = max(gradient.norm() for gradient in wanted.values() if gradient is not None)
     assert largest > 1e-3
     for name, gradient in wanted.items():
-        assert (trainer.gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7 * largest, name
+        gradient = torch.zeros_like(seen.gradients[name]) if gradient is None else gradient
+        assert (seen.gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7 * largest, name
 
 
 def test_frozen_loops_are_skipped_with_every_readout_scored(train):
     fields = {"loop_loss": "uniform", "p": 0.8, "max_steps": 3, "gradient_checkpointing": False}
     fast, slow = train(**fields), train(**fields, skip_frozen_loops=False)
-    assert any((plan.gates[0] == 0).all() for _, _, plan, *_ in fast.seen)  # a micro-batch that waits
+    assert any((each.gates[0] == 0).all() for each in fast.seen)  # a micro-batch that waits
     assert fast.training_policy.lora_parameters is not None and slow.training_policy.lora_parameters is None
-    for (*_, one), (*_, other) in zip(fast.seen, slow.seen, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
-    for name, gradient in fast.gradients.items():
-        torch.testing.assert_close(gradient, slow.gradients[name], atol=1e-6, rtol=1e-3)
+    for one, other in zip(fast.seen, slow.seen, strict=True):
+        torch.testing.assert_close(one.loss, other.loss, rtol=1e-5, atol=0)
+    for name, gradient in fast.seen[-1].gradients.items():
+        torch.testing.assert_close(gradient, slow.seen[-1].gradients[name], atol=1e-6, rtol=1e-3)
 
 
 class LogitRows(TorchDispatchMode):
@@ -290,7 +273,7 @@ def test_no_loops_logits_are_ever_in_memory_as_a_whole(train, monkeypatch):
     monkeypatch.setattr("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", 8)
     with LogitRows() as rows:
         trainer = train(loop_loss="uniform", max_steps=1)
-    assert trainer.seen[0][3]["labels"][:, 1:].numel() > 16  # of one loop
+    assert trainer.seen[0].batch["labels"][:, 1:].numel() > 16  # of one loop
     assert rows.most == 8
 
 

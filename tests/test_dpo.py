@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import tiny_ouro, trained_parameters, with_adapter
+from conftest import Recording, tiny_ouro, trained_parameters, with_adapter
 from datasets import Dataset
 from peft import PeftModel
 from torch.nn import functional as F
@@ -18,20 +18,8 @@ PAIRS = Dataset.from_list(
 )
 
 
-class Recorder(LoopDropoutDPOTrainer):
-    """Keeps the first micro-batch, the gates that were drawn for it, its loss and gradients."""
-
-    seen = None
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        batch, drawn, apply = {name: tensor.clone() for name, tensor in inputs.items()}, [], self.loop_state.apply
-        self.loop_state.apply = lambda plan: (drawn.append(plan.gates), apply(plan))[1]
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        del self.loop_state.apply
-        if self.seen is None:
-            gradients = {n: p.grad.clone() for n, p in trained_parameters(self.model).items()}
-            self.seen = (batch, [gates for gates in drawn if gates is not None], loss, gradients)
-        return loss
+class Recorder(Recording, LoopDropoutDPOTrainer):
+    pass
 
 
 @pytest.fixture
@@ -67,9 +55,8 @@ def test_loss_and_gradients_are_those_of_the_gated_policy_against_the_ungated_re
     if not pretrained:  # a fresh adapter changes nothing
         trainer.model.load_state_dict(with_adapter().state_dict())
     trainer.train()
-    batch, drawn, loss, gradients = trainer.seen
-
-    (gates,) = drawn  # once in a micro-batch
+    (seen,) = trainer.seen
+    batch, gates = seen.batch, seen.gates
     draw = Draw(seed=trainer.args.seed, step=0, example_ids=[(i, 0) for i in range(4)], num_loops=4)
     want = LoopDropout(0.5).sample(draw)
     assert torch.equal(gates, torch.cat([want, want], dim=1))
@@ -80,9 +67,9 @@ def test_loss_and_gradients_are_those_of_the_gated_policy_against_the_ungated_re
     with use_gates(oracle, gates):
         expected = dpo_loss(log_probability(oracle.train(), **batch), reference)
         expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen.loss, expected.detach(), rtol=1e-5, atol=1e-6)
     for name, parameter in trained_parameters(oracle).items():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(seen.gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_is_plain_dpo_at_unit_gates(make):

@@ -1,11 +1,9 @@
 """`LoopDropoutGRPOTrainer` against GRPO computed directly from the model: who has which gates, and which loops get credit."""
 
-from types import SimpleNamespace
-
 import conftest
 import pytest
 import torch
-from conftest import assert_same_weights, tiny_ouro, trained_parameters
+from conftest import Recording, assert_same_weights, tiny_ouro, trained_parameters
 from datasets import Dataset
 from peft import PeftModel
 from test_extending import tiny_hrm
@@ -47,30 +45,15 @@ def with_adapter(seed=1, scale=0.15):
     return model
 
 
-class Recorder(LoopDropoutGRPOTrainer):
-    """Keeps the completions of each generation, and each micro-batch with its gates, loss, gradients, and weights before."""
+class Recorder(Recording, LoopDropoutGRPOTrainer):
+    """Also keeps the completions of each generation."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.seen, self.sampled = [], []
+    sampled = ()
 
     def _sample(self, *args):
-        self.sampled.append(super()._sample(*args))
-        return self.sampled[-1]
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        before = {n: p.detach().clone() for n, p in trained_parameters(self.model).items()}
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        batch = {name: tensor.clone() for name, tensor in inputs.items()}
-        kept = SimpleNamespace(step=self.state.global_step, batch=batch, loss=loss.detach(), weights=before)
-        kept.gates = None if self.loop_state.gates is None else self.loop_state.gates.clone()
-        self.seen.append(kept)
-        return loss
-
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        self.seen[-1].gradients = {n: p.grad.clone() for n, p in trained_parameters(self.model).items()}
-        return loss
+        completions = super()._sample(*args)
+        self.sampled = [*self.sampled, completions]
+        return completions
 
 
 def make(args, tokenizer, model=None, cls=Recorder, reward=reward, data=PROMPTS, **more):

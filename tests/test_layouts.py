@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
-from conftest import load_script, randomise, tiny_ouro, trained_parameters
+from conftest import Recording, load_script, randomise, tiny_ouro, trained_parameters
 from packaging.version import Version
 from tokenizers import pre_tokenizers
 
@@ -178,22 +178,8 @@ def test_over_a_bfloat16_base_every_layout_trains_and_saves_a_float32_adapter(tm
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-class Recorder(LoopDropoutSFTTrainer):
-    """Keeps the first micro-batch, its gates, loss and gradients."""
-
-    seen = None
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        batch = {name: value.clone() for name, value in inputs.items() if torch.is_tensor(value)}
-        drawn, apply = [], self.loop_state.apply
-        self.loop_state.apply = lambda plan: (drawn.append(plan), apply(plan))[1]
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        del self.loop_state.apply
-        if self.seen is None:
-            gradients = {n: p.grad.clone() for n, p in trained_parameters(self.model).items()}
-            gates, segments = next((plan.gates, plan.segments) for plan in drawn if plan.gates is not None)
-            self.seen = (batch, gates, segments, loss, gradients)
-        return loss
+class Recorder(Recording, LoopDropoutSFTTrainer):
+    pass
 
 
 def unpacked(batch, segments):
@@ -225,9 +211,9 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
     )
     trainer = Recorder(model, args, train_dataset=dataset, processing_class=tokenizer)
     model = randomise(trainer.model, 0.05)
-    start = {name: p.detach().clone() for name, p in trained_parameters(model).items()}
     trainer.train()
-    batch, gates, segments, loss, gradients = trainer.seen
+    (seen,) = trainer.seen
+    batch, gates, segments = seen.batch, seen.gates, seen.plan.segments
     examples = len(gates.T)
     assert segments.max() == examples - 1 and examples >= (4 if args.packing else 2)
     draw = Draw(seed=args.seed, step=0, example_ids=batch["example_ids"].tolist(), num_loops=4)
@@ -236,14 +222,14 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
     ids, labels, mask = unpacked(batch, segments)
     model.zero_grad()
     for name, parameter in trained_parameters(model).items():
-        parameter.data = start[name]
+        parameter.data = seen.weights[name]
     with use_gates(model, gates):
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen.loss, expected.detach(), rtol=1e-5, atol=1e-6)
     for name, parameter in trained_parameters(model).items():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(seen.gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

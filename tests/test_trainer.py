@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_same_weights, tiny_ouro, trained_parameters
+from conftest import Recording, assert_same_weights, tiny_ouro, trained_parameters
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
@@ -12,17 +12,12 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.looped import NotLoopedError, find_looped_model
 
 
-class Watch(LoopDropoutSFTTrainer):
-    """Notes the gates of each micro-batch with the rows that they belong to."""
-
-    seen = ()
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        rows = inputs["input_ids"].tolist()
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.model.training:
-            self.seen = [*self.seen, *zip(rows, self.loop_state.gates.T.tolist(), strict=True)]
-        return loss
+class Watch(Recording, LoopDropoutSFTTrainer):
+    @property
+    def drawn(self):
+        """The gates of each trained row."""
+        trained = [each for each in self.seen if each.gradients is not None]
+        return [(each.batch["input_ids"].tolist(), each.gates.tolist()) for each in trained]
 
 
 @pytest.fixture
@@ -71,7 +66,7 @@ def test_unit_gates_train_exactly_as_trl_and_peft_do(train):
 
 def test_evaluating_in_the_middle_leaves_training_as_it_was(train):
     plain, evaluated = train(Watch), train(Watch, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=3)
-    assert plain.seen == evaluated.seen
+    assert plain.drawn == evaluated.drawn
     assert_same_weights(plain, evaluated)
     losses = [log["eval_loss"] for log in evaluated.state.log_history if "eval_loss" in log]
     assert len(losses) == 4 and evaluated.evaluate()["eval_loss"] == losses[-1]
