@@ -205,11 +205,8 @@ def unpacked(batch, segments):
 def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gates(
     config, dataset, tokenizer, layout, attention
 ):
-    args, model = (
-        config(max_steps=1, per_device_train_batch_size=2, **layout),
-        tiny_ouro(attn_implementation=attention),
-    )
-    trainer = Recorder(model, args, train_dataset=dataset, processing_class=tokenizer)
+    args, base = config(max_steps=1, per_device_train_batch_size=2, **layout), tiny_ouro(attn_implementation=attention)
+    trainer = Recorder(base, args, train_dataset=dataset, processing_class=tokenizer)
     model = randomise(trainer.model, 0.05)
     trainer.train()
     (seen,) = trainer.seen

@@ -125,15 +125,15 @@ class CheckpointsMixin:
 
     def from_main_process(self, compute: Callable[[], Any]) -> Any:
         """Return on all processes what the main one computes, or raise what it raises."""
-        outcome: list[Any] = [None, None]
+        outcome: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
-                outcome = [compute(), None]
+                outcome = [compute()]
             except (OSError, RuntimeError, ValueError) as error:
-                outcome = [None, error]
-        result, error = broadcast_object_list(outcome)
-        if error is not None:
-            raise error
+                outcome = [error]
+        (result,) = broadcast_object_list(outcome)
+        if isinstance(result, Exception):
+            raise result
         return result
 
     def _what_is_safe(self) -> str:
