@@ -13,7 +13,7 @@ from conftest import save_tiny_model, tiny_ouro
 from safetensors.torch import load_file
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
-from loopdropout_trainer.runs.result import RunResult, read_results, write_results
+from loopdropout_trainer.runs.result import read_results, write_results
 from loopdropout_trainer.saving.files import WriteError, staged_files
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 
@@ -155,10 +155,10 @@ def test_results_of_other_weights_are_not_those_of_a_finished_run(tmp_path, name
     for file in ("adapter_model.safetensors", "merged/model.safetensors"):
         (out / file).write_bytes(bytes(range(100)))
     saved = {"adapter": str(out), "merged model": str(out / "merged")}
-    outcome = RunResult("lora", None, 4, 1, 3, 8, float("nan"), 1.0, saved=saved)
-    text = write_results(outcome, {"seed": 1}, out, run).read_text()
-    assert json.loads(text, parse_constant=pytest.fail)["train_info"]["train_loss"] is None
-    assert read_results({"seed": 1}, out, run) is not None
+    train_info, run_info = {"train_loss": float("nan")}, {"settings": {"seed": 1}}
+    written = write_results({"train_info": train_info, "run_info": run_info, "run": run, "saved": saved}, out)
+    json.loads((out / "results.json").read_text(), parse_constant=pytest.fail)
+    assert read_results({"seed": 1}, out, run) == written and written["train_info"]["train_loss"] is None
     assert read_results({"seed": 1}, out, {"settings": {"seed": 2}}) is None
     assert read_results({"seed": 1, "depths": [2]}, out, run) is None
     if damage == "missing":

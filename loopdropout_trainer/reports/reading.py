@@ -107,7 +107,6 @@ def benchmark_rows(result: Row, name: str, **how: Any) -> Iterator[Row]:
         prompts = "\0".join(each["prompt"] for each in listed)
         how["problems"] = hashlib.sha256(prompts.encode()).hexdigest()[:12]
         how["answered"] = np.array([each.get("extracted") is not None for each in listed])
-        how["predictions"] = listed
     for place, (metric, of) in enumerate(result["metrics"].items()):
         verdicts = [(each.get("values") or {}).get(metric, None if place else each.get("correct")) for each in listed]
         told = len(listed) == of["total"] and None not in verdicts
@@ -121,15 +120,12 @@ def benchmark_rows(result: Row, name: str, **how: Any) -> Iterator[Row]:
 
 
 def pattern_rows(measured: Row, benchmark: str, num_loops: int) -> Iterator[Row]:
-    """Yield the loss reduction of each set of loops, by its early and its late loops, and as a prefix or suffix."""
+    """Yield the loss reduction of each set of loops, by its gates, and of a prefix or suffix by its number of loops."""
     for each in measured["patterns"]:
-        gates = [float(loop in each["loops"]) for loop in range(1, num_loops + 1)]
-        row = {"benchmark": benchmark, "value": each["reduction_percent"], "gates": gates_text(gates)}
-        halves = ([loop for loop in each["loops"] if (2 * loop <= num_loops + 1) == first] for first in (True, False))
-        early, late = ("+".join(map(str, half)) or NONE for half in halves)
-        yield {**row, "metric": "pattern_loss_reduction", "early": early, "late": late}
-        for kind in each["kinds"]:
-            yield {**row, "metric": f"{kind}_loss_reduction", "loop": len(each["loops"])}
+        gates = gates_text([float(loop in each["loops"]) for loop in range(1, num_loops + 1)])
+        row = {"benchmark": benchmark, "value": each["reduction_percent"], "gates": gates}
+        yield {**row, "metric": "pattern_loss_reduction"}
+        yield from ({**row, "metric": f"{k}_loss_reduction", "loop": len(each["loops"])} for k in each["kinds"])
 
 
 def matches(value: Any, pattern: Sequence[str], how: Row) -> Iterator[Row]:
@@ -295,15 +291,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
                 found = list(readers[name](content, path, runs))  # all of a file or nothing
                 for _, _, row in found:
                     check(row.get("value", 0), "a number", f"{row.get('metric')} of {row.get('benchmark')}")
-            except (
-                OSError,
-                ValueError,
-                TypeError,
-                ArithmeticError,
-                LookupError,
-                AttributeError,
-                RecursionError,
-            ) as error:
+            except Exception as error:  # whatever stands in the file
                 skipped.append(f"{path} cannot be read: {one_line(error)}.")
                 logger.warning("Left out: %s", skipped[-1])
                 continue
@@ -315,12 +303,9 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=list(columns), dtype=object)
     table = table.where(table.notna(), None).astype({"value": float})
     # What an evaluation's file says of the accuracy on as many problems, too, it says with more about how it was found.
-    source, keys = (
-        table["source"].astype(str),
-        table[["run", "benchmark", "metric", "total", *PLACES]].apply(tuple, axis=1),
-    )
-    evaluated = keys.isin(set(keys[source.str.endswith("evaluation.json")]))
-    table = table[~(evaluated & source.str.endswith("results.json"))]
+    keys = table[["run", "benchmark", "metric", "total", *PLACES]].apply(tuple, axis=1)
+    file = table["source"].map(lambda source: Path(source).name)
+    table = table[~((file == "results.json") & keys.isin(set(keys[file == "evaluation.json"])))]
     # The base's result stands beside each adapter, and one number in two diagnostics.
     table = table.drop_duplicates(["run", "value", *(name for name in table if name not in OUTCOMES)])
     table = table.reset_index(drop=True)

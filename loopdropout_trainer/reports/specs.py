@@ -58,7 +58,7 @@ def build_table(spec: SimpleNamespace, table: pd.DataFrame) -> pd.DataFrame:
         ReportError: if a cell would average different settings, or two cells of one metric were not evaluated alike.
     """
     cells: list[dict[str, Any]] = []
-    said = any(is_protocol(name) for column in spec.columns.values() for name in column)
+    said = any(is_protocol(name) or name == "panel" for column in spec.columns.values() for name in column)
     compared: dict[str, set[int]] = {}  # rows, by column where columns say how they were evaluated
     for row in spec.rows:
         heads = [each if isinstance(each, dict) else {shown(each): {name: each}}
@@ -148,10 +148,11 @@ def _selected(table: pd.DataFrame, wanted: Mapping[str, Any], option: Mapping[st
     return rows
 
 
-def as_trained(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is wanted, and unit gates and the last loop's readout where it says nothing of these."""
-    defaults: dict[str, Any] = {} if {"gates", "loop", "dose", "early"} & set(wanted) else {"gates": ALL}
-    return {**defaults, **({} if {"readout", "loop"} & set(wanted) else {"readout": None}), **wanted}
+def as_trained(wanted: Mapping[str, Any], *named: str) -> dict[str, Any]:
+    """Return what is wanted; of gates and readout, where it and `named` say nothing: unit gates, and the last readout."""
+    said = {*wanted, *named}
+    gates = {} if {"gates", "loop", "dose"} & said else {"gates": ALL}
+    return {**gates, **({} if {"readout", "loop"} & said else {"readout": None}), **wanted}
 
 
 # Texts.
