@@ -67,17 +67,10 @@ def measured(*results):
 
 def write_evaluation(folder, adapter, results, depth=4, gates=None, **settings):
     folder.mkdir(parents=True, exist_ok=True)
-    meta = {
-        "model": "x/m",
-        "adapter_path": adapter and str(adapter),
-        "num_loops": depth,
-        "gates": gates,
-        "readout": None,
-    }
+    about = {"model": "x/m", "adapter_path": str(adapter), "num_loops": depth, "gates": gates, "readout": None}
     of = {"settings": {"max_new_tokens": 10, "adapter": str(adapter), **settings}}
-    row = {"meta_info": meta, "train_info": {}, "benchmarks": {k: v | of for k, v in measured(*results).items()}}
-    rows = {adapter.name if adapter else "base": row}
-    (folder / "evaluation.json").write_text(json.dumps({"format": 2, "rows": rows}))
+    row = {"meta_info": about, "train_info": {}, "benchmarks": {k: v | of for k, v in measured(*results).items()}}
+    (folder / "evaluation.json").write_text(json.dumps({"format": 2, "rows": {adapter.name: row}}))
 
 
 def run_sweep(path, outputs, rng, benchmarks=None):
@@ -89,9 +82,8 @@ def run_sweep(path, outputs, rng, benchmarks=None):
     rates = sorted(map(float, sweep["learning_rates"]))
     for method in sweep.get("methods", ["lora", "loop_dropout"]):
         is_recipe = method.endswith(".yaml")
-        settings = load_recipe(ROOT / (method if is_recipe else sweep["recipe"])) | (
-            {} if is_recipe else {"rule": method}
-        )
+        settings = load_recipe(ROOT / (method if is_recipe else sweep["recipe"]))
+        settings |= {} if is_recipe else {"rule": method}
         settings = {key: value for key, value in settings.items() if key != "p" or method != "lora"}
         name = Path(method).stem if is_recipe else method
         factor = (sweep.get("rate_factors") or {}).get(name, 1.0)
@@ -117,16 +109,14 @@ def single_loop(frozen=2.0, only=(1.8, 1.6, 1.4, 1.0), all_on=0.5):
 
 def write_diagnostics(sweep, rng):
     runs = [path.parent for path in sorted(sweep.rglob("results.json")) if "development" not in path.read_text()]
-    measures = {
-        "single_loop": lambda: single_loop(1.0, rng.random(4).tolist(), 0.4),
-        "readouts": lambda: {"losses": rng.random(4).tolist()},
-    }
     for run, loop in itertools.product(runs, range(4)):
         only = answers("metamath_gsm8k", 40, rng.random(40) < 0.6)
         write_evaluation(run / f"loop_{loop}", run, [only], gates=[float(each == loop) for each in range(4)])
-    for name, measure in measures.items():
-        write_diagnostic(sweep, name, [{"method": "x", "path": str(run), "seed": 1, "measured": measure()} for run in runs],
-                         source="metamath_math500")  # fmt: skip
+    entry = lambda run, measured: {"method": "x", "path": str(run), "seed": 1, "measured": measured}
+    losses = [entry(run, single_loop(1.0, rng.random(4).tolist(), 0.4)) for run in runs]
+    write_diagnostic(sweep, "single_loop", losses, source="metamath_math500")
+    readouts = [entry(run, {"losses": rng.random(4).tolist()}) for run in runs]
+    write_diagnostic(sweep, "readouts", readouts, source="metamath_math500")
 
 
 def write_diagnostic(folder, name, runs, num_loops=4, source="held_out"):
@@ -475,23 +465,14 @@ FAULTS = {  # what the sentence names: file, and its text or a change of its con
     "decode": (EVALUATION, b"\xff\xfe\x00"),
     "the file": (EVALUATION, "[]"),
     "recursion": (EVALUATION, "[" * 100_000),
-    "`rows`": (EVALUATION, '{"rows": []}'),
     "`rows.1`": (EVALUATION, '{"rows": {"1": 3}}'),
-    "`rows.1.benchmarks`": (EVALUATION, entry("benchmarks", ["b"])),
     "`rows.1.meta_info`": (EVALUATION, entry("meta_info", None)),
-    "num_loops": (EVALUATION, entry("meta_info", {"num_loops": "four"})),
     "adapter_path": (EVALUATION, entry("meta_info", {"num_loops": 4, "adapter_path": 5})),
-    "gates": (EVALUATION, entry("meta_info", {"num_loops": 4, "gates": "1-0"})),
-    "b.metrics": (EVALUATION, result("metrics", 7)),
     "b.total": (EVALUATION, result("total", "many")),
     "division": (EVALUATION, result("total", 0)),
-    "b.missing": (EVALUATION, result("missing", "none")),
-    "b.predictions": (EVALUATION, result("predictions", {})),
     "b.predictions.0.prompt": (EVALUATION, result("predictions", [{"prompt": 3}])),
-    "run_info": (TRAINING, "{}"),
     "run_info.settings": (TRAINING, '{"run_info": {"settings": 3}, "train_info": {}}'),
     "two": (TRAINING, '{"run_info": {"settings": {}}, "train_info": {"num_loops": 4}, "by_depth": {"two": {}}}'),
-    "`diagnostic`": (DIAGNOSTIC, "{}"),
     "loss of": (DIAGNOSTIC, '{"diagnostic": "single_loop", "settings": {"num_loops": 4}, "runs": '
                             '[{"method": "x", "measured": {"only": [1, "x"]}}]}'),
 }  # fmt: skip
@@ -532,20 +513,18 @@ def test_what_is_missing_is_named_and_not_invented(runs, tmp_path):
     assert "no run with method LoRA" in markdown and "loopdropout sweep sweeps/x.yaml" in markdown
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("wher: {}", "`wher`"),
-        ("rows: [[a, '1', '2', '3']]", "2 numbers"),
-        ("rows: {a: 1}", "`rows`"),
-        ("columns: {B: {metric: b, show: speed}}", "show`"),
-        ("columns: {B: 3}", "`columns.B`"),
-        ("figure: pie", "`figure`"),
-        ("label: tab:../../evil", "`label`"),
-        ("label: 'tab:a}\\input{b'", "`label`"),
-        ("columns: {B: {average_of: 3}}", "average_of`"),
-    ],
-)
+MISTAKES = {  # a line of a table's file: what the sentence names
+    "wher: {}": "`wher`",
+    "rows: [[a, '1', '2', '3']]": "2 numbers",
+    "columns: {B: {metric: b, show: speed}}": "show`",
+    "columns: {B: {average_of: 3}}": "average_of`",
+    "figure: pie": "`figure`",
+    "label: tab:../../evil": "`label`",
+    "label: 'tab:a}\\input{b'": "`label`",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES.items())
 def test_a_mistake_in_a_file_is_one_sentence(tmp_path, text, message):
     fields = {"label": "label: tab:x", "title": "title: X", "columns": "columns: {A: {metric: a}, B: {metric: b}}"}
     path = tmp_path / "t.yaml"
@@ -557,11 +536,19 @@ def test_a_mistake_in_a_file_is_one_sentence(tmp_path, text, message):
 # --- the report ---------------------------------------------------------------------------------------------------------
 
 
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{title}}"
+
+
 def test_a_report_of_any_runs(runs, tmp_path):
     out = tmp_path / "report"
     (runs / "lora" / "x").mkdir()
     (runs / "lora" / "x" / "evaluation.json").write_text("{")
-    _, summary = write_report([runs], [], out, "My runs")
+    for rule in ("lora", "loop_dropout"):
+        settings = {**BASIC, "seed": 1, "rule": rule, "a_note": HOSTILE}
+        write_training(runs / rule / "1", settings, single_loop=single_loop())
+    write_training(runs / "lora" / "2", {**BASIC, "seed": 2, "a_note": HOSTILE})
+    write_training(runs / "loop_dropout" / "2", {**BASIC, "seed": 2, "rule": "loop_dropout", "a_note": HOSTILE})
+    _, summary = write_report([runs], [], out, HOSTILE)
     assert "38.33 ± 2.36" in (out / "tables" / "accuracy.md").read_text()
     assert "+16.67 [" in (out / "tables" / "differences.md").read_text()
     assert "1.0" in (out / "tables" / "costs.md").read_text()
@@ -569,15 +556,17 @@ def test_a_report_of_any_runs(runs, tmp_path):
     long = pd.read_csv(out / "long.csv")
     assert {"method", "seed", "learning_rate", "benchmark", "metric", "depth", "gates", "value"} <= set(long)
     assert len(long) == len(load_table([runs]))
-    evil = tmp_path / "evil"
-    evil.mkdir()
-    (evil / "t.yaml").write_text("label: tab:y\ntitle: '<script>&_#'\ncolumns: {'a|b': {metric: b}}\nrows: [[LoRA]]\n")
-    write_report([runs], [evil / "t.yaml"], out)
+    page = (out / "report.html").read_text()  # self-contained, and text is text
+    without = re.sub(r"data:image/svg\+xml;base64,[^\"]*", "", page)
+    assert "http://" not in without and "https://" not in without and "<script" not in without
+    assert "taken" in page and "data:image/svg+xml" in page and 'id="figure-single_loop"' in page
+    evil = tmp_path / "t.yaml"
+    evil.write_text("label: tab:y\ntitle: '<script>&_#'\ncolumns: {'a|b': {metric: b}}\nrows: [[LoRA]]\n")
+    write_report([runs], [evil], out)
     assert (out / "tables" / "t.tex").is_file() and "<script>&" not in (out / "report.html").read_text()
-    with pytest.raises(ReportError, match="There are no results"):
-        write_report([tmp_path / "report"], [], tmp_path / "again")
-    with pytest.raises(ReportError, match="There is no folder"):
-        write_report([tmp_path / "nowhere"], [], tmp_path / "again")
+    for folder, fault in ((out, "There are no results"), (tmp_path / "nowhere", "There is no folder")):
+        with pytest.raises(ReportError, match=fault):
+            write_report([folder], [], tmp_path / "again")
 
 
 def test_without_its_packages_the_command_says_what_to_install(runs, tmp_path):
@@ -589,72 +578,3 @@ def test_without_its_packages_the_command_says_what_to_install(runs, tmp_path):
     )
     assert done.returncode == 2 and "loopdropout-trainer[reports]" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "r").exists()
-
-
-HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{title}}"
-
-
-@pytest.fixture
-def page(runs, tmp_path):
-    for rule in ("lora", "loop_dropout"):
-        run = runs / rule / "1"
-        result = answers("b", 30, np.arange(30) < (10 if rule == "lora" else 20))
-        result.predictions[0] = Prediction("b 0", HOSTILE, "0", "0", True, id="0")
-        write_evaluation(run / "test", run, [result])
-        write_training(run, {**BASIC, "seed": 1, "rule": rule, "a_note": HOSTILE}, single_loop=single_loop())
-    write_report([runs], [], tmp_path / "report", "My runs")
-    return tmp_path / "report" / "report.html"
-
-
-def test_the_page_is_self_contained_and_holds_text_as_text(page):
-    html = page.read_text()
-    without = re.sub(r"data:image/svg\+xml;base64,[^\"]*", "", html)
-    assert "http://" not in without and "https://" not in without
-    assert HOSTILE not in html and html.count("</script>") == 2
-    assert "data:image/svg+xml" in html and 'id="figure-single_loop"' in html
-    data = json.loads(html.split('type="application/json">')[1].split("</script>")[0])
-    texts = [data[0]["methods"][name][0][2] for name in data[0]["methods"] if name.endswith("seed 1")]
-    assert texts == [HOSTILE] * 2
-
-
-PROBE = """
-addEventListener("load", () => {
-  const out = { title: document.title, wide: document.documentElement.scrollWidth <= innerWidth };
-  const names = () => [...document.querySelectorAll("#tables div:first-of-type tbody tr td:first-child")].map(
-    (each) => each.textContent);
-  const head = document.querySelector("#tables th");
-  head.click(); out.ascending = names();
-  head.click(); out.descending = names();
-  out.problems = document.querySelectorAll(".problem").length;
-  const set = (name, value) => {
-    const select = document.querySelector(`select[aria-label="${name}"]`);
-    select.value = value; select.dispatchEvent(new Event("change"));
-  };
-  set("A", "Loop Dropout, seed 1"); set("B", "LoRA, seed 1"); set("Show", "fixed");
-  out.fixed = document.querySelectorAll(".problem").length;
-  document.body.replaceChildren();
-  const pre = document.createElement("pre"); pre.id = "out"; pre.textContent = JSON.stringify(out);
-  document.body.append(pre);
-});
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_works_in_a_browser(page, tmp_path, width):
-    """Sorting, filter, no sideways scrolling; needs Chromium."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("Chromium is not installed")
-    probe = page.with_name("probe.html")
-    probe.write_text(page.read_text().replace("</body>", f"<script>{PROBE}</script></body>"))
-    dump = subprocess.run(
-        [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
-         f"--window-size={width},900", "--virtual-time-budget=3000", "--dump-dom", probe.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    ).stdout  # fmt: skip
-    out = json.loads(dump.split('<pre id="out">')[1].split("</pre>")[0])
-    assert out["title"] == "My runs" and out["wide"]
-    assert (out["ascending"], out["descending"]) == (["Loop Dropout", "LoRA"], ["LoRA", "Loop Dropout"])
-    assert (out["problems"], out["fixed"]) == (30, 10)

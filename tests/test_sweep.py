@@ -167,6 +167,10 @@ def test_two_sweeps_of_one_folder_keep_both_their_runs(lab):
     assert lora == {(0.01, 101), (0.01, 102), (0.02, 101)} and all(run["results"] for run in runs)
     assert [run["seed"] for run in runs if run["method"] == "loop_dropout" and run["final"]] == [101, 102]
     assert "0.02 70.00*" in " ".join((lab.out / "summary.txt").read_text().split())
+    for rates, chosen in (([0.01, 0.02], {0.02}), ([0.01, 0.04], {0.04})):
+        lab.run(learning_rates=rates)
+        lora = [run for run in load_runs(lab.out) if run["method"] == "lora"]
+        assert {run["learning_rate"] for run in lora if run["chosen"]} == chosen
 
 
 def test_parts_share_runs_and_have_settings_of_their_own(lab):
@@ -297,7 +301,7 @@ NO_PATH = "must have names of letters"
 REFUSALS = [  # fields, the field that is named, the fault
     ({"methods": ["a/x.yaml", "b/x.yaml"]}, "methods", "different names"),
     ({"methods": {"../../x": "lora"}}, "methods", NO_PATH),
-    ({"methods": {"x": 3}}, "methods", "got 3"),
+    ({"methods": {"x": 3}}, "methods", "type"),
     ({"methods": ["no_rule"]}, "no_rule", "rule"),
     ({"methods": ["nowhere.yaml"]}, "nowhere.yaml", "cannot be read"),
     ({"learning_rates": [0.0]}, "learning_rates", "above 0"),
@@ -314,7 +318,7 @@ REFUSALS = [  # fields, the field that is named, the fault
     ({"settings": {"lora_rank": 4}}, "lora_rank", "did you mean"),
     ({"settings": {"hub_token": "hf_secretsecret"}}, "hub_token", "secret"),
     ({"parts": {"../x": {}}}, "parts", NO_PATH),
-    ({"parts": {"x": [1]}}, "parts", "mapping"),
+    ({"parts": {"x": [1]}}, "parts", "type"),
     ({"parts": {"x": {"seed": [1]}}}, "part `x`", "seed"),
     ({"parts": {"x": {"seeds": [1, 1]}}}, "seeds", "part `x`"),
     ({"parts": {"x": {"methods": ["coto"]}}}, "methods", "coto"),

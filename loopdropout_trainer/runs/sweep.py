@@ -82,16 +82,13 @@ class PartArguments:
         default_factory=lambda: ["lora", "loop_dropout"],
         help="Rules and recipes (.yaml), or name: rule, recipe, or fields on top of `recipe`; in a part, names.",
     )
-    seeds: list[int] = HfArg(
-        default_factory=lambda: [101, 102, 103], help="Training seeds; the first choose the rate."
-    )
+    seeds: list[int] = HfArg(default_factory=lambda: [101, 102, 103], help="The first ones choose the learning rate.")
     full_grid: bool = HfArg(default=False, help="Train every seed at every rate; so it is with one rate.")
     settings: dict[str, Any] | None = HfArg(
-        default=None, help="Fields of every training recipe (JSON). A part's own make methods METHOD@PART."
+        default=None, help="Fields of every recipe (JSON). A part's own make methods METHOD@PART."
     )
     measure: dict[str, Any] | None = HfArg(
-        default=None,
-        help="Fields of a recipe that say what is measured of the final runs: `benchmarks`, `depths`, ...",
+        default=None, help="Fields of a recipe on what is measured of final runs: `benchmarks`, `depths`, ..."
     )
 
     def __post_init__(self):
@@ -100,10 +97,8 @@ class PartArguments:
             values = list(getattr(self, name))
             if not values or len(set(map(str, values))) != len(values):
                 raise ValueError(f"`{name}` must be one or more different values; got {values!r}.")
-        for rate in self.learning_rates:
-            check_number("learning_rates", rate, above=True)
-        for seed in self.seeds:
-            check_integer("seeds", seed, 0)
+            for value in values if name != "methods" else ():
+                check_number(name, value, above=name == "learning_rates")
         for name in self.measure or ():
             check_choice("measure", name, sorted(_MEASURED))
         self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
@@ -122,9 +117,7 @@ class SweepArguments(PartArguments):
     )
     only: list[str] | None = HfArg(default=None, help="Parts to do. Default: all.")
     rate_factors: dict[str, float] | None = HfArg(default=None, help="Factors on learning rates by method (JSON).")
-    select_on: str = HfArg(
-        default="development", help="Benchmark that chooses the rate; `development`: held-out rows."
-    )
+    select_on: str = HfArg(default="development", help="Benchmark that chooses the rate. Default: held-out rows.")
     selection_seeds: int = HfArg(default=1, help="How many of a part's first seeds choose the rate.")
     output_dir: str = HfArg(default="outputs/sweep", help="Folder of all runs.")
     storage: str | None = HfArg(default=None, help="URL of a database that machines share. Default: a file, sweep.db.")
@@ -242,10 +235,8 @@ class Sweep:
         recipe |= self.arguments.settings or {}
         recipe = for_another_rule(recipe, own["rule"]) if "rule" in own else recipe
         recipe = {key: value for key, value in {**recipe, **own, **of_part}.items() if key not in _SET_BY_SWEEP}
-        public = public_settings(recipe)
-        for key in recipe:
-            if public.get(key) != recipe[key]:
-                raise RecipeError(f"`{key}` holds a secret, which a sweep would write down: give it as HF_TOKEN.")
+        if secret := [key for key in recipe if public_settings(recipe).get(key) != recipe[key]]:
+            raise RecipeError(f"`{secret[0]}` holds a secret, which a sweep would write down: give it as HF_TOKEN.")
         if recipe.get("save_strategy") == "no":  # measured after the choice, without another training
             recipe["save_strategy"] = "epoch"
         return recipe
@@ -254,10 +245,10 @@ class Sweep:
 
     def settings(self, method: str, selects: bool) -> dict[str, Any]:
         """Return a method's recipe, but for rate and seed: to choose its rate, which `measure` does not change, or final."""
-        recipe = self.methods[method]
+        recipe, measure = self.methods[method], self._measure[method]
         if selects:
             recipe = {key: value for key, value in recipe.items() if key not in _ONLY_FINAL}
-        measure = {"benchmarks": [self.arguments.select_on]} if selects else self._measure[method]
+            measure = {"benchmarks": [self.arguments.select_on]}
         recipe = {**recipe, "resume_from_checkpoint": "true", "evaluate_base": False, **measure}
         return json.loads(json.dumps(recipe, default=str))
 
@@ -378,17 +369,15 @@ class Sweep:
             self._open_storage()
             mine = {"": {name: getattr(self.arguments, name) for name in ("script", "select_on", "selection_seeds")}}
             mine |= {f"{method}: ": self.settings(method, selects=True) for method in methods}
-            known = self.study.user_attrs  # without parts, rates, seeds and `measure`, which may change
+            for owner, now in mine.items():  # without parts, rates, seeds and `measure`, which may change
+                before = self.study.user_attrs.get(owner, now)
+                if changed := [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]:
+                    raise SweepError(
+                        f"The runs in {self.output_dir} were made with `{owner}{changed[0]}` {before.get(changed[0])!r}, and "
+                        f"now it is {now.get(changed[0])!r}: put it back, or choose another `output_dir`."
+                    )
             for owner, now in mine.items():
-                before = known.get(owner, now)
-                for key in sorted({*before, *now}):
-                    if before.get(key) != now.get(key):
-                        raise SweepError(
-                            f"The runs in {self.output_dir} were made with `{owner}{key}` {before.get(key)!r}, and now it "
-                            f"is {now.get(key)!r}: put it back, or choose another `output_dir`."
-                        )
-            for owner in mine.keys() - known.keys():
-                self.study.set_user_attr(owner, mine[owner])
+                self.study.set_user_attr(owner, now)
             if check:
                 self.study.set_user_attr("failure", None)  # what failed before is tried again
 
@@ -397,12 +386,10 @@ class Sweep:
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats
         given, file = self.arguments.storage, self.output_dir.resolve() / "sweep.db"
         try:
-            storage = optuna.storages.RDBStorage(
-                given or f"sqlite:///{file}",
-                engine_kwargs=None if given else {"connect_args": {"timeout": 60}},
-                heartbeat_interval=10,
-                grace_period=60,  # seconds; what died on this machine is noticed at once
-            )
+            wait = None if given else {"connect_args": {"timeout": 60}}
+            # In seconds; what died on this machine is noticed at once.
+            heartbeats = {"heartbeat_interval": 10, "grace_period": 60}
+            storage = optuna.storages.RDBStorage(given or f"sqlite:///{file}", wait, **heartbeats)
             name = str(file.parent) if given else "sweep"
             self.study = optuna.create_study(
                 storage=storage, study_name=name, direction="maximize", load_if_exists=True
