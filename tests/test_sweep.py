@@ -175,16 +175,9 @@ def test_two_sweeps_of_one_folder_keep_both_their_runs(lab):
 
 def test_parts_share_runs_and_have_settings_of_their_own(lab):
     methods = {"lora": "lora", "half": {"rule": "loop_dropout", "p": 0.5}}
-    parts = {
-        "rates": {"methods": ["lora"], "full_grid": True, "measure": {"benchmarks": ["arithmetic_hard"]}},
-        "main": {},
-        "deep": {
-            "methods": ["half"],
-            "settings": {"num_loops": 6},
-            "learning_rates": [0.02],
-            "measure": {"depths": [2]},
-        },
-    }
+    deep = {"settings": {"num_loops": 6}, "learning_rates": [0.02], "measure": {"depths": [2]}}
+    rates = {"full_grid": True, "measure": {"benchmarks": ["arithmetic_hard"]}}
+    parts = {"rates": {"methods": ["lora"], **rates}, "main": {}, "deep": {"methods": ["half"], **deep}}
     fields = {"methods": methods, "parts": parts, "measure": {"benchmarks": ["arithmetic_test"]}}
     lab.run(**fields)
     trained = [run for did, run in lab.did() if did == "trained"]
@@ -252,8 +245,7 @@ def test_what_a_running_job_reads_is_never_written_again(lab):
 
 
 def test_commands_for_a_scheduler(lab):
-    def commands():
-        return lab.sweep(print_commands=True).commands()
+    commands = lambda: lab.sweep(print_commands=True).commands()
 
     def finish(commands):
         for command in commands:
@@ -307,8 +299,6 @@ REFUSALS = [  # fields, the field that is named, the fault
     ({"learning_rates": [0.0]}, "learning_rates", "above 0"),
     ({"seeds": []}, "seeds", "one or more"),
     ({"rate_factors": {"x": 2.0}}, "rate_factors", "'x'"),
-    ({"rate_factors": {"lora": 0.0}}, "rate_factors", "above 0"),
-    ({"select_on": "no_benchmark"}, "select_on", "no_benchmark"),
     ({"select_on": "--adapter=/x"}, "select_on", "--adapter=/x"),
     ({"selection_seeds": 0}, "selection_seeds", "at least 1"),
     ({"measure": {"benchmarks": ["no_benchmark"]}}, "measure", "no_benchmark"),
@@ -322,10 +312,8 @@ REFUSALS = [  # fields, the field that is named, the fault
     ({"parts": {"x": {"seed": [1]}}}, "part `x`", "seed"),
     ({"parts": {"x": {"seeds": [1, 1]}}}, "seeds", "part `x`"),
     ({"parts": {"x": {"methods": ["coto"]}}}, "methods", "coto"),
-    ({"parts": {"x": {"settings": {"num_loops": 0}}}}, "num_loops", "0"),
     ({"only": ["x"]}, "only", "x"),
     ({"output_dir": "recipe.yaml/out"}, "output_dir", "is a file"),
-    ({"workers": 0}, "workers", "at least 1"),
     ({"storage": "nonsense"}, "storage", "cannot be opened"),
 ]
 

@@ -134,12 +134,9 @@ def _selected(table: pd.DataFrame, wanted: Mapping[str, Any], option: Mapping[st
     rows = rows[rows["depth"] == rows["num_loops"]] if "depth" not in wanted else rows
     if metrics := option.get("average_of"):  # a row for each run that has them all, with their mean
         rows = rows[rows["metric"].isin(metrics)]
-        of_run = rows.groupby("run")
-        complete = (of_run["metric"].transform("nunique") == len(metrics)) & (
-            of_run["metric"].transform("size") == len(metrics)
-        )
-        means = of_run["value"].transform("mean")
-        rows = rows.assign(value=means, metric="average", benchmark="", verdicts=None)[complete].drop_duplicates("run")
+        rows = rows.groupby("run").filter(lambda of: sorted(of["metric"]) == sorted(metrics))
+        means = rows.groupby("run")["value"].transform("mean")
+        rows = rows.assign(value=means, metric="average", benchmark="", verdicts=None).drop_duplicates("run")
     if not len(rows):
         raise Missing(f"no run with {', '.join(f'{name} {shown(value)}' for name, value in wanted.items())}")
     seeds = wanted.get("seed") if isinstance(wanted.get("seed"), list) else []

@@ -1,16 +1,4 @@
-"""What a training run is about to do: model, depth, rule, parameters, steps, tokens, and an estimate of the work.
-
-Work per token, in floating-point operations (a multiply and an add are two):
-
-    forward   2 (K N + M + K R)
-    backward  2 (K N + M) + 4 K R
-
-N weights of the linear layers inside the recurrent block, run K times; M weights of the linear layers outside, run once;
-R weights of the adapter. Frozen weights need no weight gradients, only input gradients: their backward pass costs as much
-as their forward pass, that of the adapter twice as much. Left out: attention scores, norms, embeddings, recomputation
-by gradient checkpointing, padding, what loops without an active adapter save, that depths may be drawn and loops scored,
-and what preferences and rewards add (the reference, sampled completions).
-"""
+"""What a training run is about to do: model, depth, rule, parameters, steps and tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from loopdropout_trainer.data import LoadedData
@@ -36,7 +23,6 @@ class RunPlan:
         model: name; `num_loops`: recurrence depth K; `parameters`: of the frozen model.
         trainable_parameters: of the adapter.
         examples, tokens: of the training data, each counted once.
-        flops_per_token: estimate by the formula of this module.
     """
 
     model: str
@@ -47,14 +33,8 @@ class RunPlan:
     tokens: int
     steps: int
     epochs: float
-    flops_per_token: float
     data: str
     config: LoopDropoutArguments
-
-    @property
-    def flops(self) -> float:
-        """Estimated floating-point operations of the whole run."""
-        return self.flops_per_token * self.tokens * self.epochs
 
     @property
     def rule_and_adapter(self) -> str:
@@ -81,7 +61,6 @@ class RunPlan:
             f"({self.epochs:.4g} epochs)",
             "completions": completions,
             "learning rate": f"{config.learning_rate:g}, seed {config.seed}",
-            "work": f"{self.flops_per_token / 1e9:.3g} GFLOP a token, {self.flops / 1e15:.3g} PFLOP in all (estimate)",
         }
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text)
@@ -107,7 +86,7 @@ def plan_run(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
         model = find_looped_model(model if peft_config is None else get_peft_model(model, peft_config))
-    adapter = sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
+    adapter = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
 
     num_loops, rule = model.config.num_loops, config.make_rule().adapter
     steps_per_epoch, steps = num_steps(len(data.train), config)
@@ -120,23 +99,9 @@ def plan_run(
         tokens=data.report.train_tokens,
         steps=steps,
         epochs=steps / steps_per_epoch,
-        flops_per_token=config.make_rule().passes * flops_per_token(model),
         data=data.description,
         config=config,
     )
-
-
-def flops_per_token(model: nn.Module) -> float:
-    """Return the work of one forward and one backward pass of a looped model with its adapter, in FLOP per token."""
-    model = find_looped_model(model)
-    recurrent, inside, outside = set(model.recurrent_linears()), 0, 0
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not _is_adapter(name):
-            is_inside = name.removesuffix(".base_layer") in recurrent
-            inside += is_inside * module.weight.numel()
-            outside += (not is_inside) * module.weight.numel()
-    adapter = sum(p.numel() for name, p in model.named_parameters() if _is_adapter(name))
-    return 4 * (model.config.num_loops * inside + outside) + 6 * model.config.num_loops * adapter
 
 
 def num_steps(num_examples: int, config: LoopDropoutArguments) -> tuple[int, int]:
@@ -150,7 +115,3 @@ def num_steps(num_examples: int, config: LoopDropoutArguments) -> tuple[int, int
     if config.max_steps > 0:
         return steps_per_epoch, config.max_steps
     return steps_per_epoch, math.ceil(config.num_train_epochs * steps_per_epoch)
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name

@@ -1,4 +1,4 @@
-"""What a training run prints when it ends: small tables of its results, and a sentence about them."""
+"""What a training run prints when it ends: small tables of its results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from loopdropout_trainer.evaluation.metrics import last_integer
-from loopdropout_trainer.evaluation.statistics import sign_test
 from loopdropout_trainer.settings.methods import method_title
 
 
@@ -37,7 +36,6 @@ def print_results(runs: Sequence[Results], console: Console | None = None) -> No
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    console.print(about_accuracy(runs), highlight=False)
     for run in runs:
         for what, where in run["saved"].items():
             console.print(f"{title_of(run)}: {what} in {where}", highlight=False, soft_wrap=True)
@@ -88,31 +86,6 @@ def _cells(name: str, result: Results) -> list[tuple[str, str]]:
     if all("####" in prediction["reference"] for prediction in result["predictions"]):
         cells.append(("last number", f"{100 * correct_by_last_number(result) / result['total']:.1f}"))
     return cells
-
-
-def about_accuracy(runs: Sequence[Results]) -> str:
-    """Say which of two methods is more accurate, and how likely chance alone makes such a difference."""
-    sentences = []
-    for name, one in runs[0]["benchmarks"].items() if len(runs) == 2 else ():
-        other, (first, second) = runs[1]["benchmarks"][name], map(title_of, runs)
-        if None in (one["correct"], other["correct"]):
-            continue
-        if one["correct"] < other["correct"]:
-            one, other, first, second = other, one, second, first
-        if one["correct"] == other["correct"]:
-            sentences.append(f"{name}: {first} and {second} have the same accuracy.")
-        else:
-            sentences.append(
-                f"{name}: {first} is {one['score'] - other['score']:.1f} points more accurate than {second} "
-                f"(paired sign test, p = {paired_sign_test(one, other):.2g}; one seed)."
-            )
-    return "\n".join(sentences)
-
-
-def paired_sign_test(one: Results, other: Results) -> float:
-    """Return the p-value of the sign test over the problems that only one of two methods solves."""
-    pairs = [(a["correct"], b["correct"]) for a, b in zip(one["predictions"], other["predictions"], strict=True)]
-    return sign_test(sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
 
 
 def correct_by_last_number(result: Results) -> int:
