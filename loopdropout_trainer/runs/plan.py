@@ -17,13 +17,7 @@ from loopdropout_trainer.training.config import LoopDropoutArguments
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A training run before it starts; as a string it is a table.
-
-    Attributes:
-        model: name; `num_loops`: recurrence depth K; `parameters`: of the frozen model.
-        trainable_parameters: of the adapter.
-        examples, tokens: of the training data, each counted once.
-    """
+    """A training run before it starts; as a string it is a table. Examples and tokens are counted once each."""
 
     model: str
     num_loops: int
@@ -82,9 +76,9 @@ def plan_run(
     """
     if isinstance(model, PeftModel):
         peft_config = model.peft_config[model.active_adapter]
-    model_config = model if isinstance(model, PreTrainedConfig) else find_looped_model(model).config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
+        is_config = isinstance(model, PreTrainedConfig)
+        model = AutoModelForCausalLM.from_config(model if is_config else find_looped_model(model).config)
         model = find_looped_model(model if peft_config is None else get_peft_model(model, peft_config))
     adapter = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
 

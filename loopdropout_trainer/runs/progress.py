@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
-import textwrap
-from typing import TextIO
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
@@ -25,14 +22,6 @@ _OF_REWARDS = (
 """What a line says of the log of DPO and GRPO beside the loss."""
 
 
-def write_line(line: str, file: TextIO) -> None:
-    """Print a line above the bars that are shown; a terminal gets it in pieces that fit its width."""
-    if file.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        line = textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    tqdm.write(line, file=file)
-
-
 class _LogAboveBars(logging.StreamHandler):
     """Writes log records above the bars; a message that every evaluation of a run repeats is written once."""
 
@@ -41,7 +30,7 @@ class _LogAboveBars(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
         if line not in self._said or record.levelno > logging.WARNING:
-            write_line(line, sys.stderr)
+            tqdm.write(line, file=sys.stderr)
         self._said.add(line)
 
 
@@ -74,7 +63,7 @@ class TrainingProgress(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = log_line(state.global_step, state.max_steps, logs or {})
         if line and state.is_world_process_zero and self.training_bar is not None:
-            write_line(line, sys.stdout)
+            tqdm.write(line, file=sys.stdout)
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:
