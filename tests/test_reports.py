@@ -5,8 +5,6 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -560,14 +558,3 @@ def test_a_report_of_any_runs(runs, tmp_path):
     for folder, fault in ((out, "There are no results"), (tmp_path / "nowhere", "There is no folder")):
         with pytest.raises(ReportError, match=fault):
             write_report([folder], [], tmp_path / "again")
-
-
-def test_without_its_packages_the_command_says_what_to_install(runs, tmp_path):
-    code = "import runpy, sys; sys.modules['plotnine'] = None; sys.argv = ['report.py', *sys.argv[1:]]\n"
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    code = code.replace("'report.py'", repr(str(ROOT / "recipes" / "report.py")))
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(runs), "--output_dir", str(tmp_path / "r")], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "loopdropout-trainer[reports]" in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "r").exists()
