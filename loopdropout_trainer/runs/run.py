@@ -165,7 +165,7 @@ class Run:
         return {}
 
     def train(self, config: LoopDropoutArguments, base_benchmarks: dict[str, Any] | None) -> dict[str, Any]:
-        """Train one adapter, measure it and save it; return its results as results.json has them.
+        """Train one adapter, measure it and save it; return its results as results.json has them, in the first process.
 
         `base_benchmarks` are the results before training if they are known; they are the same for every rule.
         """
@@ -190,9 +190,8 @@ class Run:
             results = trainer.from_main_process(read) if checkpoint else None
             if results is not None:
                 if config.should_save:
-                    print(
-                        f"{title_of(results)} is finished: its results are read from {config.output_dir}.", flush=True
-                    )
+                    title = title_of(results)
+                    print(f"{title} is finished: its results are read from {config.output_dir}.", flush=True)
                 return results
             if base_benchmarks is None:  # a new adapter changes nothing yet
                 benchmarks = self.benchmarks if self.script.evaluate_base else ()
@@ -241,20 +240,19 @@ class Run:
             tenth = max(1, len(rewards) // 10)
             train_info["rewards"] = [mean(rewards[:tenth]), mean(rewards[-tenth:])]
         measured = {"base_benchmarks": base_benchmarks, **self.measure(trainer)}
-        saved = {"adapter": config.output_dir}
-        if is_main:
-            before, recipe = base_benchmarks, settings_yaml(self.settings)
-            scores = {
-                name: CardScore(result["score"], result["total"], before[name]["score"] if name in before else None)
-                for name, result in measured["benchmarks"].items()
-            }
-            card = ModelCardFields(
-                rule=config.rule, p=config.p, recipe=recipe, data=self.data.description, results=scores
-            )
-            save_adapter_card(trainer.model, config.output_dir, config.hub_model_id, card)
-            if self.merges(config):
-                saved["merged model"] = str(Path(config.output_dir, "merged"))
-                merge_and_save(trainer.model, saved["merged model"], self.tokenizer, card, config.hub_model_id)
+        if not is_main:
+            return measured
+        before, saved = base_benchmarks, {"adapter": config.output_dir}
+        scores = {
+            name: CardScore(result["score"], result["total"], before[name]["score"] if name in before else None)
+            for name, result in measured["benchmarks"].items()
+        }
+        recipe, data = settings_yaml(self.settings), self.data.description
+        card = ModelCardFields(rule=config.rule, p=config.p, recipe=recipe, data=data, results=scores)
+        save_adapter_card(trainer.model, config.output_dir, config.hub_model_id, card)
+        if self.merges(config):
+            saved["merged model"] = str(Path(config.output_dir, "merged"))
+            merge_and_save(trainer.model, saved["merged model"], self.tokenizer, card, config.hub_model_id)
         results = {
             "meta_info": {
                 "model": self.model.base_name,
@@ -262,7 +260,7 @@ class Run:
                 "model_type": trainer.model.get_base_model().config.model_type,
                 "dtype": self.model.dtype,
                 "attn_implementation": self.model.attn_implementation,
-                "data": self.data.description,
+                "data": data,
                 "num_loops": trainer.num_loops,
                 "adapter_path": config.output_dir,
             },
@@ -277,20 +275,20 @@ class Run:
             **measured,
             "saved": saved,
         }
-        return write_results(results, config.output_dir) if is_main else results  # the last file
+        return write_results(results, config.output_dir)  # the last file
 
     def measure(self, trainer: GateSamplingMixin) -> dict[str, Any]:
         """Evaluate a trained adapter on the benchmarks, at other depths and in one loop only, and score its loops."""
         num_loops, depths = trainer.num_loops, self.script.depths or ()
         measured = {"benchmarks": {each.name: self.evaluate(trainer, each, "after") for each in self.benchmarks}}
         measured |= {"by_depth": {}, "single_loop_benchmarks": [], "readout_losses": []}
-        quiet = trainer.args.disable_tqdm or None  # None: no bar where standard error is no terminal
-        for depth in tqdm(depths, desc="depths", disable=quiet or not depths):
+        quiet = trainer.args.disable_tqdm
+        for depth in tqdm(depths, desc="depths", disable=quiet or not depths or None):  # None: without a terminal
             moment = "after" if depth == num_loops else f"after/{depth}_loops"
             with run_as(trainer.model, readout=depth):
                 measured["by_depth"][str(depth)] = self.evaluate(trainer, self.benchmarks[0], moment)
         loops = range(num_loops if self.script.single_loop_accuracy else 0)
-        for only in tqdm(loops, desc="adapter in one loop", disable=quiet or not loops):
+        for only in tqdm(loops, desc="adapter in one loop", disable=quiet or not loops or None):
             gates, moment = [float(loop == only) for loop in loops], f"after/only_loop_{only + 1}"
             measured["single_loop_benchmarks"].append(self.evaluate(trainer, self.benchmarks[0], moment, gates))
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
