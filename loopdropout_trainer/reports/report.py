@@ -17,17 +17,7 @@ import pandas as pd
 from loopdropout_trainer.reports import specs
 from loopdropout_trainer.reports.averaging import average, mean_sd, settings_of, shown, telling, varying
 from loopdropout_trainer.reports.plots import accuracies, automatic_figures, labelled, paper_figure, save_figure
-from loopdropout_trainer.reports.reading import (
-    ALL,
-    BASE,
-    FORMS,
-    NONE,
-    OUTCOMES,
-    PLACES,
-    TRAINING,
-    ReportError,
-    load_table,
-)
+from loopdropout_trainer.reports.reading import ALL, BASE, FORMS, NONE, OUTCOMES, PLACES, ReportError, load_table
 from loopdropout_trainer.reports.specs import build_table, load_spec, make_spec
 
 
@@ -143,7 +133,7 @@ def summary_tables(table: pd.DataFrame) -> list[pd.DataFrame]:
     costs = {title: of for title, of in FORMS["costs"].items() if table[of["of"]].notna().any()}
     trained = table.dropna(subset=[of["of"] for of in costs.values()], how="all").drop_duplicates("run")
     trained = trained[["method", *settings_of(trained), *OUTCOMES]]
-    trained = trained.assign(depth=trained["num_loops"], gates=ALL, readout=None, benchmark=TRAINING, metric="cost")
+    trained = trained.assign(depth=trained["num_loops"], gates=ALL, readout=None, benchmark="cost", metric="cost")
     trained = labelled(trained, most=math.inf)
     found = [
         build_table(

@@ -115,11 +115,9 @@ def _cell(table: pd.DataFrame, wanted: Mapping, option: Mapping, what: str) -> t
         one = values.iloc[0]
         return {"text": shown(round(one * option["scale"], decimals) if "scale" in option else one)}, rows.index
     values = values.astype(float) * option.get("scale", 1)
-    text = " / ".join(f"{value:.{decimals}f}" for value in values)
-    return {
-        "text": text if option.get("show") == "seeds" else mean_sd(values, decimals),
-        **_numbers(values),
-    }, rows.index
+    by_seed = " / ".join(f"{value:.{decimals}f}" for value in values)
+    text = by_seed if option.get("show") == "seeds" else mean_sd(values, decimals)
+    return {"text": text, **_numbers(values)}, rows.index
 
 
 def _numbers(values: pd.Series) -> dict[str, Any]:
