@@ -64,14 +64,3 @@ def decompose_difference(a: BenchmarkResult, b: BenchmarkResult) -> tuple[float,
     for before, after in zip(a.predictions, b.predictions, strict=True):
         gains[before.extracted is not None and after.extracted is not None] += after.correct - before.correct
     return 100 * gains[True] / a.total, 100 * gains[False] / a.total
-
-
-def sign_test(wins: int, losses: int) -> float:
-    """Return the two-sided p-value of the exact sign test.
-
-    Args:
-        wins, losses: problems that only one of two methods solves, and that only the other one does.
-    """
-    from scipy.stats import binomtest  # late: it takes a second, and an evaluation needs none of it
-
-    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
