@@ -25,7 +25,7 @@ from loopdropout_trainer.diagnostics import (
     readout_losses,
     single_loop_activation,
 )
-from loopdropout_trainer.diagnostics.rows import batched, labelled
+from loopdropout_trainer.diagnostics.rows import batched
 from loopdropout_trainer.diagnostics.states import linear_cka
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
@@ -108,7 +108,7 @@ def test_labels_are_the_trainers(form, losses, merging_tokenizer, config):
         pytest.skip("TRL refuses it, or it means nothing")
     data = {"train_dataset": Dataset.from_list(FORMATS[form]), "processing_class": merging_tokenizer}
     trainer = LoopDropoutSFTTrainer(tiny_ouro(vocab_size=259), config(**losses), **data)
-    mine = batched(labelled(FORMATS[form], merging_tokenizer, **losses), 1, merging_tokenizer.pad_token_id)
+    mine = labelled_batches(FORMATS[form], merging_tokenizer, 1, **losses)
     for batch, row in zip(mine, trainer.train_dataset, strict=True):
         want = trainer.data_collator([row])
         assert all(torch.equal(batch[name], want[name]) for name in ("input_ids", "labels"))
@@ -125,11 +125,8 @@ def test_rows_become_labelled_batches(merging_tokenizer):
 
 # Computations of their own
 
-LABELLED = [
-    {"input_ids": ids, "labels": [-100] * (3 + row) + ids[3 + row :]}
-    for row, length in enumerate((12, 9, 15, 7, 11))
-    for ids in [[(7 * row + 13 * place) % 200 + 40 for place in range(length)]]
-]
+IDS = [[(7 * row + 13 * place) % 200 + 40 for place in range(length)] for row, length in enumerate((12, 9, 15, 7, 11))]
+LABELLED = {"input_ids": IDS, "labels": [[-100] * (3 + row) + ids[3 + row :] for row, ids in enumerate(IDS)]}
 BATCHES = batched(LABELLED, batch_size=2, pad_token_id=1)
 
 
@@ -154,9 +151,9 @@ def measure(name, model, batches=BATCHES, depths=(1, 2)):
 def logits_and_targets(model):
     """Logits [n, V] and target tokens [n] of all rows, from the model's own forward, one row at a time."""
     found = []
-    for row in LABELLED:
-        logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
-        labels = torch.tensor(row["labels"][1:])
+    for ids, labels in zip(*LABELLED.values(), strict=True):
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        labels = torch.tensor(labels[1:])
         found.append((logits[labels != -100], labels[labels != -100]))
     return torch.cat([pair[0] for pair in found]).double(), torch.cat([pair[1] for pair in found])
 
@@ -321,7 +318,7 @@ def test_cka_is_its_definition():
 def test_similarity_looks_at_the_states():
     model = adapted(tiny_ouro())
     found = measure("similarity", model)
-    assert found["num_tokens"] == sum(label != -100 for row in LABELLED for label in row["labels"][1:])
+    assert found["num_tokens"] == sum(label != -100 for labels in LABELLED["labels"] for label in labels[1:])
     states = []
     for batch in BATCHES:
         with torch.no_grad():

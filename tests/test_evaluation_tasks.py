@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GOLDEN, tiny_ouro
-from test_evaluation import ENVIRONMENT, RECIPES, SAMPLES, evaluate_script, vectors  # noqa: F401 (a fixture)
-from test_generation import adapted, varied
+from conftest import GOLDEN
+from test_evaluation import ENVIRONMENT, RECIPES, SAMPLES, command, evaluate, saved, steady, vectors  # noqa: F401
+from test_generation import adapted
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.evaluation import (
@@ -50,23 +50,13 @@ def files(tmp_path_factory):
     """Stand-in rows of every benchmark of instruction tuning."""
     folder = tmp_path_factory.mktemp("rows")
     subjects = ("abstract_algebra", "anatomy", "world_religions")
-    mmlu = [
-        {
-            "question": f" What is {i} + {i}?",
-            "subject": subject,
-            "choices": [str(i), str(2 * i), "7", "8"],
-            "answer": i % 4,
-        }
-        for subject in subjects
-        for i in range(5)
-    ]
+    choices = [[str(i), str(2 * i), "7", "8"] for i in range(5)]
+    questions = [{"question": f" What is {i} + {i}?", "choices": choices[i], "answer": i % 4} for i in range(5)]
+    mmlu = [{"subject": subject, **question} for subject in subjects for question in questions]
     tasks = ("boolean_expressions", "navigate")
     bbh = [{"task": task, "idx": 0, "input": "not True is", "target": "False"} for task in tasks]
-    one, two = (
-        {"choices": ["Yes.", "No."], "labels": [1, 0]},
-        {"choices": ["Yes.", "It is.", "No."], "labels": [1, 1, 0]},
-    )
-    truthfulqa = [{"question": f"Is {i} a number?", "mc1_targets": one, "mc2_targets": two} for i in range(4)]
+    targets = {"choices": ["Yes.", "It is.", "No."], "labels": [1, 1, 0]}
+    truthfulqa = [{"question": f"Is {i} a number?", "mc1_targets": targets, "mc2_targets": targets} for i in range(4)]
     fields = ("key", "prompt", "instruction_id_list", "kwargs")
     instructions = [{key: row[key] for key in fields} for row in vectors("ifeval")[:3]]
     return {
@@ -77,20 +67,6 @@ def files(tmp_path_factory):
         "humaneval_plus": str(GOLDEN / "humaneval_plus.jsonl.gz"),
         "mbpp_plus": str(GOLDEN / "mbpp_plus.jsonl.gz"),
     }
-
-
-def roomy():
-    """A model for prompts of many bytes."""
-    return varied(tiny_ouro(max_position_embeddings=8192), std=0.1)
-
-
-@pytest.fixture(scope="module")
-def saved(tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tulu2")
-    roomy().save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    adapted(roomy()).save_pretrained(folder / "adapter")
-    return folder
 
 
 # Scores
@@ -122,7 +98,7 @@ def test_tasks_are_scored_as_lm_eval_does_with_its_own_model_class(files, tokeni
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
-    model = adapted(roomy())
+    model = adapted(steady())
     for name, key in (("mmlu", "acc,none"), ("truthfulqa_mc2", "acc,none")):
         benchmark = load_benchmark(name, files[name])
         got = evaluate_benchmark(model, tokenizer, benchmark, 4, progress=False)
@@ -158,7 +134,7 @@ def test_correct_answers_are_counted_by_the_columns_of_the_rows():
 
 
 def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_turn(tokenizer):
-    model = roomy()
+    model = steady()
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     tokenizer.chat_template = (
@@ -186,7 +162,7 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
 
 
 def test_gates_and_readouts_reach_every_kind_of_benchmark(files, tokenizer):
-    model = adapted(roomy())
+    model = adapted(steady())
     generated = load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl", limit=2)
     choices = load_benchmark("truthfulqa_mc2", files["truthfulqa_mc2"], limit=2)
     gated = Subject(model, tokenizer, gates="0-0-2-0", max_new_tokens=8)
@@ -222,7 +198,7 @@ def test_any_task_of_lm_eval_runs_on_local_files_with_examples_of_another_split(
         load_benchmark("lm_eval:gsm8k", test)
     write_rows(tmp_path / "gsm8k.train.jsonl", rows[2:])
     benchmark = load_benchmark("lm_eval:gsm8k", tmp_path)
-    subject = Subject(roomy(), tokenizer, max_new_tokens=4)
+    subject = Subject(steady(), tokenizer, max_new_tokens=4)
     result = evaluate_subject(subject, benchmark, tmp_path / "log", progress=False)
     assert result.metrics.keys() == {"exact_match,strict-match", "exact_match,flexible-extract"}
     assert result.total == 2 and result.predictions[0].prompt.count("Question: ") == 6
@@ -235,7 +211,7 @@ def test_any_task_of_lm_eval_runs_on_local_files_with_examples_of_another_split(
 
 
 def test_a_group_of_tasks_continues_inside_a_task_and_asks_nothing_twice(files, tokenizer, tmp_path):
-    model = roomy()
+    model = steady()
     benchmark = load_benchmark("mmlu", files["mmlu"])
     subject = Subject(model, tokenizer, batch_size=1)
     want = evaluate_subject(subject, benchmark, tmp_path, progress=False)
@@ -266,27 +242,20 @@ def test_a_group_of_tasks_continues_inside_a_task_and_asks_nothing_twice(files, 
         evaluate_subject(Subject(model, tokenizer), benchmark, tmp_path, progress=False)
 
 
-def command(saved, files, output_dir, **fields):
-    settings = {
-        "model_name_or_path": saved / "base",
-        "dtype": "float32",
-        "benchmark_files": json.dumps(files),
-        "benchmark_batch_size": 4,
-        "max_new_tokens": 5,
-        "output_dir": output_dir,
-        **fields,
-    }
-    rows = ["--adapter", "none", f"tuned={saved / 'adapter'}"]
-    return [str(TULU2), *rows, *(str(part) for key, value in settings.items() for part in (f"--{key}", value))]
+def on_tulu2(saved, files, output_dir, *more, **fields):  # noqa: F811
+    """The arguments of evaluate.py for the recipe's benchmarks on these files, with and without the adapter."""
+    fields = {"benchmark_files": json.dumps(files), "output_dir": output_dir, "max_new_tokens": 5, **fields}
+    fields |= {"model_name_or_path": saved / "base", "benchmark_batch_size": 4}
+    return command(TULU2, "--adapter", "none", f"tuned={saved / 'adapter'}", *more, **fields)
 
 
 def answers_in(folder):
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("answers/*/*/*.jsonl"))
 
 
-def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, files, evaluate_script, tmp_path, capsys):  # noqa: F811
+def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, files, tmp_path, capsys):  # noqa: F811
     pytest.importorskip("evalplus")
-    script = [sys.executable, str(RECIPES / "evaluate.py"), *command(saved, files, tmp_path / "run")]
+    script = [sys.executable, str(RECIPES / "evaluate.py"), *on_tulu2(saved, files, tmp_path / "run")]
     whole = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
     assert whole.returncode == 0, whole.stderr
     want = (tmp_path / "run" / "evaluation.json").read_text()
@@ -301,7 +270,7 @@ def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, file
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    evaluate_script.main(script[2:])
+    evaluate(script[2:])
     assert (tmp_path / "run" / "evaluation.json").read_text() == want, f"killed after {kill_at} answers"
     assert answers_in(tmp_path / "run") == num_answers
 
@@ -329,25 +298,23 @@ def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, file
     assert "<|user|>" not in report["rows"]["tuned"]["benchmarks"]["mmlu"]["predictions"][0]["prompt"]
 
 
-def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved, files, evaluate_script, tmp_path):  # noqa: F811
-    base = command(saved, {"truthfulqa_mc2": files["truthfulqa_mc2"]}, tmp_path)
+def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved, files, tmp_path):  # noqa: F811
+    base = on_tulu2(saved, {"truthfulqa_mc2": files["truthfulqa_mc2"]}, tmp_path)
     first = [*base, "--benchmarks", "truthfulqa_mc2"]
-    evaluate_script.main(first)
+    evaluate(first)
     content = (tmp_path / "evaluation.json").read_text()
     num_answers = answers_in(tmp_path)
-    evaluate_script.main(first)
+    evaluate(first)
     assert (tmp_path / "evaluation.json").read_text() == content and answers_in(tmp_path) == num_answers
 
     deeper = [*first, "--num_loops", "2"]
     with pytest.raises(SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2.*NAME=PATH"):
-        evaluate_script.main(deeper)
+        evaluate(deeper)
     other = [*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3"]
-    with pytest.raises(
-        SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2"
-    ):  # on another benchmark, too
-        evaluate_script.main([*other, "--num_loops", "2"])
-    evaluate_script.main([*deeper, "--adapter", "shallow=none"])
-    evaluate_script.main([*other, "--adapter", "none"])
+    with pytest.raises(SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2"):
+        evaluate([*other, "--num_loops", "2"])  # on another benchmark, too
+    evaluate([*deeper, "--adapter", "shallow=none"])
+    evaluate([*other, "--adapter", "none"])
     rows = {row: load_results(tmp_path / "evaluation.json", row) for row in ("base", "tuned", "shallow")}
     assert {row: list(results) for row, results in rows.items()} == {
         "base": ["truthfulqa_mc2", "arithmetic_test"],
@@ -364,7 +331,7 @@ def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_pat
     names = ("mmlu", "truthfulqa_mc2", "ifeval", "humaneval_plus")
     found = []
     for count in (1, 2, 3):
-        arguments = command(saved, {name: files[name] for name in names}, tmp_path / str(count), max_new_tokens=4)
+        arguments = on_tulu2(saved, {name: files[name] for name in names}, tmp_path / str(count), max_new_tokens=4)
         processes = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
         script = [*processes, str(RECIPES / "evaluate.py"), *arguments, "--benchmarks", *names]
         done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)

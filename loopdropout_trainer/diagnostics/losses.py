@@ -24,7 +24,7 @@ class SingleLoop(Diagnostic):
 
     def measure(self, context: Context) -> dict[str, Any]:
         found = single_loop_activation(context.model, context.batches, over_processes=True)
-        all_on = found.reduction(found.all_on)
+        all_on = reduction(found.frozen, found.all_on)
         return {**asdict(found), "reductions_percent": found.reductions, "all_on_reduction_percent": all_on}
 
 

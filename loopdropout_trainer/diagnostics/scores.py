@@ -51,11 +51,7 @@ class SingleLoopActivation:
     @property
     def reductions(self) -> tuple[float, ...]:
         """rho_t = 100 (CE(0) - CE(e_t)) / CE(0) for t = 1..K, in percent."""
-        return tuple(map(self.reduction, self.only))
-
-    def reduction(self, loss: float) -> float:
-        """Return by how much a loss is below the frozen model's, in percent."""
-        return reduction(self.frozen, loss)
+        return tuple(reduction(self.frozen, loss) for loss in self.only)
 
 
 def reduction(frozen: float, loss: float) -> float:

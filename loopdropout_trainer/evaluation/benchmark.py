@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +15,6 @@ from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.evaluation.subject import Subject
-
-
-Files = str | Path | Sequence[str | Path]
 
 
 class Benchmark(ABC):
@@ -53,7 +50,7 @@ class Task(ABC):
     part_of: str | None = None
 
     @abstractmethod
-    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> Benchmark:
+    def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> Benchmark:
         """Return the benchmark with its problems, from local files or as published; for the arguments see `load_benchmark`.
 
         Raises:
@@ -64,11 +61,6 @@ class Task(ABC):
     def metric_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the metrics of the benchmark `name`, as far as they are known before it runs."""
         return (name,)
-
-
-def list_of(files: Files) -> list[Any]:
-    """Return one or several files as a list."""
-    return list(files) if isinstance(files, Sequence) and not isinstance(files, str) else [files]
 
 
 def evaluate_benchmark(

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from loopdropout_trainer.diagnostics.scores import reduction
 from loopdropout_trainer.evaluation import BenchmarkResult
 from loopdropout_trainer.evaluation.metrics import last_integer
 from loopdropout_trainer.evaluation.statistics import sign_test
@@ -66,7 +67,7 @@ def _tables(outcomes: Sequence[RunResult]) -> Iterator[tuple[str, list[str], lis
         yield title, loops, [_scores(outcome.title, outcome.single_loop_benchmarks) for outcome in outcomes], ""
     if all(outcome.single_loop is not None for outcome in outcomes):
         losses = [outcome.single_loop for outcome in outcomes]
-        rho = [(*each.reductions, each.reduction(each.all_on)) for each in losses]  # in percent (Section 5)
+        rho = [(*each.reductions, reduction(each.frozen, each.all_on)) for each in losses]  # in percent (Section 5)
         rows = [[title, *(f"{each:.1f}" for each in row)] for title, row in zip(titles, rho, strict=True)]
         rows = [[*row, f"{each.frozen:.4f}"] for row, each in zip(rows, losses, strict=True)]
         changes = [f"{title} {row[-2] - row[0]:+.1f}" for title, row in zip(titles, rho, strict=True)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, GeneratedTask, Row
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
@@ -31,7 +32,10 @@ def find_task(name: str) -> Task:
 
 
 def load_benchmark(
-    name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
+    name: str,
+    files: str | Path | Sequence[str | Path] | None = None,
+    limit: int | None = None,
+    confirm_run_unsafe_code: bool = False,
 ) -> Benchmark:
     """Load a benchmark's problems, and check that everything is there that scoring needs.
 
@@ -48,7 +52,8 @@ def load_benchmark(
     """
     if limit is not None:
         check_integer("benchmark_limit", limit)
-    return find_task(name).load(name, files, limit, confirm_run_unsafe_code)
+    files = [files] if isinstance(files, str | Path) else files
+    return find_task(name).load(name, files and list(map(Path, files)), limit, confirm_run_unsafe_code)
 
 
 def make_benchmark(name: str, rows: Iterable[Row]) -> GeneratedBenchmark:

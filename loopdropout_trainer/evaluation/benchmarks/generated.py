@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate.utils import gather_object
@@ -12,7 +13,7 @@ from datasets import load_dataset
 
 from loopdropout_trainer.data.rows import BadRow, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.metrics import load_metric
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
@@ -128,9 +129,9 @@ class GeneratedTask(Task):
     max_new_tokens: int
     stop_strings: tuple[str, ...] = ()
 
-    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> GeneratedBenchmark:
+    def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> GeneratedBenchmark:
         if files is not None:
-            return self.benchmark(name, islice(read_files(list_of(files)), limit))
+            return self.benchmark(name, islice(read_files(files), limit))
         rows = islice(self.rows(limit), limit)
         return self.benchmark(name, ((f"{name}, row {number}", row) for number, row in enumerate(rows, start=1)))
 

@@ -19,13 +19,13 @@ from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks.generated import complete
 from loopdropout_trainer.evaluation.code.sandbox import check_allowed, check_program, run_scorer
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
+from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.command import user_supplied
 
 
@@ -43,24 +43,17 @@ STOP_STRINGS = ("<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\nde
 
 @dataclass(frozen=True)
 class CodeTask(Task):
-    """A data set of EvalPlus's.
-
-    Attributes:
-        dataset: `humaneval` or `mbpp`.
-        metrics: names here -> `base` or `plus`.
-        part_of: benchmark that gives these metrics, too.
-    """
+    """A data set of EvalPlus's, `humaneval` or `mbpp`; `name_plus` is also scored with the tests that EvalPlus adds."""
 
     dataset: str
-    metrics: tuple[tuple[str, str], ...]
     part_of: str | None = None
 
     def metric_names(self, name: str) -> tuple[str, ...]:
-        return tuple(metric for metric, _ in self.metrics)
+        return tuple(dict.fromkeys((name, self.dataset)))
 
-    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> CodeBenchmark:
+    def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> CodeBenchmark:
         sandboxed = check_allowed(name, confirmed)
-        problems = evalplus_problems(self.dataset, None if files is None else list_of(files)[0])
+        problems = evalplus_problems(self.dataset, files and files[0])
         return CodeBenchmark(name, self, list(problems.values())[:limit], sandboxed)
 
 
@@ -86,7 +79,7 @@ class CodeBenchmark(Benchmark):
 
     Attributes:
         name: for reports and files.
-        task: the data set, and its metrics.
+        task: the data set.
         problems: rows of EvalPlus's.
         sandboxed: whether bubblewrap contains the programs; if not, the user has confirmed to run them.
     """
@@ -120,29 +113,28 @@ class CodeBenchmark(Benchmark):
         completions = complete(subject, texts, log, MAX_NEW_TOKENS, STOP_STRINGS, in_turns, progress)
         is_main = all_processes().is_main_process
         (verdicts,) = broadcast_object_list([self.score(completions, log, progress) if is_main else None])
-        passed = {"plus": [v == "pass" for v in verdicts], "base": [v == "pass" or v[:4] == "plus" for v in verdicts]}
-        passed = {name: passed[part] for name, part in self.task.metrics}
-        first = next(iter(passed.values()))
-        predictions = [
-            Prediction(
-                prompt=texts[place],
-                completion=completion,
-                reference="",
-                extracted=completion if completion.strip() else None,
-                correct=first[place],
-                id=self.problems[place]["task_id"],
-                values={name: float(each[place]) for name, each in passed.items()} if len(passed) > 1 else None,
-                note=None if verdicts[place] == "pass" else verdicts[place],
+        metrics, predictions = {name: [] for name in self.task.metric_names(self.name)}, []
+        for problem, text, completion, verdict in zip(self.problems, texts, completions, verdicts, strict=True):
+            for name, values in metrics.items():  # `plus: fail` has passed the problem's own tests
+                values.append(verdict == "pass" or name == self.task.dataset and verdict.startswith("plus"))
+            predictions.append(
+                Prediction(
+                    prompt=text,
+                    completion=completion,
+                    reference="",
+                    extracted=completion if completion.strip() else None,
+                    correct=metrics[self.name][-1],
+                    id=problem["task_id"],
+                    values={name: float(each[-1]) for name, each in metrics.items()} if len(metrics) > 1 else None,
+                    note=None if verdict == "pass" else verdict,
+                )
             )
-            for place, completion in enumerate(completions)
-        ]
-        return BenchmarkResult(self.name, predictions, {name: Metric.of(each) for name, each in passed.items()})
+        return BenchmarkResult(self.name, predictions, {name: Metric.of(each) for name, each in metrics.items()})
 
     def score(self, completions: Sequence[str], log: AnswerLog, progress: bool = True) -> list[str]:
         """Return EvalPlus's verdict on each completion: `pass`, `base: fail`, `plus: timeout`, ...
 
-        Verdicts are kept in the log beside the completions. The programs are also written to `samples.jsonl` in the log's
-        folder, in EvalPlus's format: `evalplus.evaluate --dataset humaneval --samples samples.jsonl` scores them, too.
+        Verdicts are kept in the log beside the completions.
         """
         keys = [f"verdict {place}" for place in range(len(self.problems))]
         if all(key in log.found for key in keys):
@@ -157,13 +149,7 @@ class CodeBenchmark(Benchmark):
             if run_scorer("prepare", folder, seconds=None, sandboxed=self.sandboxed) != 0:
                 raise RuntimeError(f"EvalPlus could not compute the expected outputs of `{self.name}`.")
             (folder / "problems.pickle").unlink()  # the reference solutions
-            if log.folder is not None:
-                (log.folder / "evalplus").mkdir(parents=True, exist_ok=True)
-                write_atomically(log.folder / "evalplus/samples.jsonl", (folder / "samples.jsonl").read_bytes())
-
-            def check(key: str) -> tuple[str, str]:
-                return key, check_program(folder, int(key.split()[1]), self.sandboxed)
-
+            check = lambda key: (key, check_program(folder, int(key.split()[1]), self.sandboxed))
             pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))  # as many as EvalPlus runs at a time
             try:
                 missing = [key for key in keys if key not in log.found]
@@ -180,8 +166,8 @@ def cut_as_evalplus_does(completion: str) -> str:
 
 
 BENCHMARKS = {
-    "humaneval_plus": CodeTask("humaneval", (("humaneval_plus", "plus"), ("humaneval", "base"))),
-    "mbpp_plus": CodeTask("mbpp", (("mbpp_plus", "plus"), ("mbpp", "base"))),
-    "humaneval": CodeTask("humaneval", (("humaneval", "base"),), part_of="humaneval_plus"),
-    "mbpp": CodeTask("mbpp", (("mbpp", "base"),), part_of="mbpp_plus"),
+    "humaneval_plus": CodeTask("humaneval"),
+    "mbpp_plus": CodeTask("mbpp"),
+    "humaneval": CodeTask("humaneval", part_of="humaneval_plus"),
+    "mbpp": CodeTask("mbpp", part_of="mbpp_plus"),
 }
