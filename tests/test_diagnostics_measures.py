@@ -193,13 +193,11 @@ def test_relative_compute_counts_the_block_once_for_each_loop():
     assert measure("depth", model, depths=[1, 2, 4, 8])["relative_compute"] == pytest.approx(want)
 
 
-def test_adapters_for_one_depth_are_left_out_of_the_depths():
-    for rule in ("independent", "learned"):
-        model = adapted(tiny_ouro())
-        add_gates(model, rule=make_rule(rule))
-        context = Context(model, "adapter", BATCHES, (1, 2))
-        assert "for one depth only" in DIAGNOSTICS["depth"]().skip_reason(context)
-        assert np.isfinite(measure("patterns", model)["frozen"])
+@pytest.mark.parametrize("rule", ["independent", "learned"])
+def test_adapters_for_one_depth_are_left_out_of_the_depths(rule):
+    model = adapted(tiny_ouro())
+    add_gates(model, rule=make_rule(rule))
+    assert "for one depth only" in DIAGNOSTICS["depth"]().skip_reason(Context(model, "adapter", BATCHES, (1, 2)))
 
 
 def test_patterns_are_use_gates(make_tiny):
@@ -271,6 +269,17 @@ def test_updates_are_a_merged_loop_against_a_frozen_one():
     assert found["states"] == "carried" and sizes[0] > 0.01
 
 
+@torch.no_grad()
+def states_of(model):
+    """The states of each loop at all target tokens, [K, n, H]."""
+    parts = []
+    for batch in BATCHES:
+        output = model.base_model.model.model(batch["input_ids"], batch["attention_mask"], output_readouts=True)
+        kept = batch["labels"][:, 1:] != -100
+        parts.append(np.stack([state[:, :-1][kept].numpy() for state in output.loop_states]))
+    return np.concatenate(parts, axis=1)
+
+
 def test_settling_is_the_distance_between_runs_of_different_depth():
     model = adapted(tiny_ouro())
     found = measure("settling", model)
@@ -280,17 +289,9 @@ def test_settling_is_the_distance_between_runs_of_different_depth():
     assert found["readout_divergences"] == pytest.approx(divergences, abs=1e-6)
     assert found["agreements_percent"] == pytest.approx(same)
     assert divergences[0] > 1e-4 and divergences[3] == 0
-    distances = []
-    for batch in BATCHES:
-        with torch.no_grad():
-            runs = [
-                at_depth(model, depth)
-                .base_model.model.model(batch["input_ids"], batch["attention_mask"], output_readouts=True)
-                .loop_states[-1][:, :-1][batch["labels"][:, 1:] != -100]
-                for depth in range(1, 5)
-            ]
-        distances.append([np.linalg.norm(each - runs[3], axis=-1) / np.linalg.norm(runs[3], axis=-1) for each in runs])
-    want = [np.concatenate([part[loop] for part in distances]).mean() for loop in range(4)]
+    runs = [states_of(at_depth(model, depth))[-1] for depth in range(1, 5)]
+    norm = lambda states: np.linalg.norm(states, axis=-1)
+    want = [(norm(each - runs[3]) / norm(runs[3])).mean() for each in runs]
     assert found["state_distances"] == pytest.approx(want, rel=1e-4, abs=1e-6)
 
 
@@ -319,13 +320,7 @@ def test_similarity_looks_at_the_states():
     model = adapted(tiny_ouro())
     found = measure("similarity", model)
     assert found["num_tokens"] == sum(label != -100 for labels in LABELLED["labels"] for label in labels[1:])
-    states = []
-    for batch in BATCHES:
-        with torch.no_grad():
-            output = model.base_model.model.model(batch["input_ids"], batch["attention_mask"], output_readouts=True)
-        kept = batch["labels"][:, 1:] != -100
-        states.append(np.stack([state[:, :-1][kept].numpy() for state in output.loop_states]))
-    assert np.array(found["cka"]) == pytest.approx(linear_cka(np.concatenate(states, axis=1)), abs=1e-4)
+    assert np.array(found["cka"]) == pytest.approx(linear_cka(states_of(model)), abs=1e-4)
 
 
 def test_results_do_not_depend_on_the_batch_size(make_tiny):

@@ -3,10 +3,10 @@
 import copy
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +60,8 @@ def saved(tmp_path_factory, tokenizer):
     return folder
 
 
-def script():
-    spec = spec_from_file_location("diagnose_script", ROOT / "recipes" / "diagnose.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def main(*arguments):
+    runpy.run_path(str(ROOT / "recipes" / "diagnose.py"))["main"](list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +70,7 @@ def diagnose(saved):
 
     def run(output_dir, *options, adapters=("LoRA=lora", "Loop Dropout=dropout_1", "Loop Dropout=dropout_2")):
         named = [adapter.replace("=", f"={saved}/") for adapter in adapters]
-        script().main([str(saved / "recipe.yaml"), "--output_dir", str(output_dir), "--adapters", *named, *options])
+        main(saved / "recipe.yaml", "--output_dir", output_dir, "--adapters", *named, *options)
         files = (Path(output_dir) / "diagnostics").glob("*.json")
         return {file.stem: json.loads(file.read_text()) for file in files}
 
@@ -198,7 +195,7 @@ def test_a_recipe_runs_no_code(saved, tmp_path):
     recipe = (saved / "recipe.yaml").read_text() + f"imports: [{tmp_path / 'code.py'}]\n"
     (tmp_path / "recipe.yaml").write_text(recipe)
     with pytest.raises(RecipeError, match="`imports`.*command line"):
-        script().main([str(tmp_path / "recipe.yaml"), "--adapters", f"LoRA={saved / 'lora'}"])
+        main(tmp_path / "recipe.yaml", "--adapters", f"LoRA={saved / 'lora'}")
 
 
 def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):

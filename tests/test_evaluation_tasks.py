@@ -327,7 +327,7 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
 
 
 @pytest.mark.slow
-def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_path):
+def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_path):  # noqa: F811
     names = ("mmlu", "truthfulqa_mc2", "ifeval", "humaneval_plus")
     found = []
     for count in (1, 2, 3):
