@@ -189,7 +189,7 @@ def test_hostile_programs_reach_nothing(surroundings, tmp_path, monkeypatch):
         completions.append(completion(f"{TOOLS}{body}\n    return False"))  # EvalPlus drops what returns nothing
     monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
     log = AnswerLog(tmp_path / "log")
-    verdicts = load_benchmark("humaneval_plus", surroundings["DATA"]).score(completions, log, progress=False)
+    verdicts = load_benchmark("humaneval_plus", surroundings["DATA"]).verdicts(completions, log, progress=False)
     why = dict(zip(ATTACKS, verdicts, strict=True))
     assert [name for name, verdict in why.items() if verdict == "pass"] == ["says that it could"], why
     for name in ("memory bomb", "disk fill", "raises its limits", "takes privileges"):
@@ -210,9 +210,9 @@ def test_without_bubblewrap_nothing_is_loaded_until_the_user_confirms(monkeypatc
         load_benchmark("humaneval_plus", FILES["humaneval"])
     benchmark = load_benchmark("humaneval_plus", FILES["humaneval"], 2, confirm_run_unsafe_code=True)
     assert not benchmark.sandboxed
-    right = benchmark.problems[0]["prompt"] + benchmark.problems[0]["canonical_solution"]
+    right = benchmark.rows[0]["prompt"] + benchmark.rows[0]["canonical_solution"]
     programs = [completion(right), completion("def truncate_number(number):\n    return 0")]
-    assert benchmark.score(programs, AnswerLog(), False) == ["pass", "base: fail"]
+    assert benchmark.verdicts(programs, AnswerLog(), False) == ["pass", "base: fail"]
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
@@ -277,10 +277,10 @@ def test_verdicts_are_those_of_evalplus(dataset, tmp_path):
     for row in rows(dataset):
         variants = {"canonical": row["prompt"] + row["canonical_solution"], **VARIANTS.get(row["task_id"], {})}
         solutions |= {f"{row['task_id']} {name}": (row["task_id"], code) for name, code in variants.items()}
-    problems = {problem["task_id"]: problem for problem in benchmark.problems}
-    benchmark = replace(benchmark, problems=[problems[task] for task, _ in solutions.values()])
+    problems = {problem["task_id"]: problem for problem in benchmark.rows}
+    benchmark = replace(benchmark, rows=[problems[task] for task, _ in solutions.values()])
     codes = [completion(code) for _, code in solutions.values()]
-    verdicts = benchmark.score(codes, AnswerLog(), progress=False)
+    verdicts = benchmark.verdicts(codes, AnswerLog(), progress=False)
     got = [[verdict == "pass" or verdict.startswith("plus"), verdict == "pass"] for verdict in verdicts]
     assert got == evalplus_verdicts(dataset, list(solutions.values()), tmp_path), list(solutions)
     passed = {name for name, verdict in zip(solutions, verdicts, strict=True) if verdict == "pass"}
@@ -310,14 +310,14 @@ def test_prompts_are_those_of_evalplus(tokenizer):
 def test_verdicts_are_logged_and_completions_without_a_program_fail(tmp_path, monkeypatch):
     benchmark = load_benchmark("humaneval_plus", FILES["humaneval"], 1, confirm_run_unsafe_code=True)
     texts = ["", "\0", "(" * 5000, "def f(:", "import os\n" * 3, "\ud800"]
-    benchmark = replace(benchmark, problems=list(benchmark.problems) * len(texts))
+    benchmark = replace(benchmark, rows=list(benchmark.rows) * len(texts))
     log = AnswerLog(tmp_path)
     log.keep([("verdict 0", "base: fail")])  # of a run that was killed
     real = programs.check_program
     monkeypatch.setattr(programs, "check_program", lambda *given: real(*given) if given[1] else pytest.fail("it ran"))
-    verdicts = benchmark.score(texts, log, progress=False)
+    verdicts = benchmark.verdicts(texts, log, progress=False)
     assert all(verdict.startswith("base: ") for verdict in verdicts)
     again = AnswerLog(tmp_path)
     again.found = again.read({})
     monkeypatch.setattr(programs, "check_program", lambda *_: pytest.fail("a program ran"))
-    assert benchmark.score(texts, again, progress=False) == verdicts
+    assert benchmark.verdicts(texts, again, progress=False) == verdicts

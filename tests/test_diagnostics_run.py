@@ -29,7 +29,7 @@ MEASURED = {
     "patterns": {"frozen", "patterns"},
     "dose": {"doses", "losses", "reductions_percent"},
     "readouts": {"losses", "accuracies_percent"},
-    "depth": {"depths", "losses", "accuracies_percent", "relative_compute"},
+    "depth": {"depths", "losses", "accuracies_percent"},
     "updates": {"states", "relative_sizes", "cosines"},
     "settling": {"states", "state_distances", "readout_divergences", "agreements_percent"},
     "similarity": {"states", "cka", "num_tokens"},

@@ -15,17 +15,17 @@ import pytest
 import torch
 from conftest import GOLDEN
 from test_evaluation import ENVIRONMENT, RECIPES, SAMPLES, command, evaluate, saved, steady, vectors  # noqa: F401
-from test_generation import adapted
+from test_generation import PROMPTS, adapted
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.evaluation import (
+    GeneratedBenchmark,
     Subject,
     evaluate_benchmark,
     evaluate_subject,
     generate_greedy,
     load_benchmark,
     load_results,
-    make_benchmark,
     score_completions,
 )
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
@@ -143,7 +143,7 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
     )
     assert end_of_turn(tokenizer) == "<|end|>"
     model.resize_token_embeddings(len(tokenizer))
-    benchmark = make_benchmark("gsm8k", [{"question": "1 + 1?", "answer": "#### 2"}])
+    benchmark = GeneratedBenchmark("own", ["Question: 1 + 1?\nAnswer:"], ["#### 2"], "gsm8k_strict", 256)
     subject = Subject(model, tokenizer, apply_chat_template=True, system_instruction="Be brief.", max_new_tokens=12)
     (prediction,) = evaluate_subject(subject, benchmark, progress=False).predictions
     assert prediction.prompt == "[system]Be brief.<|end|>[user]Question: 1 + 1?\nAnswer:<|end|>[assistant]"
@@ -210,36 +210,30 @@ def test_any_task_of_lm_eval_runs_on_local_files_with_examples_of_another_split(
 # Interruption
 
 
-def test_a_group_of_tasks_continues_inside_a_task_and_asks_nothing_twice(files, tokenizer, tmp_path):
+@pytest.mark.parametrize(("kind", "kept", "most_calls"), [("generation", 3, 22), ("choices", 22, 10)])
+def test_continuing_an_evaluation_computes_only_what_is_missing(kind, kept, most_calls, files, tokenizer, tmp_path):
     model = steady()
-    benchmark = load_benchmark("mmlu", files["mmlu"])
-    subject = Subject(model, tokenizer, batch_size=1)
+    own = GeneratedBenchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 10)
+    benchmark = own if kind == "generation" else load_benchmark("mmlu", files["mmlu"])
+    subject, calls, log = Subject(model, tokenizer, batch_size=1), [], tmp_path / "00000.jsonl"
     want = evaluate_subject(subject, benchmark, tmp_path, progress=False)
-    log = tmp_path / "00000.jsonl"
     lines = log.read_text().splitlines(keepends=True)
-    assert len(lines) == 4 * want.total == 60
-    log.write_text("".join(lines[:22]) + lines[22][:-9])  # in the second task, while a line was written
-    calls = []
-    hook = model.model.register_forward_hook(lambda *_: calls.append(1))
+    assert len(lines) == (want.total if kind == "generation" else 4 * want.total)
+    log.write_text("".join(lines[:kept]) + lines[kept][:-4])  # the last line was being written
+    model.model.register_forward_hook(lambda *_: calls.append(1))
     assert evaluate_subject(subject, benchmark, tmp_path, progress=False) == want
-    assert len(calls) == 10 and len(log.read_text().splitlines()) == 60  # the letters of one question are one row
+    assert 0 < len(calls) <= most_calls and sorted(log.read_text().splitlines(keepends=True)) == sorted(lines)
     calls.clear()
     assert evaluate_subject(subject, benchmark, tmp_path, progress=False) == want and not calls
-
-    def interrupt(*_):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-
-    hook.remove()
-    hook = model.model.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_subject(subject, benchmark, tmp_path / "interrupted", progress=False)
-    assert len((tmp_path / "interrupted" / "00000.jsonl").read_text().splitlines()) == 12  # three questions
-    hook.remove()
-    model.config.num_loops = 3
-    with pytest.raises(SettingsChangedError, match="`num_loops` was 4 and is 3"):
+    assert evaluate_subject(Subject(model, tokenizer), benchmark, progress=False) == want
+    with pytest.raises(SettingsChangedError, match="`gates` was None and is"):
+        evaluate_subject(Subject(adapted(model), tokenizer, gates="0-1-0-0"), benchmark, tmp_path, progress=False)
+    model.config.num_loops = 2
+    with pytest.raises(SettingsChangedError, match="`num_loops` was 4 and is 2"):
         evaluate_subject(Subject(model, tokenizer), benchmark, tmp_path, progress=False)
+    model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters so
+    with pytest.raises(ValueError, match="sharded over processes"):
+        evaluate_benchmark(model, tokenizer, benchmark, progress=False)
 
 
 def on_tulu2(saved, files, output_dir, *more, **fields):  # noqa: F811

@@ -249,18 +249,6 @@ def test_layers_that_do_something_else_are_left_to_themselves():
 # What is not supported
 
 
-def test_a_step_that_cannot_be_compiled_runs_without(tokenizer, monkeypatch, log):
-    def fails(*_):
-        raise RuntimeError("no compiler\nand more")
-
-    model = varied(tiny_ouro())
-    want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
-    monkeypatch.setattr(decoding, "_compiled", lambda device: fails)
-    assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False, decoding="compiled") == want
-    (warning,) = {record.message for record in log.records if record.levelname == "WARNING"}
-    assert "cannot be compiled" in warning and warning.endswith("no compiler")
-
-
 def test_other_models_are_left_to_transformers_generate(tokenizer, monkeypatch, log):
     log.set_level("INFO", "loopdropout_trainer")
     model = varied(tiny_ouro())

@@ -5,7 +5,6 @@ from loopdropout_trainer.evaluation.benchmark import evaluate_benchmark as evalu
 from loopdropout_trainer.evaluation.benchmark import evaluate_subject as evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS as BENCHMARKS
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark as load_benchmark
-from loopdropout_trainer.evaluation.benchmarks import make_benchmark as make_benchmark
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark as GeneratedBenchmark
 from loopdropout_trainer.evaluation.benchmarks.generated import score_completions as score_completions
 from loopdropout_trainer.evaluation.metrics import load_metric as load_metric

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
-from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, GeneratedTask, Row
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
 from loopdropout_trainer.settings.ranges import check_integer
 
@@ -54,15 +53,3 @@ def load_benchmark(
         check_integer("benchmark_limit", limit)
     files = [files] if isinstance(files, str | Path) else files
     return find_task(name).load(name, files and list(map(Path, files)), limit, confirm_run_unsafe_code)
-
-
-def make_benchmark(name: str, rows: Iterable[Row]) -> GeneratedBenchmark:
-    """Return rows of the user's own, such as held-out ones, as problems of the generated benchmark `name`.
-
-    Raises:
-        ValueError: for another name, or a row without the benchmark's fields.
-    """
-    task = find_task(name)
-    if not isinstance(task, GeneratedTask):
-        raise ValueError(f"`{name}` takes no rows of one's own: it is not scored by the completion of a prompt alone.")
-    return task.benchmark(name, ((f"Row {number}", row) for number, row in enumerate(rows, start=1)))

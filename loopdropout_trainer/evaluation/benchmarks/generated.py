@@ -50,6 +50,8 @@ class GeneratedBenchmark(Benchmark):
     rows: list[Row] = field(default_factory=list)
 
     kind: ClassVar[str] = "generation"
+    in_turns: ClassVar[bool] = False  # whether the protocol's prompts are turns of a chat
+    beginning: ClassVar[str] = ""  # of every completion
 
     def settings(self, subject: Subject) -> dict[str, Any]:
         return {
@@ -58,44 +60,33 @@ class GeneratedBenchmark(Benchmark):
             "metric": self.metric,
             "max_new_tokens": self.max_new_tokens,
             "stop_strings": list(self.stop_strings),
-            **subject.settings(subject.in_turns(False)),
+            **subject.settings(subject.in_turns(self.in_turns)),
         }
 
     def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
-        in_turns = subject.in_turns(False)
-        texts = [subject.prompt_text(prompt, in_turns) for prompt in self.prompts]
-        completions = complete(subject, texts, log, self.max_new_tokens, self.stop_strings, in_turns, progress)
+        state, in_turns = all_processes(), subject.in_turns(self.in_turns)
+        texts = [subject.prompt_text(prompt, in_turns) + self.beginning for prompt in self.prompts]
+        missing = [place for place in range(len(texts)) if place not in log.found]
+        share = missing[state.process_index :: state.num_processes]
+        with subject.running():
+            for batch in generate_batches(
+                subject.model,
+                subject.tokenizer,
+                [subject.tokenize(texts[place], in_turns) for place in share],
+                self.max_new_tokens if subject.max_new_tokens is None else subject.max_new_tokens,
+                subject.batch_size,
+                subject.stops(self.stop_strings, in_turns),
+                progress=progress and state.is_main_process and bool(share),
+                decoding=subject.decoding,
+            ):
+                log.keep((share[index], completion) for index, completion in batch)
+        for part in gather_object([{place: log.found[place] for place in share}]):
+            log.found.update(part)
+        return self.score([log.found[place] for place in range(len(texts))], texts, log, progress)
+
+    def score(self, completions: list[str], texts: list[str], log: AnswerLog, progress: bool) -> BenchmarkResult:
+        """Judge one completion of each text, which is a prompt as the model saw it."""
         return score_completions(replace(self, prompts=texts), completions)
-
-
-def complete(
-    subject: Subject,
-    texts: Sequence[str],
-    log: AnswerLog,
-    max_new_tokens: int,
-    stop_strings: Sequence[str],
-    in_turns: bool,
-    progress: bool = True,
-) -> list[str]:
-    """Return a greedy completion of each text, over all processes; those in the log, by place, are not generated again."""
-    state = all_processes()
-    missing = [place for place in range(len(texts)) if place not in log.found]
-    share = missing[state.process_index :: state.num_processes]
-    with subject.running():
-        for batch in generate_batches(
-            subject.model,
-            subject.tokenizer,
-            [subject.tokenize(texts[place], in_turns) for place in share],
-            max_new_tokens if subject.max_new_tokens is None else subject.max_new_tokens,
-            subject.batch_size,
-            subject.stops(stop_strings, in_turns),
-            progress=progress and state.is_main_process and bool(share),
-            decoding=subject.decoding,
-        ):
-            log.keep((share[index], completion) for index, completion in batch)
-    for part in gather_object([{place: log.found[place] for place in share}]):
-        log.found.update(part)
-    return [log.found[place] for place in range(len(texts))]
 
 
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:

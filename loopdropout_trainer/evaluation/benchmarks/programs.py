@@ -19,13 +19,12 @@ from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
-from loopdropout_trainer.evaluation.benchmarks.generated import complete
+from loopdropout_trainer.evaluation.benchmark import Task
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.evaluation.code.sandbox import check_allowed, check_program, run_scorer
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.command import user_supplied
 
 
@@ -53,8 +52,11 @@ class CodeTask(Task):
 
     def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> CodeBenchmark:
         sandboxed = check_allowed(name, confirmed)
-        problems = evalplus_problems(self.dataset, files and files[0])
-        return CodeBenchmark(name, self, list(problems.values())[:limit], sandboxed)
+        problems = list(evalplus_problems(self.dataset, files and files[0]).values())[:limit]
+        prompts = [f"{INSTRUCTION}\n```\n{problem['prompt'].strip()}\n```\n" for problem in problems]
+        names = [problem["task_id"] for problem in problems]
+        protocol = {"metric": self.dataset, "max_new_tokens": MAX_NEW_TOKENS, "stop_strings": STOP_STRINGS}
+        return CodeBenchmark(name, prompts, names, **protocol, rows=problems, sandboxed=sandboxed)
 
 
 def evalplus_problems(dataset: str, file: str | Path | None = None) -> dict[str, dict[str, Any]]:
@@ -74,49 +76,29 @@ def evalplus_problems(dataset: str, file: str | Path | None = None) -> dict[str,
 
 
 @dataclass(frozen=True)
-class CodeBenchmark(Benchmark):
-    """Problems that are solved by programs.
+class CodeBenchmark(GeneratedBenchmark):
+    """Problems that are solved by programs; `metric` is the data set, `rows` are EvalPlus's, `references` their names.
 
     Attributes:
-        name: for reports and files.
-        task: the data set.
-        problems: rows of EvalPlus's.
         sandboxed: whether bubblewrap contains the programs; if not, the user has confirmed to run them.
     """
 
-    name: str
-    task: CodeTask
-    problems: Sequence[dict[str, Any]]
     sandboxed: bool = True
 
     kind: ClassVar[str] = "code"
-
-    @property
-    def prompts(self) -> list[str]:
-        """The user turn of each problem."""
-        return [f"{INSTRUCTION}\n```\n{problem['prompt'].strip()}\n```\n" for problem in self.problems]
+    in_turns: ClassVar[bool] = True
+    beginning: ClassVar[str] = COMPLETION_BEGINNING
 
     def settings(self, subject: Subject) -> dict[str, Any]:
-        problems = [[problem["task_id"], prompt] for problem, prompt in zip(self.problems, self.prompts, strict=True)]
-        return {
-            "benchmark": self.name,
-            "problems_sha256": sha256_of_json(problems),
-            "max_new_tokens": MAX_NEW_TOKENS,
-            "stop_strings": list(STOP_STRINGS),
-            "evalplus": metadata.version("evalplus"),
-            **subject.settings(subject.in_turns(True)),
-        }
+        return {**super().settings(subject), "evalplus": metadata.version("evalplus")}
 
-    def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
-        in_turns = subject.in_turns(True)
-        texts = [subject.prompt_text(prompt, in_turns) + COMPLETION_BEGINNING for prompt in self.prompts]
-        completions = complete(subject, texts, log, MAX_NEW_TOKENS, STOP_STRINGS, in_turns, progress)
+    def score(self, completions: list[str], texts: list[str], log: AnswerLog, progress: bool) -> BenchmarkResult:
         is_main = all_processes().is_main_process
-        (verdicts,) = broadcast_object_list([self.score(completions, log, progress) if is_main else None])
-        metrics, predictions = {name: [] for name in self.task.metric_names(self.name)}, []
-        for problem, text, completion, verdict in zip(self.problems, texts, completions, verdicts, strict=True):
-            for name, values in metrics.items():  # `plus: fail` has passed the problem's own tests
-                values.append(verdict == "pass" or name == self.task.dataset and verdict.startswith("plus"))
+        (verdicts,) = broadcast_object_list([self.verdicts(completions, log, progress) if is_main else None])
+        metrics, predictions = {name: [] for name in dict.fromkeys((self.name, self.metric))}, []
+        for name, text, completion, verdict in zip(self.references, texts, completions, verdicts, strict=True):
+            for metric, values in metrics.items():  # `plus: fail` has passed the problem's own tests
+                values.append(verdict == "pass" or metric == self.metric and verdict.startswith("plus"))
             predictions.append(
                 Prediction(
                     prompt=text,
@@ -124,26 +106,26 @@ class CodeBenchmark(Benchmark):
                     reference="",
                     extracted=completion if completion.strip() else None,
                     correct=metrics[self.name][-1],
-                    id=problem["task_id"],
+                    id=name,
                     values={name: float(each[-1]) for name, each in metrics.items()} if len(metrics) > 1 else None,
                     note=None if verdict == "pass" else verdict,
                 )
             )
         return BenchmarkResult(self.name, predictions, {name: Metric.of(each) for name, each in metrics.items()})
 
-    def score(self, completions: Sequence[str], log: AnswerLog, progress: bool = True) -> list[str]:
+    def verdicts(self, completions: Sequence[str], log: AnswerLog, progress: bool = True) -> list[str]:
         """Return EvalPlus's verdict on each completion: `pass`, `base: fail`, `plus: timeout`, ...
 
         Verdicts are kept in the log beside the completions.
         """
-        keys = [f"verdict {place}" for place in range(len(self.problems))]
+        keys = [f"verdict {place}" for place in range(len(self.rows))]
         if all(key in log.found for key in keys):
             return [log.found[key] for key in keys]
         with tempfile.TemporaryDirectory(prefix="programs_") as name:
             folder = Path(name)
             jobs = [
-                (self.task.dataset, problem, cut_as_evalplus_does(completion))
-                for problem, completion in zip(self.problems, completions, strict=True)
+                (self.metric, problem, cut_as_evalplus_does(completion))
+                for problem, completion in zip(self.rows, completions, strict=True)
             ]
             (folder / "problems.pickle").write_bytes(pickle.dumps(jobs))
             if run_scorer("prepare", folder, seconds=None, sandboxed=self.sandboxed) != 0:
