@@ -9,7 +9,8 @@ import scipy.stats
 import torch
 from conftest import golden_adapted, tiny_ouro
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
+from test_generation import adapted
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch.nn import functional as F
@@ -128,17 +129,6 @@ def test_rows_become_labelled_batches(merging_tokenizer):
 IDS = [[(7 * row + 13 * place) % 200 + 40 for place in range(length)] for row, length in enumerate((12, 9, 15, 7, 11))]
 LABELLED = {"input_ids": IDS, "labels": [[-100] * (3 + row) + ids[3 + row :] for row, ids in enumerate(IDS)]}
 BATCHES = batched(LABELLED, batch_size=2, pad_token_id=1)
-
-
-def adapted(model, seed=1, scale=0.2):
-    """A PEFT model whose update is not small, on every projection that recurs."""
-    targets = find_looped_model(model).recurrent_linears()
-    peft_model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_" in name:
-            parameter.data = scale * torch.randn(parameter.shape, generator=generator)
-    return peft_model.eval()
 
 
 def measure(name, model, batches=BATCHES, depths=(1, 2)):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import tiny_ouro
-from test_diagnostics_measures import adapted
+from test_generation import adapted
 
 from loopdropout_trainer.diagnostics import DIAGNOSTICS, single_loop_activation
 from loopdropout_trainer.diagnostics.arguments import RowArguments

@@ -5,10 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import tiny_ouro
-from peft import get_peft_model
+from conftest import tiny_ouro, with_adapter
 
-from loopdropout_trainer import default_peft_config, use_gates
+from loopdropout_trainer import use_gates
 from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates
 from loopdropout_trainer.generation import decoding, generate_greedy
 from loopdropout_trainer.generation.generation import generate_batches
@@ -33,14 +32,10 @@ def varied(model, std=0.3):
     return model.eval()
 
 
-def adapted(model):
+def adapted(model, seed=1):
     """The same with an adapter that changes what it says."""
-    model = get_peft_model(model, default_peft_config(model, r=4))
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
+    torch.manual_seed(seed)
+    return with_adapter(model, seed, scale=0.2, r=4).eval()
 
 
 @torch.no_grad()
@@ -234,16 +229,6 @@ def test_no_update_is_merged_in_bfloat16():
     errors = [(logits - exact).abs().mean() for logits in (logits_of(model, prepared), logits_of(model))]
     assert 0 < errors[0] < 1.5 * errors[1]
     assert all(matrix.up is not None for matrix in prepared._made.values())
-
-
-def test_layers_that_do_something_else_are_left_to_themselves():
-    model = varied(tiny_ouro())
-    config = default_peft_config(model, r=4)
-    config.use_dora = True
-    model = get_peft_model(model, config).eval()
-    prepared = PreparedProjections(find_looped_model(model))
-    assert torch.equal(logits_of(model, prepared), logits_of(model))
-    assert not any(prepared._made.values())
 
 
 # What is not supported

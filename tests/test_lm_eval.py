@@ -65,57 +65,20 @@ def test_every_kind_of_request_gets_the_answer_of_lm_evals_hf(make_tiny, tokeniz
         assert_same(numbers(lm), want)
 
 
-def full_logits(model, ids, readout=None):
-    """The logits of all tokens, by the loops' own readouts."""
-    readouts = find_looped_model(model).loop_readouts(input_ids=torch.tensor([ids]))
-    return find_looped_model(model).get_output_embeddings()(readouts[-1 if readout is None else readout - 1])[0]
-
-
-@torch.no_grad()
-def direct_numbers(model, tokenizer, gates, readout):
-    """Log-likelihoods and greedy texts, one token and one row at a time, with every logit computed."""
-    likelihoods, texts = [], []
-    with use_gates(model, gates):
-        for context, end in PAIRS:
-            if not context:
-                continue
-            spaces = len(context) - len(context.rstrip())
-            head, end = (context[:-spaces], context[-spaces:] + end) if spaces else (context, end)
-            before, ids = tokenizer(head)["input_ids"], tokenizer(end)["input_ids"]
-            logits = full_logits(model, before + ids, readout)[len(before) - 1 : -1]
-            scores = logits.log_softmax(-1)[range(len(ids)), ids]
-            likelihoods.append((float(scores.sum()), logits.argmax(-1).tolist() == ids))
-        for text in TEXTS:
-            ids = tokenizer(text)["input_ids"]
-            start = len(ids)
-            for _ in range(6):
-                ids.append(int(full_logits(model, ids, readout)[-1].argmax()))
-            texts.append(tokenizer.decode(ids[start:], skip_special_tokens=True))
-    return likelihoods, texts
-
-
 @pytest.mark.parametrize(
     ("num_loops", "gates", "readout"),
     [(6, None, None), (4, [1, 0, 0, 0], None), (4, [0.5, 0, 2, 1], 3), (6, [0] * 6, 2)],
 )
-def test_depth_gates_and_readout_are_those_of_a_direct_computation(make_tiny, tokenizer, num_loops, gates, readout):
+def test_depth_gates_and_readout_are_those_of_hf_under_them(make_tiny, tokenizer, num_loops, gates, readout):
     model = adapted(varied(make_tiny())).double()  # in float32 rounding decides near ties
-    find_looped_model(model).config.num_loops = num_loops
-    want = direct_numbers(model, tokenizer, gates or [1.0] * num_loops, readout)
+    config = find_looped_model(model).config
+    config.num_loops = num_loops
     text = gates and "-".join(map(str, gates))
-    lm = LoopedLM(model, tokenizer=tokenizer, batch_size=4, gates=text, readout=readout)
-    pairs = [pair for pair in PAIRS if pair[0]]
-    got = lm.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
-    assert [log for log, _ in got] == pytest.approx([log for log, _ in want[0]], rel=1e-5, abs=2e-4)
-    assert [greedy for _, greedy in got] == [greedy for _, greedy in want[0]]
-    until = [(text, {"until": [], "max_gen_toks": 6}) for text in TEXTS]
-    eos, tokenizer.eos_token = tokenizer.eos_token, None  # the direct computation stops at nothing
-    ends, lm.subject.looped.generation_config.eos_token_id = lm.subject.looped.generation_config.eos_token_id, None
-    try:
-        assert lm.generate_until(requests("generate_until", until), disable_tqdm=True) == want[1]
-    finally:
-        tokenizer.eos_token, lm.subject.looped.generation_config.eos_token_id = eos, ends
-    assert find_looped_model(model).config.num_loops == num_loops and lm.subject.looped.loop_state.gates is None
+    got = numbers(LoopedLM(model, tokenizer=tokenizer, batch_size=4, gates=text, readout=readout))
+    assert config.num_loops == num_loops and find_looped_model(model).loop_state.gates is None
+    config.num_loops = readout or num_loops  # the readout after loop t is a run of t loops
+    with use_gates(model, (gates or [1.0] * num_loops)[: config.num_loops]):
+        assert_same(got, numbers(HFLM(model, tokenizer=tokenizer, batch_size=1)))
 
 
 def test_sampling_and_other_options_go_to_transformers_and_run_as_asked(tokenizer):
