@@ -25,7 +25,6 @@ from loopdropout_trainer.evaluation import (
     BENCHMARKS,
     Metric,
     Subject,
-    evaluate_benchmark,
     evaluate_subject,
     generate_greedy,
     load_benchmark,
@@ -181,25 +180,38 @@ def evaluate(arguments):
 
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT["PYTHONPATH"] = str(RECIPES.parent)
+
+
+def python(*command, processes=1, **options):
+    """Run a script or module, in several processes if there are several; return what it printed."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    )
+    command, options = [sys.executable, *launcher, *map(str, command)], {"env": ENVIRONMENT, **options}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def kill_when(is_time, *command, env=ENVIRONMENT):
+    """Run a script, and kill it as soon as `is_time()`."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], env=env, stderr=subprocess.DEVNULL)
+    while not is_time():
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
 
 
 def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, tokenizer, tmp_path):
     arguments = on_samples(saved, tmp_path, adapter=saved / "adapter")
     answers = tmp_path / "answers" / "adapter" / "gsm8k" / "00000.jsonl"
-    script = [str(RECIPES / "evaluate.py"), *arguments, "--benchmark_batch_size"]
-    with (tmp_path / "killed.log").open("w") as log:
-        process = subprocess.Popen([sys.executable, *script, "1"], env=ENVIRONMENT, stdout=log, stderr=log)
-        while not answers.is_file() or answers.read_bytes().count(b"\n") < 2:
-            assert process.poll() is None, (tmp_path / "killed.log").read_text()
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    script = [RECIPES / "evaluate.py", *arguments, "--benchmark_batch_size"]
+    kill_when(lambda: answers.is_file() and answers.read_bytes().count(b"\n") >= 2, *script, 1)
     before = answers.read_text()
     assert 2 <= before.count("\n") < 8 and not (tmp_path / "evaluation.json").is_file()
-
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *script, "3"]
-    done = subprocess.run(two, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    python(*script, 3, processes=2)
     assert answers.read_text().startswith(before[: before.rfind("\n") + 1])
     assert all((answers.parent / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
 
@@ -207,7 +219,7 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     results = load_results(tmp_path / "evaluation.json")
     for name, file in (("gsm8k", SAMPLES / "gsm8k_test.jsonl"), ("arithmetic_test", None)):
         benchmark = load_benchmark(name, file, limit=8)
-        assert results[name] == evaluate_benchmark(model, tokenizer, benchmark, 16, progress=False)
+        assert results[name] == evaluate_subject(Subject(model, tokenizer, 16), benchmark, progress=False)
     row = json.loads((tmp_path / "evaluation.json").read_text())["rows"]["adapter"]
     run_info = row["benchmarks"]["gsm8k"]["run_info"]
     assert run_info["num_processes"] == 2 and run_info["settings"]["benchmark_batch_size"] == 3
@@ -232,16 +244,13 @@ def test_a_merged_model_gives_what_its_adapter_gives_by_a_recipe_of_training(sav
     assert not (tmp_path / "run/answers/base").exists()  # nothing of it was begun
 
 
-def test_an_adapter_gives_the_same_answers_in_bfloat16_as_at_the_end_of_its_training(
-    tokenizer, config, dataset, tmp_path
-):
+def test_an_adapter_gives_in_bfloat16_what_it_gave_at_the_end_of_training(tokenizer, config, dataset, tmp_path):
     varied(tiny_ouro()).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     base = ModelArguments(str(tmp_path / "base"), dtype="bfloat16")
+    data = {"train_dataset": dataset, "processing_class": tokenizer}
     arguments = config(learning_rate=0.1, model_init_kwargs=base.init_kwargs)
-    trainer = LoopDropoutSFTTrainer(
-        base.model_name_or_path, arguments, train_dataset=dataset, processing_class=tokenizer
-    )
+    trainer = LoopDropoutSFTTrainer(base.model_name_or_path, arguments, **data)
     trainer.train()
     trainer.save_model()
     want = generate_greedy(trainer.model, tokenizer, PROMPTS, 24, progress=False)

@@ -5,23 +5,31 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import GOLDEN
-from test_evaluation import ENVIRONMENT, RECIPES, SAMPLES, command, evaluate, saved, steady, vectors  # noqa: F401
+from test_evaluation import (  # noqa: F401 (`saved` is a fixture)
+    ENVIRONMENT,
+    RECIPES,
+    SAMPLES,
+    command,
+    evaluate,
+    kill_when,
+    python,
+    saved,
+    steady,
+    vectors,
+)  # fmt: skip
 from test_generation import PROMPTS, adapted
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.evaluation import (
     GeneratedBenchmark,
     Subject,
-    evaluate_benchmark,
     evaluate_subject,
     generate_greedy,
     load_benchmark,
@@ -101,7 +109,7 @@ def test_tasks_are_scored_as_lm_eval_does_with_its_own_model_class(files, tokeni
     model = adapted(steady())
     for name, key in (("mmlu", "acc,none"), ("truthfulqa_mc2", "acc,none")):
         benchmark = load_benchmark(name, files[name])
-        got = evaluate_benchmark(model, tokenizer, benchmark, 4, progress=False)
+        got = evaluate_subject(Subject(model, tokenizer, 4), benchmark, progress=False)
         hf = HFLM(model, tokenizer=tokenizer, batch_size=1)
         want = evaluate(hf, benchmark.manager.load(benchmark.tasks), bootstrap_iters=0)
         rows = [want["results"][task.task_name] for task in benchmark.tasks]
@@ -168,13 +176,13 @@ def test_gates_and_readouts_reach_every_kind_of_benchmark(files, tokenizer):
     gated = Subject(model, tokenizer, gates="0-0-2-0", max_new_tokens=8)
     with use_gates(model, [0.0, 0.0, 2.0, 0.0]):
         want = generate_greedy(model, tokenizer, generated.prompts, 8, progress=False)
-        same = evaluate_benchmark(model, tokenizer, choices, progress=False)
+        same = evaluate_subject(Subject(model, tokenizer), choices, progress=False)
     assert [p.completion for p in evaluate_subject(gated, generated, progress=False).predictions] == want
     assert evaluate_subject(gated, choices, progress=False) == same
-    assert same != evaluate_benchmark(model, tokenizer, choices, progress=False)
+    assert same != evaluate_subject(Subject(model, tokenizer), choices, progress=False)
     early = evaluate_subject(Subject(model, tokenizer, readout=2), choices, progress=False)
     model.get_base_model().config.num_loops = 2
-    assert early == evaluate_benchmark(model, tokenizer, choices, progress=False) != same
+    assert early == evaluate_subject(Subject(model, tokenizer), choices, progress=False) != same
 
 
 # Local files
@@ -233,7 +241,7 @@ def test_continuing_an_evaluation_computes_only_what_is_missing(kind, kept, most
         evaluate_subject(Subject(model, tokenizer), benchmark, tmp_path, progress=False)
     model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters so
     with pytest.raises(ValueError, match="sharded over processes"):
-        evaluate_benchmark(model, tokenizer, benchmark, progress=False)
+        evaluate_subject(Subject(model, tokenizer), benchmark, progress=False)
 
 
 def on_tulu2(saved, files, output_dir, *more, **fields):  # noqa: F811
@@ -249,22 +257,15 @@ def answers_in(folder):
 
 def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, files, tmp_path, capsys):  # noqa: F811
     pytest.importorskip("evalplus")
-    script = [sys.executable, str(RECIPES / "evaluate.py"), *on_tulu2(saved, files, tmp_path / "run")]
-    whole = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
-    assert whole.returncode == 0, whole.stderr
+    script = [RECIPES / "evaluate.py", *on_tulu2(saved, files, tmp_path / "run")]
+    python(*script, env=ENVIRONMENT)
     want = (tmp_path / "run" / "evaluation.json").read_text()
     num_answers = answers_in(tmp_path / "run")
     shutil.move(tmp_path / "run", tmp_path / "whole")
 
     kill_at = random.randrange(1, num_answers)
-    with (tmp_path / "killed.log").open("w") as log:
-        process = subprocess.Popen(script, env=ENVIRONMENT, stdout=log, stderr=log)
-        while answers_in(tmp_path / "run") < kill_at:
-            assert process.poll() is None, (tmp_path / "killed.log").read_text()
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    evaluate(script[2:])
+    kill_when(lambda: answers_in(tmp_path / "run") >= kill_at, *script, env=ENVIRONMENT)
+    evaluate(script[1:])
     assert (tmp_path / "run" / "evaluation.json").read_text() == want, f"killed after {kill_at} answers"
     assert answers_in(tmp_path / "run") == num_answers
 
@@ -326,10 +327,7 @@ def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_pat
     found = []
     for count in (1, 2, 3):
         arguments = on_tulu2(saved, {name: files[name] for name in names}, tmp_path / str(count), max_new_tokens=4)
-        processes = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-        script = [*processes, str(RECIPES / "evaluate.py"), *arguments, "--benchmarks", *names]
-        done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr
+        python(RECIPES / "evaluate.py", *arguments, "--benchmarks", *names, processes=count, env=ENVIRONMENT)
         assert (tmp_path / f"{count}/answers/tuned/mmlu/0000{count - 1}.jsonl").is_file()
         found.append({row: load_results(tmp_path / f"{count}/evaluation.json", row) for row in ("base", "tuned")})
     one, *others = found

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_ouro
-from test_evaluation import ENVIRONMENT, saved  # noqa: F401 (a fixture)
+from test_evaluation import ENVIRONMENT, python, saved  # noqa: F401 (a fixture)
 from test_generation import adapted, varied
 
 from loopdropout_trainer import use_gates
@@ -26,7 +26,6 @@ from loopdropout_trainer.evaluation.looped_lm import LoopedLM  # noqa: E402
 
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
 CONTEXTS = ["Q: 1+1?\nA:", "", "Trailing space ", "A longer context, of more words than the others"]
 PAIRS = [(context, end) for context in CONTEXTS for end in (" 2", " 3", " five six seven")]
 PAIRS.append(PAIRS[0])  # asked twice
@@ -132,16 +131,14 @@ def tasks(tmp_path_factory):
     return folder
 
 
-def run_lm_eval(tasks, model_args, folder, *flags, launcher=()):
+def run_lm_eval(tasks, model_args, folder, *flags, processes=1):
     """Run lm-eval's command line; return the table of its results, and the responses by task."""
-    command = [sys.executable, *launcher, "-m", "loopdropout_trainer.lm_eval", "--model", "looped", "--batch_size=2"]
+    command = ["-m", "loopdropout_trainer.lm_eval", "--model", "looped", "--batch_size=2"]
     command += ["--model_args", model_args, "--tasks", "own_choice,own_text,own_rolling", "--include_path", str(tasks)]
     command += ["--log_samples", "--output_path", str(folder), *flags]
     cache = {"HF_DATASETS_CACHE": str(tasks / "datasets"), "HF_HOME": str(tasks)}
-    done = subprocess.run(
-        command, env={**ENVIRONMENT, **cache}, capture_output=True, text=True, timeout=600, cwd=tasks
-    )
-    assert done.returncode == 0 and "own_choice" in done.stdout and "looped" in done.stdout, done.stderr
+    printed = python(*command, processes=processes, env={**ENVIRONMENT, **cache}, cwd=tasks)
+    assert "own_choice" in printed and "looped" in printed
     (file,) = folder.rglob("results_*.json")
     samples = {}
     for path in folder.rglob("samples_*.jsonl"):
@@ -166,9 +163,8 @@ def test_lm_evals_own_command_line_with_its_flags(saved, tasks, tmp_path):  # no
 @pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(saved, tasks, tmp_path):  # noqa: F811
     arguments = f"pretrained={saved / 'base'},dtype=float32"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     _, one = run_lm_eval(tasks, arguments, tmp_path / "one")
-    _, two = run_lm_eval(tasks, arguments, tmp_path / "two", launcher=launcher)
+    _, two = run_lm_eval(tasks, arguments, tmp_path / "two", processes=2)
     assert one["text"] == two["text"] and len(one["text"]) == 7
     for kind in ("choice", "rolling"):  # lm-eval writes log-likelihoods as text
         numbers = [[float(np.ravel(each[0])[0]) for row in found[kind] for each in row] for found in (one, two)]

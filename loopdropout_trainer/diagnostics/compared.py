@@ -55,12 +55,7 @@ class ComparedModel:
 
 
 def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel]:
-    """Return the base model, by its name or folder, then the adapters and merged models that are given as `name=path`.
-
-    Raises:
-        RecipeError, SetupError: for another form, a name of the base's, something that is no adapter or is given twice, or
-            adapters that cannot be compared.
-    """
+    """Return the base model, by its name or folder, then the adapters and merged models that are given as `name=path`."""
     found = [ComparedModel("base", "base", settings={"model_name_or_path": base})]
     for option, kind in (("adapters", "adapter"), ("models", "merged")):
         for given in getattr(arguments, option):

@@ -41,11 +41,7 @@ def batched(found: Mapping[str, list], batch_size: int, pad_token_id: int | None
 
 
 def evaluation_batches(trainer: Trainer, num_rows: int) -> list[Batch]:
-    """Return a trainer's first evaluation rows, each once, collated as the trainer does; the same in each process.
-
-    Raises:
-        ValueError: if the trainer has no evaluation rows.
-    """
+    """Return a trainer's first evaluation rows, each once, collated as the trainer does; the same in each process."""
     rows = trainer.eval_dataset
     if isinstance(rows, Mapping):
         rows = next(iter(rows.values()), None)
@@ -66,9 +62,6 @@ def load_rows_to_score(
     Returns:
         Batches padded on the right, and what measurements on them depend on: `source`, `num_rows`, `num_tokens` (targets)
         and `sha256` of all tokens and labels.
-
-    Raises:
-        DataError, ValueError: if there are no such rows.
     """
     if arguments.rows == HELD_OUT:
         of_training = DataArguments(**{f.name: getattr(arguments, f.name) for f in fields(DataArguments)})

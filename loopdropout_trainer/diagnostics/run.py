@@ -80,11 +80,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
 
 
 def choose(arguments: DiagnosticArguments) -> list[Diagnostic]:
-    """Import the user's own files, and return the diagnostics that are asked for.
-
-    Raises:
-        RecipeError, SetupError: for a file that cannot be imported, or an unknown name.
-    """
+    """Import the user's own files, and return the diagnostics that are asked for."""
     for given in arguments.imports:
         with user_supplied(f"`import` names {given}, which cannot be imported"):
             runpy.run_path(given) if given.endswith(".py") else importlib.import_module(given)

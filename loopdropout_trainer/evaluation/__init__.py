@@ -1,7 +1,6 @@
 """Evaluate looped models on benchmarks: the references' prompts and scorers, results that survive interruption."""
 
 from loopdropout_trainer.evaluation.benchmark import Benchmark as Benchmark
-from loopdropout_trainer.evaluation.benchmark import evaluate_benchmark as evaluate_benchmark
 from loopdropout_trainer.evaluation.benchmark import evaluate_subject as evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS as BENCHMARKS
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark as load_benchmark

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
@@ -51,23 +49,11 @@ class Task(ABC):
 
     @abstractmethod
     def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> Benchmark:
-        """Return the benchmark with its problems, from local files or as published; for the arguments see `load_benchmark`.
-
-        Raises:
-            ValueError, OSError: for a file that cannot be read or a bad row (the message names file and row), or if
-                something that scoring needs is missing.
-        """
+        """Return the benchmark with its problems, from local files or as published; see `load_benchmark`."""
 
     def metric_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the metrics of the benchmark `name`, as far as they are known before it runs."""
         return (name,)
-
-
-def evaluate_benchmark(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, batch_size: int = 16, **options: Any
-) -> BenchmarkResult:
-    """Evaluate a model under the gates that are in force; see `evaluate_subject`, also for the options."""
-    return evaluate_subject(Subject(model, tokenizer, batch_size), benchmark, **options)
 
 
 def evaluate_subject(

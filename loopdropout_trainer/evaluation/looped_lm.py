@@ -7,6 +7,7 @@ gates, to the readout, and always in float32; greedy texts come from this packag
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -24,13 +25,16 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.loading import load_model, quiet
+from loopdropout_trainer.evaluation.loading import load_model
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_batches
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import ModelArguments
 
+
+# It warns of a model that is loaded already, as it is meant here.
+logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: "already-initialized" not in str(record.msg))
 
 GREEDY_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
 """What a request for greedy text may say; anything else goes to transformers' `generate`."""
@@ -79,8 +83,7 @@ class LoopedLM(HFLM):
         if not isinstance(pretrained, Subject):
             pretrained = Subject(pretrained, tokenizer, decoding=decoding, gates=gates, readout=readout)
         self.subject, options = pretrained, {"softmax_dtype": "float32", **kwargs}
-        with quiet("lm_eval.models.huggingface"):  # it warns of a model that is loaded already, as it is meant here
-            super().__init__(self.subject.model, tokenizer=self.subject.tokenizer, **options)
+        super().__init__(self.subject.model, tokenizer=self.subject.tokenizer, **options)
         self._rank, self._world_size = self.state.process_index, self.state.num_processes
         self.in_turns = False  # once the chat template is in use
 

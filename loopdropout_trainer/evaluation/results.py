@@ -72,11 +72,7 @@ class Metric:
 
     @classmethod
     def of(cls, values: list[bool | float]) -> Metric:
-        """Return the metric of the problems' values, each from 0 to 1.
-
-        Raises:
-            ValueError: for NaN, which has no average.
-        """
+        """Return the metric of the problems' values, each from 0 to 1; ValueError for NaN, which has no average."""
         total = sum(values)
         if not math.isfinite(total):
             raise ValueError("A problem's value is not a finite number: the model's outputs hold NaN or infinity.")
@@ -157,11 +153,7 @@ class BenchmarkResult:
 
 
 def read_evaluation(path: str | Path) -> dict[str, Any]:
-    """Read a results file as JSON.
-
-    Raises:
-        ValueError: if it is not one, or of another format.
-    """
+    """Read a results file as JSON; ValueError if it is not one, or of another format."""
     with user_supplied(f"{path} is not a results file (docs/evaluation.md)"):
         report = json.loads(Path(path).read_bytes())
         complete = all({"meta_info", "benchmarks"} <= {*row} for row in report["rows"].values())
@@ -171,11 +163,7 @@ def read_evaluation(path: str | Path) -> dict[str, Any]:
 
 
 def load_results(path: str | Path, row: str | None = None) -> dict[str, BenchmarkResult]:
-    """Read the results of one row (None: the only one) in an `evaluation.json`, by benchmark.
-
-    Raises:
-        ValueError: if there is no such row, or something is missing in it.
-    """
+    """Read the results of one row (None: the only one) in an `evaluation.json`, by benchmark."""
     rows = read_evaluation(path)["rows"]
     row = next(iter(rows)) if row is None and len(rows) == 1 else row
     if row not in rows:

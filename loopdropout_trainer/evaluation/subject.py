@@ -135,11 +135,7 @@ def run_as(model: nn.Module, gates: Sequence[float] | None = None, readout: int 
 
 
 def parse_gates(gates: str | float | Sequence[float], num_loops: int) -> list[float] | None:
-    """Return one gate for each loop, [K], from numbers or from text such as `1-0-0-0`; None for unit gates.
-
-    Raises:
-        ValueError: if these are not K finite numbers.
-    """
+    """Return one gate for each loop, [K], from numbers or from text such as `1-0-0-0`; None for unit gates."""
     try:
         numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
         as_gate_matrix(numbers, num_loops)

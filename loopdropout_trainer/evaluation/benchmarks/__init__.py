@@ -18,11 +18,7 @@ LM_EVAL = "lm_eval:"
 
 
 def find_task(name: str) -> Task:
-    """Return the benchmark's task: one of `BENCHMARKS`, or any of lm-eval's as `lm_eval:TASK`.
-
-    Raises:
-        ValueError: for another name.
-    """
+    """Return the benchmark's task: one of `BENCHMARKS`, or any of lm-eval's as `lm_eval:TASK`."""
     if name.startswith(LM_EVAL) and name != LM_EVAL:
         return LmEvalTask(name.removeprefix(LM_EVAL))
     if name not in BENCHMARKS:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from accelerate.utils import gather_object
 from datasets import load_dataset
 
-from loopdropout_trainer.data.rows import BadRow, read_files
+from loopdropout_trainer.data.rows import BadRow, DataError, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.metrics import load_metric
@@ -127,26 +127,32 @@ class GeneratedTask(Task):
         return self.benchmark(name, ((f"{name}, row {number}", row) for number, row in enumerate(rows, start=1)))
 
     def benchmark(self, name: str, rows: Iterable[tuple[str, Row | BadRow]]) -> GeneratedBenchmark:
-        """Return the benchmark of (place, row) pairs.
+        """Return the benchmark of (place, row) pairs."""
 
-        Raises:
-            ValueError: for a bad row; it names the place.
-        """
-        problems = []
-        for place, row in rows:
-            try:
-                if isinstance(row, BadRow):
-                    raise row
-                problems.append((self.prompt(row), self.reference(row), row))
-                if not isinstance(problems[-1][1], str):
-                    raise ValueError("it has no answer")
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
-                raise ValueError(f"{place} is not a problem of `{name}`: {reason}.") from error
-        if not problems:
-            raise ValueError(f"`{name}` has no problems.")
-        prompts, references, rows = map(list, zip(*problems, strict=True))
+        def problem(row: Row) -> tuple[str, str, Row]:
+            reference = self.reference(row)
+            if not isinstance(reference, str):
+                raise ValueError("it has no answer")
+            return self.prompt(row), reference, row
+
+        prompts, references, rows = map(list, zip(*read_problems(name, rows, problem), strict=True))
         return GeneratedBenchmark(name, prompts, references, self.metric, self.max_new_tokens, self.stop_strings, rows)
+
+
+def read_problems(name: str, rows: Iterable[tuple[str, Row | BadRow]], read: Callable[[Row], Any]) -> list[Any]:
+    """Return what `read` gives for each (place, row) of the benchmark `name`; DataError names the place of a bad row."""
+    found = []
+    for place, row in rows:
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            found.append(read(row))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
+            raise DataError(f"{place} is not a problem of `{name}`: {reason}.") from error
+    if not found:
+        raise DataError(f"`{name}` has no problems.")
+    return found
 
 
 def from_hub(path: str, config: str | None = None, split: str = "test") -> Callable[[int | None], Iterable[Row]]:

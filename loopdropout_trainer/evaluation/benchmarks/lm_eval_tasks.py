@@ -6,6 +6,7 @@ from them. So the results do not depend on the number of processes, and a killed
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections import defaultdict
@@ -20,17 +21,20 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from loopdropout_trainer.data.rows import BadRow, DataError, read_files
+from loopdropout_trainer.data.rows import DataError, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
-from loopdropout_trainer.evaluation.benchmarks.generated import Row
-from loopdropout_trainer.evaluation.loading import quiet
+from loopdropout_trainer.evaluation.benchmarks.generated import Row, read_problems
 from loopdropout_trainer.evaluation.processes import random_states_kept
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.versions import library_versions
+
+
+# lm-eval gives this advice for each task of local rows.
+logging.getLogger("lm_eval.api.task").addFilter(lambda record: "Custom kwargs" not in str(record.msg))
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class LmEvalTask(Task):
             folder = Path(lm_eval.tasks.__file__).parent / self.folder
             where = {"include_path": str(folder), "include_defaults": False}
         splits = None if files is None else self._local_splits(name, files)
-        with user_supplied(f"`{name}` cannot be loaded"), quiet("lm_eval.api.task"):  # of local rows, for each task
+        with user_supplied(f"`{name}` cannot be loaded"):
             manager = lm_eval.tasks.TaskManager(**where)
             names = [self.tasks]
             if self.folder is not None and self.tasks not in manager.all_subtasks:
@@ -105,27 +109,16 @@ class LmEvalTask(Task):
         return LmEvalBenchmark(name, self, tasks, manager, limit, confirmed)
 
     def _local_splits(self, name: str, files: list[Path]) -> dict[str, LocalSplits]:
-        """Read files of one task's rows or, told apart by `task_of`, of several's; or folders of `TASK[.SPLIT].jsonl`.
-
-        Raises:
-            DataError: for a file that cannot be read or a bad row; it names file and row.
-        """
+        """Read files of one task's rows or, told apart by `task_of`, of several's; or folders of `TASK[.SPLIT].jsonl`."""
         found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+        task_of = self.task_of or (lambda row: self.tasks)
         for path in files:
-            for file in sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]:
+            for file in sorted(filter(Path.is_file, path.iterdir())) if path.is_dir() else ():
                 task, _, split = file.name.removesuffix(".gz").rpartition(".")[0].partition(".")
-                of_row = self.task_of or (lambda row: self.tasks)
-                for place, row in read_files([file]):
-                    try:
-                        if isinstance(row, BadRow):
-                            raise row
-                        where = (task, split) if path.is_dir() else (of_row(row), "")
-                    except (BadRow, KeyError) as error:
-                        reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
-                        raise DataError(f"{place} is not a problem of `{name}`: {reason}.") from None
-                    found[where[0]][where[1]].append(row)
-        if not found:
-            raise DataError(f"`{name}` has no problems.")
+                found[task][split] += read_problems(name, read_files([file]), lambda row: row)
+            if not path.is_dir():
+                for task, row in read_problems(name, read_files([path]), lambda row: (task_of(row), row)):
+                    found[task][""].append(row)
         return {task: LocalSplits(task, found[task]) for task in sorted(found)}
 
 

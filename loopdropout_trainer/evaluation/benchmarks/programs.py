@@ -60,11 +60,7 @@ class CodeTask(Task):
 
 
 def evalplus_problems(dataset: str, file: str | Path | None = None) -> dict[str, dict[str, Any]]:
-    """Return EvalPlus's problems by id: its release, downloaded once, or a local file in its format (.jsonl, .jsonl.gz).
-
-    Raises:
-        SetupError: if there is no such file, or it is not in EvalPlus's format.
-    """
+    """Return EvalPlus's problems by id: its release, downloaded once, or a local file in its format (.jsonl, .jsonl.gz)."""
     module, variable = import_module(f"evalplus.data.{dataset}"), f"{dataset.upper()}_OVERRIDE_PATH"
     before = getattr(module, variable)  # the environment variable of this name, which it reads when it is imported
     setattr(module, variable, before if file is None else str(file))
