@@ -145,10 +145,9 @@ def surroundings(tmp_path, monkeypatch):
     """What the attacks aim at, by the names that stand for it in their code."""
     victim = tmp_path / "victim"
     victim.write_text(SECRET)
-    os.chmod(tmp_path, 0o777)
-    os.chmod(victim, 0o666)
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, SECRET)
+    tmp_path.chmod(0o777)
+    victim.chmod(0o666)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
     sentinel = subprocess.Popen(["sleep", "600"])
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         name = f"attack-{os.getpid()}"
@@ -221,13 +220,6 @@ def test_root_without_the_right_to_make_namespaces_is_told_at_once():
     command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert "bubblewrap cannot contain them here (" in done.stderr
-
-
-def test_what_is_missing_is_said_in_a_sentence(tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"task_id": "HumanEval/0"}\n')
-    for name, file in (("mbpp_plus", "nowhere.jsonl"), ("humaneval", tmp_path / "bad.jsonl")):
-        with pytest.raises(ValueError, match=f"{Path(file).name} is not EvalPlus's data"):
-            load_benchmark(name, file, confirm_run_unsafe_code=True)
 
 
 # EvalPlus

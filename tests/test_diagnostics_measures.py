@@ -9,7 +9,6 @@ import scipy.stats
 import torch
 from conftest import golden_adapted, tiny_ouro
 from datasets import Dataset
-from peft import LoraConfig
 from test_generation import adapted
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -59,17 +58,6 @@ def test_single_loop_activation_and_readouts_are_the_oracles(ouro, batches):
     assert model.training
 
 
-def test_of_two_adapters_in_one_model_the_active_one_is_measured(ouro, batches):
-    model = golden_adapted(ouro)
-    model.add_adapter("other", LoraConfig(r=2, target_modules=ouro.meta["lora"]["modules"], task_type="CAUSAL_LM"))
-    first = single_loop_activation(model, batches)
-    model.set_adapter("other")  # which changes nothing yet
-    other = single_loop_activation(model, batches)
-    assert other.only == pytest.approx((other.frozen,) * len(other.only))
-    model.set_adapter("default")
-    assert single_loop_activation(model, batches) == first != other
-
-
 def test_batches_without_targets_are_refused(ouro, batches):
     without = [{**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in batches]
     for measure, given in itertools.product((single_loop_activation, readout_losses), (without, [])):
@@ -116,12 +104,6 @@ def test_labels_are_the_trainers(form, losses, merging_tokenizer, config):
     if form == "prompt and completion":  # as one text, the prompt's end would have merged into the first target
         assert 258 in merging_tokenizer("".join(FORMATS[form][0].values()))["input_ids"]
         assert 258 not in mine[0]["input_ids"]
-
-
-def test_rows_become_labelled_batches(merging_tokenizer):
-    batches = labelled_batches(FORMATS["prompt and completion"], merging_tokenizer, batch_size=2)
-    texts = [merging_tokenizer.decode(row[row != -100]) for batch in batches for row in batch["labels"]]
-    assert texts == [" 0<eos>", " 2<eos>", " 4<eos>"] and [len(batch["labels"]) for batch in batches] == [2, 1]
 
 
 # Computations of their own
@@ -181,7 +163,7 @@ def test_adapters_for_one_depth_are_left_out_of_the_depths(rule):
     assert "for one depth only" in DIAGNOSTICS["depth"]().skip_reason(Context(model, "adapter", BATCHES, (1, 2)))
 
 
-def test_patterns_are_use_gates(make_tiny):
+def test_patterns_and_doses_are_use_gates(make_tiny):
     model = adapted(make_tiny())
     found = measure("patterns", model)
     assert len(found["patterns"]) == 16
@@ -190,6 +172,10 @@ def test_patterns_are_use_gates(make_tiny):
             assert pattern["loss"] == pytest.approx(loss_of(model), abs=1e-5)
     with model.disable_adapter():
         assert found["frozen"] == pytest.approx(loss_of(model), abs=1e-5)
+    doses = measure("dose", model)
+    for dose, loss in zip(doses["doses"], doses["losses"], strict=True):
+        with use_gates(model, [dose] * 4):
+            assert loss == pytest.approx(loss_of(model), abs=1e-5)
     of = {tuple(each["loops"]): each for each in found["patterns"]}
     single = measure("single_loop", model)
     assert single["only"] == tuple(of[loop,]["loss"] for loop in (1, 2, 3, 4))
@@ -205,17 +191,6 @@ def test_only_prefixes_and_suffixes_of_many_loops():
     sets = [tuple(each["loops"]) for each in measure("patterns", model)["patterns"]]
     assert len(sets) == len(set(sets)) == 14
     assert all(loops in (tuple(range(1, len(loops) + 1)), tuple(range(8 - len(loops), 8))) for loops in sets)
-
-
-def test_dose_is_the_update_times_its_gate(make_tiny):
-    model = adapted(make_tiny())
-    found = measure("dose", model)
-    for dose, loss in zip(found["doses"], found["losses"], strict=True):
-        scaled = copy.deepcopy(model)
-        for name, parameter in scaled.named_parameters():
-            if "lora_B" in name:
-                parameter.data *= dose
-        assert loss == pytest.approx(loss_of(scaled), abs=1e-5)
 
 
 @torch.no_grad()
