@@ -177,7 +177,6 @@ def test_adapters_that_cannot_be_compared_are_refused(diagnose, saved, tmp_path,
         (["--models", "base=x"], "`models` .*'base=x'"),
         (["--adapters", "LoRA=nowhere"], "adapter nowhere"),
         (["--depths", "0"], "`depths`"),
-        (["--depths", "100000"], "`depths`"),
         (["--num_rows", "0"], "`num_rows`"),
         (["--rows", "gsm9k"], "gsm9k"),
         (["--rows", "gsm8k", "--benchmark_files", '{"gsm8k": "nowhere.jsonl"}'], "nowhere.jsonl"),
@@ -307,17 +306,13 @@ def test_a_recipe_asks_for_it(tmp_path, monkeypatch):
     sft = runpy.run_path(str(ROOT / "recipes" / "sft.py"))["main"]
     recipe = {
         "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_train_examples": 8, "num_eval_examples": 4,
-        "max_steps": 2, "per_device_train_batch_size": 2, "max_length": 256, "dtype": "float32",
-        "bf16": False, "use_cpu": True, "live_diagnostics_steps": 1, "live_diagnostics_rows": 4,
-        "report_to": "none", "single_loop_batches": 1,
-        "save_strategy": "steps", "save_steps": 2, "output_dir": "out", "disable_tqdm": True,
+        "max_steps": 2, "per_device_train_batch_size": 2, "max_length": 256, "dtype": "float32", "bf16": False,
+        "use_cpu": True, "live_diagnostics_steps": 1, "live_diagnostics_rows": 4, "save_steps": 2, "output_dir": "out",
     }  # fmt: skip
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     sft(["recipe.yaml"])
     history = json.loads(Path("out/checkpoint-2/trainer_state.json").read_text())["log_history"]
     logs = [log for log in history if "live/seconds" in log]
     assert [log["step"] for log in logs] == [1, 2]
-    found = json.loads(Path("out/results.json").read_text())["single_loop"]["reductions_percent"]
-    assert [logs[-1][f"live/rho_loop_{t}"] for t in (1, 2, 3, 4)] == pytest.approx(found, abs=1e-4)
     with pytest.raises(RecipeError, match="needs rows to evaluate on: give `num_eval_examples` or `eval_files`"):
         sft(["recipe.yaml", "--num_eval_examples", "0", "--output_dir", "other"])

@@ -2,6 +2,7 @@
 
 import copy
 import gzip
+import itertools
 import json
 import os
 import random
@@ -42,7 +43,6 @@ from loopdropout_trainer.evaluation.loading import load_model
 from loopdropout_trainer.evaluation.metrics import gsm8k_strict, metamath_gsm8k
 from loopdropout_trainer.evaluation.results import averages_of
 from loopdropout_trainer.evaluation.run import EvaluationArguments
-from loopdropout_trainer.evaluation.subject import end_of_turn
 from loopdropout_trainer.reports.averaging import difference
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import load_recipe, parse_recipe
@@ -273,16 +273,14 @@ def test_depths_and_single_loops_are_rows_of_one_evaluation(saved, tokenizer, tm
     assert load_results(tmp_path / "evaluation.json", "adapter_K3_loop2")["gsm8k"] == want
 
 
-def test_weights_that_are_not_finite_are_refused_and_nan_is_never_written(saved, tokenizer, tmp_path):
+def test_weights_that_are_not_finite_are_refused_and_nan_is_never_written(tokenizer, tmp_path):
     model = steady()
     with torch.no_grad():
         model.lm_head.weight[3, 0] = float("nan")
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    arguments = on_samples(saved, tmp_path / "out", model_name_or_path=tmp_path / "base")
-    with pytest.raises(ValueError, match="base holds NaN or infinity in `lm_head.weight`") as caught:
-        evaluate(arguments)
-    assert "\n" not in str(caught.value) and not (tmp_path / "out" / "evaluation.json").exists()
+    with pytest.raises(ValueError, match="base holds NaN or infinity in `lm_head.weight`"):
+        load_model(ModelArguments(str(tmp_path / "base"), dtype="float32"))
     with pytest.raises(ValueError, match="not a finite number"):
         Metric.of([1.0, float("nan")])
     with pytest.raises(ValueError):
@@ -417,23 +415,19 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    assert end_of_turn(tokenizer) == "<|end|>"
     model.resize_token_embeddings(len(tokenizer))
     benchmark = GeneratedBenchmark("own", ["Question: 1 + 1?\nAnswer:"], ["#### 2"], "gsm8k_strict", 256)
     subject = Subject(model, tokenizer, apply_chat_template=True, system_instruction="Be brief.", max_new_tokens=12)
+    assert subject.stops(["\n"], in_turns=True) == ("\n", "<|end|>")
     (prediction,) = evaluate_subject(subject, benchmark, progress=False).predictions
     assert prediction.prompt == "[system]Be brief.<|end|>[user]Question: 1 + 1?\nAnswer:<|end|>[assistant]"
     (plain,) = generate_greedy(model, tokenizer, [prediction.prompt], 12, progress=False)
     assert prediction.completion == plain != ""
-    with torch.no_grad():  # now the end of the turn beats the answer's first token
-        first = model(torch.tensor([tokenizer(prediction.prompt)["input_ids"]])).logits[0, -1].argmax()
-        model.lm_head.weight[len(tokenizer) - 1] = 2 * model.lm_head.weight[first]
-        model.lm_head.weight[first] = 0
-    steps = []
-    model.lm_head.register_forward_hook(lambda *_: steps.append(1))
-    assert evaluate_subject(subject, benchmark, progress=False).predictions[0].completion == "" and len(steps) <= 2
+    tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
-        tokenizer.chat_template = None
+        evaluate_subject(subject, benchmark, progress=False)
+    model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters so
+    with pytest.raises(ValueError, match="sharded over processes"):
         evaluate_subject(subject, benchmark, progress=False)
 
 
@@ -443,11 +437,7 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
 @pytest.mark.parametrize(
     ("name", "rows", "message"),
     [
-        (
-            "gsm8k",
-            '{"question": "1 + 1?", "answer": "two"}\n{"question": "no answer"}',
-            "rows.jsonl, row 2 .*'answer'",
-        ),
+        ("gsm8k", '{"question": "1?", "answer": "1"}\n{"question": "no answer"}', "rows.jsonl, row 2 .*'answer'"),
         ("gsm8k", '{"quest', "row 1 is .* broken JSON"),
         ("metamath_gsm8k", '{"question": "1 + 1?", "answer": "two"}', "row 1 is .* no `#### `"),
         ("gsm9k", "", "must be among metamath_gsm8k"),
@@ -464,8 +454,6 @@ def test_bad_rows_are_refused_with_their_place(name, rows, message, tmp_path):
         file.write_text(rows)
     with pytest.raises(ValueError, match=message):
         load_benchmark(name, file, confirm_run_unsafe_code=True)
-    if name == "gsm8k" and "two" in rows:
-        assert len(load_benchmark(name, file, limit=1).prompts) == 1
 
 
 def test_any_task_of_lm_eval_runs_on_local_files_with_examples_of_another_split(tokenizer, tmp_path):
@@ -485,33 +473,6 @@ def test_any_task_of_lm_eval_runs_on_local_files_with_examples_of_another_split(
 
 
 # Interruption
-
-
-@pytest.mark.parametrize(("kind", "kept", "most_calls"), [("generation", 3, 22), ("choices", 22, 10)])
-def test_continuing_an_evaluation_computes_only_what_is_missing(kind, kept, most_calls, files, tokenizer, tmp_path):
-    model = steady()
-    own = GeneratedBenchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 10)
-    benchmark = own if kind == "generation" else load_benchmark("mmlu", files["mmlu"])
-    subject, calls, log = Subject(model, tokenizer, batch_size=1), [], tmp_path / "00000.jsonl"
-    want = evaluate_subject(subject, benchmark, tmp_path, progress=False)
-    lines = log.read_text().splitlines(keepends=True)
-    assert len(lines) == (want.total if kind == "generation" else 4 * want.total)
-    log.write_text("".join(lines[:kept]) + lines[kept][:-4])  # the last line was being written
-    model.model.register_forward_hook(lambda *_: calls.append(1))
-    assert evaluate_subject(subject, benchmark, tmp_path, progress=False) == want
-    assert 0 < len(calls) <= most_calls and sorted(log.read_text().splitlines(keepends=True)) == sorted(lines)
-    calls.clear()
-    assert evaluate_subject(subject, benchmark, tmp_path, progress=False) == want and not calls
-    if kind == "generation":  # of log-likelihoods the batch size rounds the last digit
-        assert evaluate_subject(Subject(model, tokenizer), benchmark, progress=False) == want
-    with pytest.raises(SettingsChangedError, match="`gates` was None and is"):
-        evaluate_subject(Subject(adapted(model), tokenizer, gates="0-1-0-0"), benchmark, tmp_path, progress=False)
-    model.config.num_loops = 2
-    with pytest.raises(SettingsChangedError, match="`num_loops` was 4 and is 2"):
-        evaluate_subject(Subject(model, tokenizer), benchmark, tmp_path, progress=False)
-    model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters so
-    with pytest.raises(ValueError, match="sharded over processes"):
-        evaluate_subject(Subject(model, tokenizer), benchmark, progress=False)
 
 
 def on_tulu2(saved, files, output_dir, *more, **fields):
@@ -539,28 +500,26 @@ def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, file
     assert (tmp_path / "run" / "evaluation.json").read_text() == want, f"killed after {kill_at} answers"
     assert answers_in(tmp_path / "run") == num_answers
 
-    report = json.loads(want)
+    rows = json.loads(want)["rows"]
     names = ["mmlu", "bbh", "truthfulqa_mc2", "humaneval_plus", "humaneval", "mbpp_plus", "mbpp"]
     names += ["ifeval_strict", "ifeval_loose"]
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[0][2:] for line in printed[2:11]] == names and printed[0] == "| Metric | base | tuned |"
+    printed = [line[2:-2].split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line[0] for line in printed[2:11]] == names and printed[0] == ["Metric", "base", "tuned"]
     for column, row in enumerate(("base", "tuned"), start=1):
-        entry = report["rows"][row]
         scores = {}
-        for name, measured in entry["benchmarks"].items():  # each metric once more, from its predictions
+        for measured in rows[row]["benchmarks"].values():  # each metric once more, from its predictions
             for metric, values in measured["metrics"].items():
                 points = [p["values"][metric] if "values" in p else p["correct"] for p in measured["predictions"]]
                 scores[metric] = 100 * sum(points) / len(points)
-                assert values["score"] == pytest.approx(scores[metric]) and values["total"] == len(points), name
+                assert values["score"] == pytest.approx(scores[metric]) and values["total"] == len(points)
         assert sorted(scores) == sorted(names) and scores["mmlu"] > 0 and scores["truthfulqa_mc2"] > 0
         for line, metrics in zip(printed[-3:], load_recipe(TULU2)["averages"].values(), strict=True):
-            mean = sum(scores[metric] for metric in metrics) / len(metrics)
-            assert line.rstrip(" |").split(" | ")[column] == f"{mean:.2f}"
-    assert report["rows"]["base"]["meta_info"]["adapter"] is None and report["rows"]["base"]["train_info"] == {}
-    assert report["rows"]["tuned"]["train_info"]["r"] == 4
-    turns = report["rows"]["tuned"]["benchmarks"]["ifeval"]["predictions"][0]["prompt"]
-    assert turns.startswith("<|user|>\n") and turns.endswith("\n<|assistant|>\n")
-    assert "<|user|>" not in report["rows"]["tuned"]["benchmarks"]["mmlu"]["predictions"][0]["prompt"]
+            assert line[column] == f"{np.mean([scores[metric] for metric in metrics]):.2f}"
+    assert (rows["base"]["meta_info"]["adapter"], rows["base"]["train_info"]) == (None, {})
+    assert rows["tuned"]["train_info"]["r"] == 4
+    prompt = lambda name: rows["tuned"]["benchmarks"][name]["predictions"][0]["prompt"]
+    assert prompt("ifeval").startswith("<|user|>\n") and prompt("ifeval").endswith("\n<|assistant|>\n")
+    assert "<|user|>" not in prompt("mmlu")
 
 
 def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved, files, tmp_path):
@@ -581,11 +540,8 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
     evaluate([*deeper, "--adapter", "shallow=none"])
     evaluate([*other, "--adapter", "none"])
     rows = {row: load_results(tmp_path / "evaluation.json", row) for row in ("base", "tuned", "shallow")}
-    assert {row: list(results) for row, results in rows.items()} == {
-        "base": ["truthfulqa_mc2", "arithmetic_test"],
-        "tuned": ["truthfulqa_mc2"],
-        "shallow": ["truthfulqa_mc2"],
-    }
+    assert list(rows["base"]) == ["truthfulqa_mc2", "arithmetic_test"]
+    assert list(rows["tuned"]) == list(rows["shallow"]) == ["truthfulqa_mc2"]
     assert rows["base"]["truthfulqa_mc2"] != rows["tuned"]["truthfulqa_mc2"] != rows["shallow"]["truthfulqa_mc2"]
     with pytest.raises(ValueError, match="`row` must be one of the rows"):
         load_results(tmp_path / "evaluation.json")
@@ -600,14 +556,11 @@ def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_pat
         python(RECIPES / "evaluate.py", *arguments, "--benchmarks", *names, processes=count)
         assert (tmp_path / f"{count}/answers/tuned/mmlu/0000{count - 1}.jsonl").is_file()
         found.append({row: load_results(tmp_path / f"{count}/evaluation.json", row) for row in ("base", "tuned")})
-    one, *others = found
-    for other in others:
-        for row in ("base", "tuned"):
-            for name in names:
-                pairs = list(zip(one[row][name].predictions, other[row][name].predictions, strict=True))
-                assert all((a.id, a.completion, a.correct) == (b.id, b.completion, b.correct) for a, b in pairs)
-                for metric, value in one[row][name].metrics.items():
-                    assert other[row][name].metrics[metric].score == pytest.approx(value.score, abs=1e-4)
+    for row, name in itertools.product(("base", "tuned"), names):
+        one, *others = (each[row][name] for each in found)
+        answers = lambda result: [(each.id, each.completion, each.correct) for each in result.predictions]
+        for other in others:
+            assert answers(other) == answers(one) and other.score == pytest.approx(one.score, abs=1e-4)
 
 
 # Statistics
