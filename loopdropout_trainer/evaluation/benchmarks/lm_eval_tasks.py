@@ -113,12 +113,15 @@ class LmEvalTask(Task):
         found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
         task_of = self.task_of or (lambda row: self.tasks)
         for path in files:
-            for file in sorted(filter(Path.is_file, path.iterdir())) if path.is_dir() else ():
-                task, _, split = file.name.removesuffix(".gz").rpartition(".")[0].partition(".")
-                found[task][split] += read_problems(name, read_files([file]), lambda row: row)
-            if not path.is_dir():
+            if path.is_dir():
+                for file in sorted(filter(Path.is_file, path.iterdir())):
+                    task, _, split = file.name.removesuffix(".gz").rpartition(".")[0].partition(".")
+                    found[task][split] += read_problems(name, read_files([file]), lambda row: row)
+            else:
                 for task, row in read_problems(name, read_files([path]), lambda row: (task_of(row), row)):
                     found[task][""].append(row)
+        if not found:
+            raise DataError(f"`{name}` has no problems.")
         return {task: LocalSplits(task, found[task]) for task in sorted(found)}
 
 
