@@ -236,17 +236,11 @@ def test_two_processes_find_what_one_finds(diagnose, saved, tmp_path):
 
 
 @pytest.fixture
-def train(tokenizer, dataset, config, tmp_path):
-    def run(model, every_steps=None, num_rows=16, **fields):
-        trainer = LoopDropoutSFTTrainer(
-            model,
-            config(output_dir=str(tmp_path / "run"), **fields),
-            train_dataset=dataset.select(range(32)),
-            eval_dataset=dataset.select(range(32, 48)),
-            processing_class=tokenizer,
-        )
+def train(make_trainer):
+    def run(model, every_steps=None, **fields):
+        trainer = make_trainer(model, save_strategy="no", **fields)
         if every_steps is not None:
-            trainer.add_callback(LiveDiagnosticsCallback(trainer, every_steps, num_rows))
+            trainer.add_callback(LiveDiagnosticsCallback(trainer, every_steps))
         trainer.train()
         return trainer
 
@@ -257,9 +251,10 @@ def live_logs(trainer):
     return [logs for logs in trainer.state.log_history if "live/seconds" in logs]
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"padding_free": True, "max_length": None}, {"gradient_accumulation_steps": 2}]
-)
+LAYOUTS = [{}, {"padding_free": True, "max_length": None}, {"gradient_accumulation_steps": 2}]
+
+
+@pytest.mark.parametrize("fields", LAYOUTS)
 def test_training_is_the_same_to_the_last_bit(train, make_tiny, fields):
     if fields and make_tiny is not tiny_ouro:
         pytest.skip("one family is enough for the layouts of a batch")
@@ -278,9 +273,9 @@ def test_training_is_the_same_to_the_last_bit(train, make_tiny, fields):
 
 
 def test_what_is_logged_is_what_the_saved_adapter_shows(train):
-    trainer = train(tiny_ouro(), max_steps=3, every_steps=3, num_rows=6, learning_rate=0.05)
+    trainer = train(tiny_ouro(), max_steps=3, every_steps=3, learning_rate=0.05)
     (log,) = live_logs(trainer)  # the end falls on a step that was measured
-    batch = trainer.data_collator([trainer.eval_dataset[index] for index in range(6)])
+    batch = trainer.data_collator([trainer.eval_dataset[index] for index in range(4)])
     activation = single_loop_activation(trainer.model, [batch])
     assert [log[f"live/rho_loop_{t}"] for t in (1, 2, 3, 4)] == pytest.approx(activation.reductions, abs=1e-3)
     readouts = [log[f"live/readout_loop_{t}"] for t in (1, 2, 3, 4)]
