@@ -104,6 +104,8 @@ def test_labels_are_the_trainers(form, losses, merging_tokenizer, config):
     if form == "prompt and completion":  # as one text, the prompt's end would have merged into the first target
         assert 258 in merging_tokenizer("".join(FORMATS[form][0].values()))["input_ids"]
         assert 258 not in mine[0]["input_ids"]
+        targets = [merging_tokenizer.decode(row[row != -100]) for batch in mine for row in batch["labels"]]
+        assert losses or targets == [" 0<eos>", " 2<eos>", " 4<eos>"]
 
 
 # Computations of their own
