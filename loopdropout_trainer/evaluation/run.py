@@ -69,9 +69,12 @@ class EvaluationArguments(BenchmarkArguments):
             find_task(name)
         self.averages = self.averages or {}
         known = {metric for name, task in BENCHMARKS.items() for metric in task.metric_names(name)}
-        for name, metrics in self.averages.items():  # lm-eval's own metrics are written `metric,filter`
-            if not isinstance(metrics, list) or not all(each in known or "," in str(each) for each in metrics):
-                raise ValueError(f"`averages` must map names to lists of {', '.join(known)}; got {name}: {metrics!r}.")
+        averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
+        for name, metrics in averages.items():  # lm-eval's own metrics are written `metric,filter`
+            if not (
+                metrics and isinstance(metrics, list) and all(each in known or "," in str(each) for each in metrics)
+            ):
+                raise ValueError(f"`averages` must map names to lists of {', '.join(known)}; got `{name}: {metrics}`.")
         check_depths("at_depths", self.at_depths)
         self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
         if len(self.at_depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
