@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)
-from loopdropout_trainer.evaluation import evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation import Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.runs.printing import correct_by_last_number
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
@@ -105,7 +105,7 @@ def test_the_tiny_model_is_what_its_card_says():
     problems = load_benchmark("arithmetic_easy_test", limit=100)
     correct = {}
     for model.config.num_loops in (1, 2, 4, 8):
-        result = evaluate_benchmark(model, tokenizer, problems, batch_size=100, progress=False)
+        result = evaluate_subject(Subject(model, tokenizer, 100), problems, progress=False)
         assert result.correct <= 2
         correct[model.config.num_loops] = correct_by_last_number(result.as_json())
     assert 60 <= correct[4] <= 90
