@@ -100,25 +100,18 @@ def test_what_changes_between_two_passes_is_followed(change, gates, num_fused):
         assert_same_loss_and_gradients(*models)
 
 
-def test_modules_with_gates_of_their_own_run_one_by_one(num_fused):
-    fused, plain = twins()
-    gates = torch.rand(4, 4, 14, generator=torch.Generator().manual_seed(0)) * 2
-    with use_gates(fused, gates), use_gates(plain, gates):
-        assert_same_loss_and_gradients(fused, plain)
+def test_nothing_outlives_a_forward_pass_and_gates_of_single_modules_are_not_fused(num_fused):
+    models = twins()
+    each = torch.rand(4, 4, 14, generator=torch.Generator().manual_seed(0)) * 2
+    with use_gates(models[0], each), use_gates(models[1], each):
+        assert_same_loss_and_gradients(*models)
     assert num_fused() == 0
-
-
-def test_nothing_outlives_a_forward_pass():
-    model, _ = twins()
-    state = find_looped_model(model).loop_state
-    for gates in (torch.ones(4), GATES):
-        with use_gates(model, gates):
-            model(IDS, labels=IDS).loss.backward()
-            assert (state.step.prepared, state.step.tokens) == (None, None)
-    with use_gates(model, GATES):
+    state = find_looped_model(models[0]).loop_state
+    with use_gates(models[0], GATES):
+        models[0](IDS, labels=IDS).loss.backward()
+        assert num_fused() > 0 and (state.step.prepared, state.step.tokens) == (None, None)
         state.announce(state.plan.step(3, frozen=True))
-        inner = torch.zeros(4)
-        with use_gates(model, inner):
+        with use_gates(models[0], torch.zeros(4)):
             assert state.gates.tolist() == [[0.0]] * 4 and not state.step.frozen
         assert state.gates is GATES and state.step.frozen and state.loop == 3
     assert state.gates is None and state.loop == 0

@@ -1,21 +1,17 @@
 """Norm, SwiGLU and rotation agree with transformers' modules, have the right gradients, and keep no more than they say."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch.autograd import gradcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from loopdropout_trainer.models.layers import GatedMLP
 from loopdropout_trainer.models.operations import rms_norm, rotate_halves, swiglu
 
 
 TRAINED = {"norm": 2, "swiglu": 2, "rotation": 1}  # how many of the inputs get gradients
-DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 2e-3}
+DTYPES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 2e-3}
 
 
 def draw(*shape, dtype=torch.float64, seed=0):
@@ -53,24 +49,16 @@ def result_and_gradients(compute, inputs, kept):
     return [result, *(x.grad for x in given[:kept])]
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_gradients_are_those_of_the_formula(name):
-    function, _, inputs = operation(name)
-    assert gradcheck(function, leaves(inputs, TRAINED[name]))
-    assert gradcheck(function, leaves(inputs, 1))  # a frozen weight, a value that needs none
-    if name == "swiglu":
-        assert gradcheck(lambda b: swiglu(inputs[0], b), leaves(inputs[1:]))
-
-
 MIXED = [("norm", torch.bfloat16, torch.float32), ("rotation", torch.bfloat16, torch.float32)]
 
 
 @pytest.mark.parametrize(("name", "dtype", "second"), [*((n, d, d) for n in TRAINED for d in DTYPES), *MIXED], ids=str)
 def test_results_and_gradients_are_those_of_transformers(name, dtype, second):
     function, reference, inputs = operation(name, dtype, second)
-    results = [result_and_gradients(compute, inputs, TRAINED[name]) for compute in (function, reference)]
-    assert [x.dtype for x in results[0]] == [x.dtype for x in results[1]]
-    torch.testing.assert_close(*results, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+    for kept in {1, TRAINED[name]}:  # a frozen weight, a value that needs no gradient
+        results = [result_and_gradients(compute, inputs, kept) for compute in (function, reference)]
+        assert [x.dtype for x in results[0]] == [x.dtype for x in results[1]]
+        torch.testing.assert_close(*results, atol=DTYPES[dtype], rtol=DTYPES[dtype])
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -81,16 +69,6 @@ def test_they_are_the_same_under_compilation_and_checkpointing(name):
     want, *others = (result_and_gradients(f, inputs, TRAINED[name]) for f in (function, compiled, checkpointed))
     for other in others:
         torch.testing.assert_close(other, want, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_the_mlp_is_that_of_transformers_under_autocast(activation):
-    config = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act=activation, mlp_bias=False)
-    ours, theirs = GatedMLP(config), LlamaMLP(config)
-    theirs.load_state_dict(ours.state_dict())
-    with torch.autocast("cpu", torch.bfloat16):
-        results = [result_and_gradients(mlp, [draw(2, 3, 8, dtype=torch.float32)], 1) for mlp in (ours, theirs)]
-    torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -43,17 +43,11 @@ class RecordingTrainer(LoopDropoutSFTTrainer):
 
 
 @pytest.fixture
-def make_trainer(config, dataset, tokenizer):
+def make_trainer(make_trainer):
     def make(case, **fields):
-        model = tiny_ouro()
-        trainer = RecordingTrainer(
-            model,
-            config(**{"seed": 101, "rule": case, **CASES[case], **fields}),
-            train_dataset=dataset,
-            eval_dataset=dataset.select(range(6)),
-            processing_class=tokenizer,
-            peft_config=default_peft_config(model, r=4, lora_alpha=8),
-        )
+        peft_config = default_peft_config(tiny_ouro(), r=4, lora_alpha=8)
+        fields = {"seed": 101, "rule": case, "max_steps": 4, "save_strategy": "no", **CASES[case], **fields}
+        trainer = make_trainer(cls=RecordingTrainer, peft_config=peft_config, **fields)
         trainer.model.to("cpu")
         return trainer
 
@@ -257,7 +251,7 @@ def test_packed_examples_keep_their_own_draws(case, make_trainer):
 
 
 def one_layer(rule):
-    """A gated layer of a tiny model, whose adapter has the rule; and what holds its gates."""
+    """Return what holds the gates of a tiny model whose adapter has the rule, and its one gated layer."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["model.layers.0.mlp.up_proj"])
     model = randomise(get_peft_model(tiny_ouro(), config))
     state, (layer,) = add_gates(model, rule=rule), adapted_layers(model)
@@ -336,6 +330,15 @@ def test_coto_does_not_compute_what_is_switched_off(make_trainer):
     assert sum(computed) == 7
 
 
+def test_one_micro_batch_of_lora_dropout_counts_its_tokens_once(make_trainer):
+    counts = []
+    for case in ("lora", "lora_dropout"):
+        trainer = make_trainer(case, max_steps=2)
+        trainer.train()
+        counts.append(trainer.state.log_history[1]["num_tokens"])
+    assert counts[0] == counts[1] and trainer.step_callback.micro_batch == 1
+
+
 @pytest.mark.parametrize("rank, expected", [(4, 15_138_816), (16, 60_555_264)])
 def test_independent_adapters_of_ouro_have_the_papers_size(rank, expected):
     with torch.device("meta"):
@@ -411,13 +414,3 @@ def test_adaptive_sensitivity_is_the_gate_gradient(make_trainer):
     oracle_loss(trainer.model, batch, num_items, gated_update(gates)).backward()
     share = gates.grad.abs().sum(dim=1).double()
     assert torch.allclose(trainer.rule.estimate, share * K / share.sum(), rtol=1e-4)
-
-
-def test_one_micro_batch_of_lora_dropout_counts_its_tokens_once(make_trainer):
-    counts = []
-    for case in ("lora", "lora_dropout"):
-        trainer = make_trainer(case, max_steps=2)
-        trainer.train()
-        counts.append(trainer.state.log_history[1]["num_tokens"])
-        assert trainer.step_callback.micro_batch == 1
-    assert counts[0] == counts[1]

@@ -17,9 +17,6 @@ from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model
 from loopdropout_trainer.models.speed import packed_attention
-from loopdropout_trainer.models.speed.packed_attention import lengths_in_chunks
-from loopdropout_trainer.models.speed.packed_loops import Part, Thresholds, schedule
-from loopdropout_trainer.models.speed.run import FastRun
 from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
 
 
@@ -131,35 +128,6 @@ def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset
     assert trainer.training_policy == TrainingPolicy()
 
 
-def test_examples_run_apart_where_that_is_worth_the_launches():
-    lengths = [9, 5, 7, 4]
-    apart = [
-        [Part((0, 2, 3), 0, frozen=True), Part((1,), 1)],
-        [Part((0, 3), 0, frozen=True), Part((2, 1), 1)],
-        [Part((3,), 0, frozen=True), Part((0, 1, 2), 2)],
-        [Part((3,), 0, frozen=True), Part((1, 2, 0), 2)],
-    ]
-    assert schedule(MIXED.bool().tolist(), lengths, Thresholds()) == apart
-    four_wait = [[Part((0, 1, 2, 3), 2)], [Part((1, 2, 0, 3), 2)]]  # 4 tokens, from the third loop on
-    assert schedule(MIXED.bool().tolist(), lengths, Thresholds(frozen=5)) == apart[:2] + four_wait
-    together = [[Part((0, 1, 2, 3), 4)]] * 4
-    assert schedule(MIXED.bool().tolist(), lengths, Thresholds(frozen=100, inactive=100)) == together
-    assert schedule([[False] * 4] * 2, lengths, Thresholds(100, 100)) == [[Part((0, 1, 2, 3), 0, frozen=True)]] * 2
-
-
-def test_small_tensors_are_computed_together_and_large_ones_apart_whatever_the_number_of_cores(monkeypatch):
-    def thresholds(model):
-        run = FastRun(adapted(model).get_base_model().model, packs=True, recomputes=False)
-        return run.thresholds(torch.empty(0), [torch.empty(100)])
-
-    small, large = thresholds(tiny_ouro()), thresholds(tiny_ouro(hidden_size=256, intermediate_size=1024))
-    assert small.frozen > 20 * large.frozen > 0
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert small == thresholds(tiny_ouro())
-    assert [len(chunks) for chunks in lengths_in_chunks([8] * 4, torch.empty(0), 2, 8).chunks] == [4]
-    assert [len(chunks) for chunks in lengths_in_chunks([400] * 4, torch.empty(0), 8, 64).chunks] == [1] * 4
-
-
 # The fused update
 
 
@@ -265,14 +233,12 @@ class Compiled(LoopDropoutSFTTrainer):
         return loss
 
 
+SLOW = [("loopus", False, "eager"), ("ouro", True, "inductor")]  # half a minute in a C++ compiler
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+
+
 @pytest.mark.parametrize(
-    ("family", "checkpointing", "backend"),
-    [
-        ("ouro", False, "eager"),
-        ("huginn", True, "eager"),
-        pytest.param("loopus", False, "eager", marks=pytest.mark.slow),
-        pytest.param("ouro", True, "inductor", marks=pytest.mark.slow),  # half a minute in a C++ compiler
-    ],
+    ("family", "checkpointing", "backend"), [("ouro", False, "eager"), ("huginn", True, "eager"), *SLOW]
 )
 def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, config, dataset, tokenizer, compiles):
     compiles(backend)
@@ -293,7 +259,7 @@ def test_each_training_of_a_process_is_compiled(config, dataset, tokenizer, comp
     compiles("eager")
     programs = [0]
     for fields in ({"rule": "lora"}, {"p": 0.5}, {"rule": "module_wise"}):  # more kinds of gates than torch allows
-        args = config(max_steps=6, per_device_train_batch_size=3, eval_strategy="no", compile_layers=True, **fields)
+        args = config(max_steps=6, per_device_train_batch_size=3, compile_layers=True, **fields)
         trainer = Compiled(tiny_ouro(num_loops=3), args, train_dataset=dataset, processing_class=tokenizer)
         trainer.train()
         programs.append(trainer.programs[-1])
@@ -330,37 +296,30 @@ def test_optimisations_are_off_where_processes_share_parameters():
 
 
 def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(config, dataset, tokenizer):
+    def policy(trainer):
+        return trainer.training_policy.lora_parameters
+
     def trainer(**fields):
         return LoopDropoutSFTTrainer(tiny_ouro(), config(**fields), train_dataset=dataset, processing_class=tokenizer)
 
     assert trained_lora_parameters(adapted(tiny_ouro(), lora_dropout=0.1)) is None
-    model = adapted(tiny_ouro())
-    assert len(trained_lora_parameters(model)) == 28
-    model.get_base_model().model.norm.weight.requires_grad_(True)
-    assert trained_lora_parameters(model) is None
-    assert trainer(rule="learned", p=[0.5]).training_policy.lora_parameters is None
-    assert not trainer(skip_frozen_loops=False).training_policy.lora_parameters
+    assert policy(trainer(rule="learned", p=[0.5])) is None and not policy(trainer(skip_frozen_loops=False))
     skips = trainer()
-    assert skips.training_policy.lora_parameters is not None
+    assert len(policy(skips)) == 28
     skips.model.get_base_model().model.norm.weight.requires_grad_(True)
     skips.train()
-    assert skips.training_policy.lora_parameters is None
+    assert policy(skips) is None
 
 
-def test_gates_and_inputs_that_need_gradients_run_every_loop():
-    for make in (TINY["ouro"], TINY["huginn"]):
-        model = adapted(make())
-        inputs, _ = batch("left")
-        state = add_gates(model, in_activation_dtype=True, fused=True)
-        embeddings = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
-        gates = MIXED.double().requires_grad_()
-        for skip in (False, True):
-            lora_parameters = trained_lora_parameters(model) if skip else None
-            with applied_gates(state, gates), training_policy(model, skip, lora_parameters):
-                model(inputs_embeds=embeddings, **inputs).loss.backward()
-        with applied_gates(state, MIXED), training_policy(model, True, lora_parameters):
+@pytest.mark.parametrize("family", ["ouro", "huginn"])
+def test_gates_and_inputs_that_need_gradients_run_every_loop(family):
+    model, (inputs, _) = adapted(TINY[family]()), batch("left")
+    state, lora_parameters = add_gates(model, in_activation_dtype=True, fused=True), trained_lora_parameters(model)
+    embeddings = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    gates = MIXED.double().requires_grad_()
+    for given in (gates, MIXED):
+        with applied_gates(state, given), training_policy(model, True, lora_parameters):
             model(inputs_embeds=embeddings, **inputs).loss.backward()
-            whole = model(inputs_embeds=embeddings, output_hidden_states=True, **inputs).hidden_states
-            assert {len(hidden) for hidden in whole} == {4}
-        assert gates.grad.abs().min(dim=0).values.sum() > 0
-        assert embeddings.grad.abs().sum() > 0
+            states = model(inputs_embeds=embeddings, output_hidden_states=True, **inputs).hidden_states
+            assert {len(state) for state in states} == {4}
+    assert gates.grad.abs().min(dim=0).values.sum() > 0 and embeddings.grad.abs().sum() > 0
