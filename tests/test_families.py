@@ -244,12 +244,6 @@ def test_what_is_not_implemented_is_refused(name, fields, message):
         TINY[name](**fields)
 
 
-def test_what_nanbeige_could_switch_on_may_be_off():
-    assert TINY["nanbeige"](**dict.fromkeys(NANBEIGE_SWITCHES, False)).config.num_loops == 4
-    switches = set(SWITCHES) - {"attention_bias", "mlp_bias"}
-    assert TINY["nanbeige"](**dict.fromkeys(switches)).config.num_loops == 4  # None
-
-
 # Loops, cache and checkpointing
 
 

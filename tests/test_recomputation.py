@@ -87,26 +87,6 @@ def test_what_frozen_loops_hold_is_saved_by_their_share(monkeypatch):
     assert 1 - share == pytest.approx(frozen, abs=0.02)
 
 
-def test_what_several_places_read_is_computed_once_and_again_for_another_backward_pass():
-    runs = []
-
-    def double(x):
-        runs.append(x.requires_grad)
-        return x * 2
-
-    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    with recomputation():
-        y = recomputable(double, recomputable(double, x))
-        loss = (y @ w).sum() + (y.unsqueeze(0) @ w).sum() + (y * w[0]).sum()
-    del y
-    assert runs == [True, True]
-    for expected in (4, 6):
-        w.grad = None
-        loss.backward(retain_graph=True)
-        assert len(runs) == expected
-        torch.testing.assert_close(w.grad[1], 8 * x.sum(0)[1].expand(4))
-
-
 def test_a_result_that_changes_or_dies_is_not_made_from_its_recipe():
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     with recomputation():
