@@ -1,10 +1,10 @@
 """See what adapters do in each loop: every diagnostic on the base model and on each adapter, on the same rows.
 
-    accelerate launch recipes/diagnose.py RECIPE.yaml --adapters "LoRA=outputs/lora" "Loop Dropout=outputs/loop_dropout"
-    python recipes/diagnose.py recipes/quickstart.yaml --adapters ... --diagnostics single_loop readouts --num_rows 64
+    python recipes/diagnose.py recipes/quickstart.yaml --adapters LoRA=outputs/quickstart/lora Ours=outputs/quickstart
+    accelerate launch recipes/diagnose.py recipes/gsm8k.yaml --adapters LoRA=outputs/gsm8k/lora --diagnostics single_loop
 
-A recipe of sft.py or evaluate.py will do; what concerns only the training is not read. Tables are printed; JSON files, which
-`loopdropout report` draws, go to `output_dir`/diagnostics. The same command continues a run that was killed.
+Recipes of sft.py and evaluate.py are taken; their fields that concern only the training are ignored. Tables are printed; JSON
+files, which `loopdropout report` draws, go to `output_dir`/diagnostics. The same command continues a run that was killed.
 """
 
 from __future__ import annotations

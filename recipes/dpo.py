@@ -3,7 +3,7 @@
     accelerate launch recipes/dpo.py recipes/dpo/arithmetic.yaml
     python recipes/dpo.py recipes/dpo/ultrafeedback.yaml --beta 0.05 --seed 102
 
-Each row has a `chosen` and a `rejected` answer, and mostly their `prompt`. A recipe sets the fields below; `--field value`
+Each row has a `chosen` and a `rejected` completion, and mostly their `prompt`. A recipe sets the fields below; `--field value`
 overrides it.
 """
 

@@ -1,12 +1,12 @@
 """Evaluate a base model, a merged model or adapters on benchmarks, and write the rows of a table.
 
     accelerate launch recipes/evaluate.py recipes/evaluation/metamath.yaml --adapter outputs/metamath_gsm
-    accelerate launch recipes/evaluate.py recipes/evaluation/tulu2.yaml --adapter none lora=outputs/lora ours=outputs/tulu2
+    accelerate launch recipes/evaluate.py recipes/evaluation/tulu2.yaml --adapter none lora=outputs/tulu2_lora outputs/tulu2
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --at_depths 2 4 8
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --gates 1-1-1-1 single_loop
 
-A recipe of sft.py will do, too: what concerns only the training is not read. `output_dir`/evaluation.json gets settings,
-versions, scores and every prediction (docs/evaluation.md). The same command continues an evaluation that was killed.
+Recipes of sft.py are taken as well; their fields that concern only the training are ignored. `output_dir`/evaluation.json gets
+settings, versions, scores and every prediction (docs/evaluation.md). The same command continues an evaluation that was killed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     accelerate launch recipes/grpo.py recipes/grpo/arithmetic.yaml
     python recipes/grpo.py recipes/grpo/gsm8k.yaml --learning_rate 1e-5 --seed 102
 
-Completions of each prompt are sampled from the model as it will be used, and rewarded if their answer is right. A recipe
-sets the fields below; `--field value` overrides it.
+Completions of each prompt are sampled from the model as it will be used, at unit gates, and rewarded if their answer equals
+the reference. A recipe sets the fields below; `--field value` overrides it.
 """
 
 from __future__ import annotations

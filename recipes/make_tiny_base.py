@@ -1,11 +1,11 @@
 """Pretrain a tiny looped model from scratch, on one CPU thread: the Ouro that ships with the package, or another.
 
     python recipes/make_tiny_base.py --output_dir loopdropout_trainer/tiny_ouro
-    python recipes/make_tiny_base.py --family huginn --num_loops 8 --design random --output_dir outputs/tiny_huginn
+    python recipes/make_tiny_base.py --family huginn --num_loops 8 --design random --steps 2400 --output_dir outputs/tiny_h
 
 It learns the language of the quickstart's word problems in shorter problems and in other forms (`pretraining_texts`).
-Counted in steps and drawn from seeds, never by the clock: the same machine and versions give the same bytes, whose
-SHA-256 is printed at the end.
+The same machine and versions give the same bytes, whose SHA-256 is printed at the end. `--steps 2400` makes the Huginn of
+docs/replication.md.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ DESIGNS = {
     "mean": Design((0.25, 0.25, 0.25, 0.25)).loss,  # the uniform form of Ouro's expected loss
     "random": loss_at_random_depth,
 }
-"""Of all that was tried, `late` needs its depth most clearly (docs/replication.md)."""
+"""Pretraining losses by name; a model of `late` needs all of its loops most clearly."""
 
 
 def main() -> None:

@@ -3,8 +3,7 @@
     python recipes/merge.py --model_name_or_path ByteDance/Ouro-1.4B --adapter outputs/gsm8k
     python recipes/merge.py outputs/gsm8k/recipe.yaml --adapter outputs/gsm8k --hub_model_id user/name
 
-The recipe of the training, where one is given, says which base model. Runs in one process, also for adapters that were
-trained by many.
+The base model is given by name, or by the recipe of the training. One process is enough, also for adapters that many trained.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python recipes/report.py outputs/sweeps --tables math_main mask_controls --output_dir report
     python recipes/report.py outputs --tables all
 
-Without `--tables` it summarises whatever runs there are: accuracy by depth, differences, costs, and every figure that they
-have numbers for. A table or figure of the paper is a YAML file in recipes/tables/; a table is written as Markdown, LaTeX and
-CSV, with the paper's numbers in columns of their own, a figure as PNG, PDF and SVG. What is missing is listed.
+Without `--tables` it summarises all runs below the folders: accuracy by depth, differences, costs, and every figure that they
+have numbers for. A table or figure of the paper is a YAML file in recipes/tables/. Tables are written as Markdown, LaTeX and
+CSV, with the paper's numbers in columns of their own, figures as PNG, PDF and SVG. What is missing is listed.
 """
 
 from __future__ import annotations

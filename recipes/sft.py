@@ -1,10 +1,10 @@
 """Fine-tune a looped language model with Loop Dropout, or with any other rule.
 
     accelerate launch recipes/sft.py recipes/quickstart.yaml
-    python recipes/sft.py recipes/gsm8k.yaml --learning_rate 2e-4 --seed 302
+    python recipes/sft.py recipes/gsm8k.yaml --learning_rate 2e-4 --seed 102
 
-A recipe sets the fields below; `--field value` overrides it. What was trained, its results and the settings that repeat
-the run are printed at the end and saved in `output_dir`.
+A recipe sets the fields below; `--field value` overrides it. At the end the run's results are printed, and saved in
+`output_dir` with the settings that repeat it.
 """
 
 from __future__ import annotations

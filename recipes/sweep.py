@@ -6,8 +6,8 @@
     python recipes/sweep.py recipes/studies/ouro_1.4b.yaml --workers 8
     python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --print_commands true > commands.txt
 
-A run is a folder with its log.txt and results.json. The same command continues a sweep that was stopped, shares one that
-other processes are doing, or prints what a scheduler can start next.
+A run is a folder with its log.txt and results.json. The same command continues a sweep that was stopped, and shares the runs
+of a sweep that other processes work on.
 """
 
 from __future__ import annotations
