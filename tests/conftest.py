@@ -1,9 +1,11 @@
 """Shared fixtures: golden tensors of the reference implementations, and models and data small enough for seconds."""
 
+import importlib.util
 import json
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -30,6 +32,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for processes that tests start; 
 huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def load_script(path):
+    """A script of the repository, such as `recipes/sft.py`, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parents[1] / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 FAMILIES = {
     "ouro": OuroForCausalLM, "huginn": HuginnForCausalLM, "loopus": LoopusForCausalLM, "nanbeige": NanbeigeForCausalLM,
     "nanbeige_skip": NanbeigeForCausalLM, "raven_llama": HuginnForCausalLM, "raven_olmo": HuginnForCausalLM,
@@ -184,6 +196,29 @@ def config(tmp_path):
     return make
 
 
+class Recording:
+    """Keeps each micro-batch of a trainer: inputs, plan of gates, depth, loss, gradients, and the weights before."""
+
+    seen = ()
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        kept = SimpleNamespace(step=self.state.global_step, gradients=None)
+        kept.weights = {name: p.detach().clone() for name, p in trained_parameters(self.model).items()}
+        kept.batch = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x)}
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        kept.plan, kept.depth, kept.loss = self.loop_state.plan, self.num_loops, loss.detach()
+        kept.gates = self.loop_state.gates
+        self.seen = [*self.seen, kept]
+        return loss
+
+    def training_step(self, *args, **kwargs):
+        """Gradients are zeros where the loss does not depend on a weight."""
+        loss = super().training_step(*args, **kwargs)
+        trained = trained_parameters(self.model).items()
+        self.seen[-1].gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained}
+        return loss
+
+
 STEPS = 6
 
 
@@ -252,6 +287,14 @@ def with_adapter(model=None, seed=1, scale=0.05, **config):
 def trained_parameters(model):
     """The parameters that need a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def assert_same_weights(one, other, **close):
+    """Compare the adapters of two trainers: bit for bit, or as closely as `rtol` and `atol` say."""
+    got, want = (get_peft_model_state_dict(trainer.model) for trainer in (one, other))
+    assert got.keys() == want.keys()
+    for name, weight in got.items():
+        torch.testing.assert_close(weight, want[name], **(close or {"rtol": 0, "atol": 0}), msg=name)
 
 
 # Published sizes

@@ -1,6 +1,5 @@
 """`recipes/grpo.py` and `recipes/dpo.py` from settings to results; GRPO killed and continued, and in two processes."""
 
-import importlib.util
 import json
 import os
 import re
@@ -10,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import save_tiny_model
+import yaml
+from conftest import load_script, save_tiny_model
 from safetensors.torch import load_file
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
@@ -20,40 +20,17 @@ from loopdropout_trainer.settings.recipe import load_recipe
 ROOT = Path(__file__).parents[1]
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-grpo, dpo = script("grpo"), script("dpo")
+grpo, dpo = load_script("recipes/grpo.py"), load_script("recipes/dpo.py")
 BOTH = {
-    "dtype": "float32",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "num_eval_examples": 2,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "steps",
-    "save_steps": 1,
-}
+    "dtype": "float32", "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
+    "disable_tqdm": True, "num_eval_examples": 2, "max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1,
+    "save_strategy": "steps", "save_steps": 1,
+}  # fmt: skip
 GRPO = {
-    "preparation": "arithmetic",
-    "num_train_examples": 8,
-    "rewards": ["last_number", "gsm8k_format"],
-    "num_generations": 2,
-    "max_completion_length": 6,
-    "per_device_train_batch_size": 4,
-    "num_iterations": 2,
-    "benchmarks": ["development"],
-    "benchmark_limit": 2,
-    "max_new_tokens": 8,
-}
+    "preparation": "arithmetic", "num_train_examples": 8, "rewards": ["last_number", "gsm8k_format"], "num_generations": 2,
+    "max_completion_length": 6, "per_device_train_batch_size": 4, "num_iterations": 2, "benchmarks": ["development"],
+    "benchmark_limit": 2, "max_new_tokens": 8,
+}  # fmt: skip
 DPO = {"preparation": "arithmetic_pairs", "num_train_examples": 12, "per_device_train_batch_size": 2}
 
 
@@ -65,9 +42,11 @@ def model(tmp_path_factory):
 
 
 def command(folder, model, fields, *words):
+    folder.mkdir(exist_ok=True)
     recipe = folder / "recipe.yaml"
-    lines = {**BOTH, "model_name_or_path": str(model), "output_dir": str(folder / "out"), **fields}
-    recipe.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in lines.items()))
+    recipe.write_text(
+        yaml.safe_dump({**BOTH, "model_name_or_path": str(model), "output_dir": str(folder / "out"), **fields})
+    )
     return [str(recipe), *words]
 
 
@@ -130,8 +109,6 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH"
 def test_killed_at_any_step_a_run_ends_with_the_same_bits(tmp_path, model):
     """SIGKILL when a checkpoint is complete, also in the middle of the completions' uses; the same command goes on."""
     fields = {**GRPO, "max_steps": 5, "benchmarks": None, "save_total_limit": 1}
-    (tmp_path / "straight").mkdir()
-    (tmp_path / "killed").mkdir()
     grpo.main(command(tmp_path / "straight", model, fields))
     words = command(tmp_path / "killed", model, fields, "--resume_from_checkpoint", "true")
     run = [sys.executable, str(ROOT / "recipes" / "grpo.py"), *words]
@@ -156,16 +133,11 @@ def test_two_processes_train_as_one_does(tmp_path, model, layout):
     weights, logs = [], []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
-        folder.mkdir()
         words = command(folder, model, {**fields, "per_device_train_batch_size": 4 // processes})
-        launch = [] if processes == 1 else ["-m", "accelerate.commands.launch", "--num_processes", "2"]
-        launch += [] if processes == 1 else ["--config_file", str(ROOT / "recipes/accelerate" / f"{layout}.yaml")]
-        done = subprocess.run(
-            [sys.executable, *launch, str(ROOT / "recipes" / "grpo.py"), *words],
-            env=ENV,
-            capture_output=True,
-            text=True,
-        )
+        config = str(ROOT / "recipes/accelerate" / f"{layout}.yaml")
+        launch = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file", config]
+        run = [sys.executable, *(launch if processes == 2 else ()), str(ROOT / "recipes" / "grpo.py"), *words]
+        done = subprocess.run(run, env=ENV, capture_output=True, text=True)
         assert (folder / "out" / "results.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
         weights.append(load_file(folder / "out" / "adapter_model.safetensors"))
         facts = json.loads((folder / "out" / "results.json").read_text())

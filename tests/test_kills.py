@@ -5,6 +5,7 @@ chooses other moments.
 """
 
 import collections
+import itertools
 import json
 import multiprocessing
 import os
@@ -16,9 +17,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from conftest import save_tiny_model
+from conftest import STEPS, save_tiny_model, tiny_ouro
+from datasets import Dataset
 from test_runs import RECIPE, sft
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 
 
 KILLS, SEED = int(os.environ.get("KILLS", "50")), int(os.environ.get("KILL_SEED", "0"))
@@ -27,6 +32,92 @@ here = Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["test_kills"])  # imports once, so that a real process starts in milliseconds
+
+
+def die_at(place, event):
+    """Kill this process when for the nth time (`event`) a file is touched whose path holds `place`."""
+    seen = itertools.count(1)
+
+    def count(kind, args):
+        is_file = kind in ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree")
+        if is_file and place in str(args[0]) and next(seen) == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def start(child, *given, **keywords):
+    process = processes.Process(target=child, args=given, kwargs=keywords)
+    process.start()
+    return process
+
+
+# --- a training -------------------------------------------------------------------------------------------------------
+
+
+def training(output_dir, rows, tokenizer, begun=None, event=None):
+    """Train with a checkpoint after every step, resuming if there is one; optionally be killed at a file event."""
+    torch.set_num_threads(1)
+    if event is not None:
+        die_at(output_dir, event)
+    args = LoopDropoutConfig(
+        output_dir, max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
+        save_strategy="steps", save_steps=1, save_total_limit=2, report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    data, adapter = Dataset.from_list(rows), default_peft_config(tiny_ouro(), lora_dropout=0.1)
+    trainer = LoopDropoutSFTTrainer(
+        tiny_ouro(), args, train_dataset=data, processing_class=tokenizer, peft_config=adapter
+    )
+    if begun is not None:
+        begun.set()
+    trainer.train(resume_from_checkpoint=True)
+    trainer.save_model(os.path.join(output_dir, "final"))
+
+
+def finish(folder, *given):
+    process = start(training, str(folder), *given)
+    process.join(60)
+    assert process.exitcode == 0
+    return (folder / "final" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def given(dataset, tokenizer):
+    return dataset.to_list(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, given):
+    return finish(tmp_path_factory.mktemp("uninterrupted"), *given)
+
+
+def test_killed_again_and_again_at_random_a_training_ends_with_the_same_weights(tmp_path, given, uninterrupted):
+    chance, killed = random.Random(0), 0
+    while killed < 8:
+        begun = processes.Event()
+        process = start(training, str(tmp_path), *given, begun)
+        assert begun.wait(60)
+        time.sleep(chance.uniform(0.02, 0.35))
+        process.kill()
+        process.join(60)
+        if process.exitcode == 0:  # it was faster
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
+        killed += process.exitcode == -signal.SIGKILL
+    assert finish(tmp_path, *given) == uninterrupted
+
+
+@pytest.mark.parametrize("event", [3, 12, 19, 26, 33, 40])
+def test_killed_at_any_file_of_a_checkpoint_a_training_ends_with_the_same_weights(
+    tmp_path, given, uninterrupted, event
+):
+    process = start(training, str(tmp_path), *given, event=event)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert finish(tmp_path, *given) == uninterrupted
+
+
+# --- a command --------------------------------------------------------------------------------------------------------
 
 # Where a kill may strike: at one of the first files that are touched in a folder of this name, or at any time.
 PLACES = {
@@ -39,31 +130,19 @@ PLACES = {
 }
 
 
-def child(words, place=None, event=0, after=None):
+def command(words, place=None, event=0, after=None):
     """Run the script, and kill it at an event in a place, or after some seconds."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    seen = 0
-
-    def count(kind, args):
-        nonlocal seen
-        if kind in ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree") and place in str(args[0]):
-            seen += 1
-            if seen == event:
-                os.kill(os.getpid(), signal.SIGKILL)
-
     if place is not None:
-        sys.addaudithook(count)
-    if after is not None:
+        die_at(place, event)
+    if after is not None:  # the signal's default action ends the process as SIGKILL does: no handler runs
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(
-            signal.ITIMER_REAL, after
-        )  # its default action ends the process as SIGKILL does: no handler runs
+        signal.setitimer(signal.ITIMER_REAL, after)
     sft.main(words)
 
 
-def start(words, **kill):
-    process = processes.Process(target=child, args=(words,), kwargs=kill)
-    process.start()
+def exit_code(words, **kill):
+    process = start(command, words, **kill)
     process.join(1800)
     return process.exitcode
 
@@ -71,16 +150,11 @@ def start(words, **kill):
 def ends(folder):
     """What a run leaves: weights and merged weights as bytes, and its measurements but for the times."""
     results = json.loads((folder / "results.json").read_text())
-    timeless = {
-        key: value for key, value in results["train_info"].items() if not key.endswith(("seconds", "per_second", "gb"))
-    }
+    timed = ("seconds", "per_second", "gb")
+    timeless = {key: value for key, value in results["train_info"].items() if not key.endswith(timed)}
     files = ("adapter_model.safetensors", "merged/model.safetensors", "lora/adapter_model.safetensors")
-    return (
-        [(folder / name).read_bytes() for name in files],
-        timeless,
-        results["benchmarks"],
-        results["base_benchmarks"],
-    )
+    measured = results["benchmarks"], results["base_benchmarks"]
+    return [(folder / name).read_bytes() for name in files], timeless, *measured
 
 
 @pytest.mark.slow
@@ -97,7 +171,7 @@ def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
         "true",
     ]
     began = time.monotonic()
-    assert start(words("straight")) == 0
+    assert exit_code(words("straight")) == 0
     seconds = time.monotonic() - began
     straight = ends(tmp_path / "straight" / "run")
 
@@ -105,10 +179,10 @@ def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
     while killed.total() < KILLS:
         name = list(PLACES)[(killed.total() + runs) % len(PLACES)]
         place, events = PLACES[name]
-        if place is None:
-            code = start(words("killed"), after=chance.uniform(0.1, seconds))
-        else:
-            code = start(words("killed"), place=place, event=chance.randint(1, events))
+        kill = (
+            {"place": place, "event": chance.randint(1, events)} if place else {"after": chance.uniform(0.1, seconds)}
+        )
+        code = exit_code(words("killed"), **kill)
         if code in (-signal.SIGKILL, -signal.SIGALRM):
             killed[name] += 1
             print(f"kill {killed.total()}: {name}", flush=True)
@@ -117,7 +191,7 @@ def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
         runs += 1
         assert ends(tmp_path / "killed" / "run") == straight
         shutil.rmtree(tmp_path / "killed")
-    assert start(words("killed")) == 0
+    assert exit_code(words("killed")) == 0
     assert ends(tmp_path / "killed" / "run") == straight
     print(f"\n{killed.total()} kills over {runs + 1} runs: {dict(killed)}")
     assert KILLS < 50 or set(killed) == set(PLACES)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import STEPS, Trainer, flat_weights, tiny_ouro
 from datasets import Dataset
 from peft import get_peft_model
@@ -21,114 +22,107 @@ from loopdropout_trainer.training.checkpoints import CheckpointError, NonFiniteL
 from loopdropout_trainer.training.checkpoints.sealing import MANIFEST, rotate, seal
 
 
-def killed_before(step, make_trainer, **fields):
-    trainer = make_trainer(**fields)
-    trainer.dies_before = step
-    with pytest.raises(SystemError):
-        trainer.train(resume_from_checkpoint=fields.get("resume"))
+@pytest.fixture
+def run(make_trainer):
+    """`run(*model, dies=None, resume=None, **fields)`: train, to the end or to a step; return the trainer."""
+
+    def train(*model, dies=None, resume=None, **fields):
+        trainer = make_trainer(*model, **fields)
+        trainer.dies_before = dies
+        if dies is None:
+            trainer.report = trainer.train(resume_from_checkpoint=resume)
+        else:
+            with pytest.raises(SystemError):
+                trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return train
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "end",
-    [{"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 0.4}, {"max_steps": 12}],
-    ids=["max_steps inside an epoch", "part of an epoch", "whole epoch"],
-)
-def test_a_finished_run_that_is_resumed_trains_nothing_more(make_trainer, end):
+@pytest.mark.parametrize("end", [{"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 0.4}, {"max_steps": 12}])
+def test_a_finished_run_that_is_resumed_trains_nothing_more(run, end):
+    """Inside an epoch, after a part of one, and after all of one."""
     fields = {**end, "save_steps": 1, "save_total_limit": 1, "lr_scheduler_type": "constant"}
-    trainer = make_trainer(**fields)
-    trainer.train()
+    first = run(**fields)
     for _ in range(2):
-        again = make_trainer(**fields)
-        again.train(resume_from_checkpoint=True)
-        assert again.steps_taken == 0
-        assert again.state.global_step == trainer.state.global_step
-        assert torch.equal(flat_weights(again), flat_weights(trainer))
+        again = run(**fields, resume=True)
+        assert (again.steps_taken, again.state.global_step) == (0, first.state.global_step)
+        assert torch.equal(flat_weights(again), flat_weights(first))
+    with pytest.raises(CheckpointError, match="beyond the 3 steps .*`max_steps`"):
+        run(**{**fields, "max_steps": 3}, resume_with_changed_settings=True, resume=True)
 
 
-def test_a_checkpoint_beyond_the_end_is_refused(make_trainer):
-    make_trainer().train()
-    with pytest.raises(CheckpointError, match="step 6, beyond the 3 steps .*`max_steps`"):
-        make_trainer(max_steps=3, resume_with_changed_settings=True).train(resume_from_checkpoint=True)
-
-
-def test_a_resumed_run_reports_all_of_itself(make_trainer):
-    straight = make_trainer(logging_steps=3).train()
-    log = make_trainer(logging_steps=3)
-    log.train()
-    output = {"output_dir": log.args.output_dir + "-resumed", "logging_steps": 3}
-    killed_before(3, make_trainer, **output)
-    resumed = make_trainer(**output)
-    report = resumed.train(resume_from_checkpoint=True)
+def test_a_resumed_run_reports_all_of_itself(run, tmp_path):
+    straight = run(logging_steps=3)
+    fields = {"output_dir": str(tmp_path / "resumed"), "logging_steps": 3}
+    run(**fields, dies=3)
+    resumed = run(**fields, resume=True)
     assert resumed.steps_taken == STEPS - 2
-    assert report.training_loss == pytest.approx(straight.training_loss, rel=1e-6)
-    assert report.metrics["train_loss"] == report.training_loss
-    of = lambda trainer, key: [entry[key] for entry in trainer.state.log_history if key in entry]
-    assert of(resumed, "loss") == pytest.approx(of(log, "loss"), rel=1e-6)  # also of the interval that was cut in two
-    assert of(resumed, "num_tokens")[-1] == of(log, "num_tokens")[-1]
-    saved = json.loads((Path(resumed.args.output_dir) / "checkpoint-2" / "progress.json").read_text())
-    assert 0 < saved["seconds"] < report.metrics["train_runtime"]
-
-    finished = make_trainer(**output).train(resume_from_checkpoint=True)
-    assert finished.training_loss == pytest.approx(straight.training_loss, rel=1e-6)
+    assert resumed.report.training_loss == pytest.approx(straight.report.training_loss, rel=1e-6)
+    assert resumed.report.metrics["train_loss"] == resumed.report.training_loss
+    assert logged(resumed, "loss") == pytest.approx(logged(straight, "loss"), rel=1e-6)  # also of the divided interval
+    assert logged(resumed, "num_tokens")[-1] == logged(straight, "num_tokens")[-1]
+    state = json.loads((tmp_path / "resumed" / "checkpoint-2" / "trainer_state.json").read_text())
+    seconds = state["stateful_callbacks"]["RunState"]["attributes"]["totals"]["seconds"]
+    assert 0 < seconds < resumed.report.metrics["train_runtime"]
+    finished = run(**fields, resume=True).report
+    assert finished.training_loss == pytest.approx(straight.report.training_loss, rel=1e-6)
 
 
 # --- whose checkpoint -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_kept_out_of_another_runs_folder_before_it_trains(make_trainer, dataset, log):
-    first = make_trainer()
-    first.train()
+def test_a_run_is_kept_out_of_another_runs_folder_before_it_trains(run, make_trainer, dataset, log, tmp_path):
+    first = run()
     first.save_model()
     folder = Path(first.args.output_dir)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     other = {"rows": dataset.select(range(40)), "learning_rate": 2e-2, "save_steps": 1}
-    for removed in ("nothing", "checkpoints"):  # what is left is the trained adapter
-        if removed == "checkpoints":
-            for checkpoint in folder.glob("checkpoint-*"):
-                shutil.rmtree(checkpoint)
-            before = {path: content for path, content in before.items() if path.parent == folder}
+    for removed in (False, True):
+        for checkpoint in folder.glob("checkpoint-*") if removed else ():  # what is left is the trained adapter
+            shutil.rmtree(checkpoint)
+        before = contents(folder)
         for resume in (None, True):
             trainer = make_trainer(**other)
             with pytest.raises(CheckpointError, match="`learning_rate` was 0.01 and is 0.02"):
                 trainer.train(resume_from_checkpoint=resume)
-            assert trainer.steps_taken == 0
-        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    make_trainer().train()  # the same run may begin anew
+            assert trainer.steps_taken == 0 and contents(folder) == before
+    run()  # the same run may begin anew
 
     other["resume_with_changed_settings"] = True
-    killed_before(4, make_trainer, **other)  # asked to: checkpoints 1 to 4, beside 6 of the first run
-    resumed = make_trainer(**other)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.steps_taken == STEPS - 4
-    assert "checkpoint-6: it belongs to another run" in log.text
-    straight = make_trainer(**other, output_dir=resumed.args.output_dir + "-straight")
-    straight.train()
+    run(**other, dies=4)  # asked to: checkpoints 1 to 4, beside 6 of the first run
+    resumed = run(**other, resume=True)
+    assert resumed.steps_taken == STEPS - 4 and "checkpoint-6: it belongs to another run" in log.text
+    straight = run(**other, output_dir=str(tmp_path / "straight"))
     assert torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 @pytest.mark.parametrize("saves", ["steps", "no"])
-def test_a_complete_training_is_loaded_and_not_trained_again(make_trainer, log, saves):
-    first = make_trainer(save_strategy=saves)
-    report = first.train()
+def test_a_complete_training_is_loaded_and_not_trained_again(run, saves):
+    first = run(save_strategy=saves)
     first.save_model()
-    again = make_trainer(save_strategy=saves, eval_strategy="steps", eval_steps=1)
-    output = again.train(resume_from_checkpoint=True)
-    assert again.steps_taken == 0 and torch.equal(flat_weights(again), flat_weights(first))
-    assert (output.training_loss, output.global_step) == (report.training_loss, STEPS)
-    assert output.metrics["train_runtime"] == report.metrics["train_runtime"]
-    assert again.progress() == first.progress()
-    assert again.state.log_history == first.state.log_history
-    again.save_model()
-    assert make_trainer(save_strategy=saves).train(resume_from_checkpoint=True).global_step == STEPS
+    for _ in range(2):
+        again = run(save_strategy=saves, eval_strategy="steps", eval_steps=1, resume=True)
+        assert again.steps_taken == 0 and torch.equal(flat_weights(again), flat_weights(first))
+        assert (again.report.training_loss, again.report.global_step) == (first.report.training_loss, STEPS)
+        assert again.report.metrics["train_runtime"] == first.report.metrics["train_runtime"]
+        assert again.progress() == first.progress() and again.state.log_history == first.state.log_history
+        again.save_model()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "bit", "of another run"])
-def test_a_damaged_adapter_is_not_a_complete_training(make_trainer, log, damage):
-    first = make_trainer(save_strategy="no")
-    first.train()
+@pytest.mark.parametrize("damage", ["missing", "bit", "of another run"])
+def test_a_damaged_adapter_is_not_a_complete_training(run, log, damage):
+    first = run(save_strategy="no")
     first.save_model()
     file = Path(first.args.output_dir) / "adapter_model.safetensors"
     content = file.read_bytes()
@@ -136,45 +130,42 @@ def test_a_damaged_adapter_is_not_a_complete_training(make_trainer, log, damage)
         file.unlink()
     elif damage == "bit":
         file.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-    elif damage == "truncated":
-        file.write_bytes(content[:-1])
     else:
         next(p for p in first.model.parameters() if p.requires_grad).data += 1
-        first._complete = None  # saved by hand, in the middle of something
+        first._complete = False  # saved by hand, in the middle of something
         first.save_model()
-    again = make_trainer(save_strategy="no")
-    again.train(resume_from_checkpoint=True)
-    assert again.steps_taken == STEPS and "adapter_model.safetensors" in log.text
+    assert run(save_strategy="no", resume=True).steps_taken == STEPS and file.name in log.text
 
 
-@pytest.mark.parametrize("end", [{"max_steps": 9}, {"max_steps": -1, "num_train_epochs": 1.0}], ids=str)
-def test_a_run_goes_on_for_longer(make_trainer, log, end):
+@pytest.mark.parametrize("field", ["max_steps", "num_train_epochs"])
+def test_a_run_goes_on_for_longer(run, log, field, tmp_path):
     """With a constant learning rate it is the longer run from the beginning; else it goes on by the new schedule."""
-    shorter = {"max_steps": 6} if "num_train_epochs" not in end else {"max_steps": -1, "num_train_epochs": 0.5}
+    steps = {"max_steps": ({"max_steps": 6}, {"max_steps": 9})}
+    epochs = [{"max_steps": -1, "num_train_epochs": number} for number in (0.5, 1.0)]
+    shorter, end = steps.get(field, epochs)
     constant = {"lr_scheduler_type": "constant", "save_total_limit": 1}
-    first = make_trainer(**shorter, **constant)
-    first.train()
-    first.save_model()
-    longer = make_trainer(**end, **constant)
-    longer.train(resume_from_checkpoint=True)
-    name = next(name for name in reversed(end))
-    assert "goes on from" in log.text and f"`{name}` was" in log.text
-    assert longer.steps_taken == longer.state.max_steps - 6 > 0
-    straight = make_trainer(**end, **constant, output_dir=first.args.output_dir + "-straight")
-    straight.train()
+    run(**shorter, **constant).save_model()
+    longer = run(**end, **constant, resume=True)
+    assert f"`{field}` was" in log.text and longer.steps_taken == longer.state.max_steps - 6 > 0
+    straight = run(**end, **constant, output_dir=str(tmp_path / "straight"))
     assert torch.equal(flat_weights(longer), flat_weights(straight))
-    assert len(list(Path(first.args.output_dir).glob("checkpoint-*"))) == 1
+    assert len(list(Path(longer.args.output_dir).glob("checkpoint-*"))) == 1
     longer.save_model()
-    with pytest.raises(CheckpointError, match=f"`{name}` was"):  # and not back
-        make_trainer(**shorter, **constant).train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointError, match=f"`{field}` was"):  # and not back
+        run(**shorter, **constant, resume=True)
 
-    fields = {"lr_scheduler_type": "linear", "output_dir": first.args.output_dir + "-linear"}
-    make_trainer(**shorter, **fields).train()
-    longer = make_trainer(**end, **fields)
-    longer.train(resume_from_checkpoint=True)
-    rates = [entry["learning_rate"] for entry in longer.state.log_history if "learning_rate" in entry]
+    fields = {"lr_scheduler_type": "linear", "output_dir": str(tmp_path / "linear")}
+    run(**shorter, **fields)
+    longer = run(**end, **fields, resume=True)
     total = longer.state.max_steps
-    assert rates[6:] == pytest.approx([1e-2 * (total - step) / total for step in range(6, total)])
+    rates = logged(longer, "learning_rate")[6:]
+    assert rates == pytest.approx([1e-2 * (total - step) / total for step in range(6, total)])
+
+
+def other_weights():
+    model = tiny_ouro()
+    model.model.layers[1].mlp.up_proj.weight.data += 1e-3
+    return model
 
 
 @pytest.mark.parametrize(
@@ -190,115 +181,75 @@ def test_a_run_goes_on_for_longer(make_trainer, log, end):
         ({"max_length": 5}, "`max_length` was .* the training data are others"),
         ({"packing": True}, "`packing` was False and is True"),
         ({"warmup_steps": 3}, "`warmup_steps`"),
-        ({"rows": "reversed"}, "another run: the training data are others"),
-        ({"model": "bfloat16"}, "`dtype` was 'float32' and is 'bfloat16'"),
-        ({"model": "other weights"}, "another run: the base weights are others"),
-        ({"peft_config": "dropout"}, "`lora_dropout` was 0.0 and is 0.1"),
+        (
+            {"rows": lambda rows: rows.select(range(len(rows) - 1, -1, -1))},
+            "another run: the training data are others",
+        ),
+        ({"model": lambda rows: tiny_ouro().bfloat16()}, "`dtype` was 'float32' and is 'bfloat16'"),
+        ({"model": lambda rows: other_weights()}, "another run: the base weights are others"),
+        ({"peft_config": lambda rows: default_peft_config(tiny_ouro(), lora_dropout=0.1)}, "`lora_dropout` was 0.0"),
     ],
-    ids=str,
 )
-def test_settings_that_change_the_result_are_named_and_refused(make_trainer, dataset, change, words, tmp_path):
-    make_trainer().train()
-    change = dict(change)
-    if "rows" in change:
-        change["rows"] = dataset.select(range(len(dataset) - 1, -1, -1))
-    if change.get("model") == "bfloat16":
-        change["model"] = tiny_ouro().bfloat16()
-    elif "model" in change:
-        change["model"] = tiny_ouro()
-        change["model"].model.layers[1].mlp.up_proj.weight.data += 1e-3
-    if "peft_config" in change:
-        change["peft_config"] = default_peft_config(tiny_ouro(), lora_dropout=0.1)
-    trainer = make_trainer(**change)
-    with pytest.raises(CheckpointError, match=words) as error:
-        trainer.train(resume_from_checkpoint=True)
-    assert "`resume_with_changed_settings: true`" in str(error.value)
-    with pytest.raises(CheckpointError, match=words):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+def test_settings_that_change_the_result_are_named_and_refused(run, make_trainer, dataset, change, words, tmp_path):
+    run()
+    trainer = make_trainer(**{name: each(dataset) if callable(each) else each for name, each in change.items()})
+    for resume in (True, str(tmp_path / "run" / "checkpoint-4")):
+        with pytest.raises(CheckpointError, match=f"{words}.*`resume_with_changed_settings: true`"):
+            trainer.train(resume_from_checkpoint=resume)
     assert trainer.steps_taken == 0
 
 
-def test_settings_without_effect_do_not_stop_a_run(make_trainer, dataset, tokenizer):
-    make_trainer().train()
+def test_settings_without_effect_do_not_stop_a_run(run, dataset):
+    run()
     changed = {
-        "logging_steps": 3,
-        "per_device_eval_batch_size": 2,
-        "save_steps": 3,
-        "run_name": "x",
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": False,
-    }
-    rebuilt = Dataset.from_list(dataset.to_list())  # the same rows in other memory
-    trainer = make_trainer(get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro())), rows=rebuilt, **changed)
-    trainer.train(resume_from_checkpoint=True)
+        "logging_steps": 3, "per_device_eval_batch_size": 2, "save_steps": 3, "run_name": "x", "disable_tqdm": True,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": False,
+    }  # fmt: skip
+    changed["rows"] = Dataset.from_list(dataset.to_list())  # the same rows in other memory
+    trainer = run(get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro())), **changed, resume=True)
     assert trainer.steps_taken == 0 and trainer.state.global_step == STEPS
 
 
-def test_asked_to_a_run_goes_on_with_changed_settings_which_count(make_trainer, log):
+def test_asked_to_a_run_goes_on_with_changed_settings_which_count(run, log):
     fields = {"lr_scheduler_type": "constant", "weight_decay": 0.0}
-    make_trainer(**fields).train()
+    run(**fields)
     changed = {**fields, "learning_rate": 3e-2, "weight_decay": 0.1, "max_steps": 8}
-    trainer = make_trainer(**changed, resume_with_changed_settings=True)
-    trainer.train(resume_from_checkpoint=True)
-    assert "Going on from" in log.text and "`learning_rate` was 0.01 and is 0.03" in log.text
-    assert trainer.steps_taken == 2
-    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-    assert rates == pytest.approx([1e-2] * 6 + [3e-2] * 2)
+    trainer = run(**changed, resume_with_changed_settings=True, resume=True)
+    assert "`learning_rate` was 0.01 and is 0.03" in log.text and trainer.steps_taken == 2
+    assert logged(trainer, "learning_rate") == pytest.approx([1e-2] * 6 + [3e-2] * 2)
     assert max(group["weight_decay"] for group in trainer.optimizer.param_groups) == 0.1
 
 
-def test_a_checkpoint_that_does_not_say_whose_it_is_is_resumed_with_a_word(make_trainer, log):
-    make_trainer().train()
-    trainer = make_trainer(learning_rate=3e-2)
-    for folder in Path(trainer.args.output_dir).glob("checkpoint-*"):
-        facts = json.loads((folder / MANIFEST).read_text())
-        del facts["run"]
-        (folder / MANIFEST).write_text(json.dumps(facts))
-    trainer.train(resume_from_checkpoint=True)
+def test_a_checkpoint_that_does_not_say_whose_it_is_is_resumed_with_a_word(run, log, tmp_path):
+    run()
+    for manifest in (tmp_path / "run").glob(f"checkpoint-*/{MANIFEST}"):
+        manifest.write_text(json.dumps({"files": json.loads(manifest.read_text())["files"]}))
+    assert run(learning_rate=3e-2, resume=True).state.global_step == STEPS
     assert "does not say which run it belongs to" in log.text
-    assert trainer.state.global_step == STEPS
 
 
 @pytest.mark.parametrize(
     ("steps", "limit", "keep", "left"),
-    [
-        (
-            {2: None, 4: None, 6: None, 8: "unfinished"},
-            2,
-            2,
-            [2, 6],
-        ),  # unfinished ones first, never the one just written
-        ({1: 1, 2: 1, 3: 1, 8: 2, 9: 2}, 1, 3, [3, 8, 9]),  # by the seed of their run: another run's are left alone
+    [  # checkpoints by the seed of their run
+        ({2: 1, 4: 1, 6: 1, 8: None}, 2, 2, [2, 6]),  # unfinished ones first, never the one just written
+        ({1: 1, 2: 1, 3: 1, 8: 2, 9: 2}, 1, 3, [3, 8, 9]),  # another run's are left alone
     ],
 )
 def test_rotation_deletes_what_a_run_needs_least(tmp_path, steps, limit, keep, left):
-    runs = {seed: {"settings": {"seed": seed}} for seed in (1, 2)}
     for step, seed in steps.items():
         (tmp_path / f"checkpoint-{step}").mkdir()
-        if seed != "unfinished":
-            seal(tmp_path / f"checkpoint-{step}", runs.get(seed))
-    rotate(tmp_path, limit, keep=[tmp_path / f"checkpoint-{keep}"], run=runs.get(min(steps)))
+        if seed is not None:
+            seal(tmp_path / f"checkpoint-{step}", {"settings": {"seed": seed}})
+    rotate(tmp_path, limit, keep=[tmp_path / f"checkpoint-{keep}"], run={"settings": {"seed": 1}})
     assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
 
 
-def test_an_adapter_of_another_name_is_resumed(make_trainer):
+def test_an_adapter_of_another_name_is_resumed(run, tmp_path):
     named = lambda: get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name="mine")
-    straight = make_trainer(named())
-    straight.train()
-    fields = {"output_dir": straight.args.output_dir + "-resumed"}
-    trainer = make_trainer(named(), **fields)
-    trainer.dies_before = 5
-    with pytest.raises(SystemError):
-        trainer.train()
-    resumed = make_trainer(named(), **fields)
-    resumed.train(resume_from_checkpoint=True)
+    run(named(), dies=5)
+    resumed = run(named(), resume=True)
     assert resumed.steps_taken == 2
-    assert torch.equal(flat_weights(resumed), flat_weights(straight))
-
-
-# --- early stopping ---------------------------------------------------------------------------------------------------
+    assert torch.equal(flat_weights(resumed), flat_weights(run(named(), output_dir=str(tmp_path / "straight"))))
 
 
 class GetsWorse(Trainer):
@@ -310,30 +261,17 @@ class GetsWorse(Trainer):
         return output
 
 
-def test_early_stopping_keeps_its_patience(make_trainer):
+def test_early_stopping_keeps_its_patience(run, tmp_path):
     fields = {
-        "cls": GetsWorse,
-        "max_steps": 10,
-        "save_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
-    }
-    straight = make_trainer(**fields, callbacks=[EarlyStoppingCallback(4)])
-    straight.train()
+        "cls": GetsWorse, "max_steps": 10, "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
+        "metric_for_best_model": "loss", "greater_is_better": False,
+    }  # fmt: skip
+    patient = lambda **more: run(**fields, **more, callbacks=[EarlyStoppingCallback(4)])
+    straight = patient(output_dir=str(tmp_path / "straight"))
     assert straight.state.global_step == 5  # the first is the best, and four are worse
-    fields["output_dir"] = straight.args.output_dir + "-resumed"
-    for step in (2, 4):
-        trainer = make_trainer(**fields, callbacks=[EarlyStoppingCallback(4)])
-        trainer.dies_before = step
-        with pytest.raises(SystemError):
-            trainer.train(resume_from_checkpoint=True)
-    for _ in range(2):  # and a stopped run is finished
-        resumed = make_trainer(**fields, callbacks=[EarlyStoppingCallback(4)])
-        resumed.train(resume_from_checkpoint=True)
-        assert resumed.state.global_step == 5
-        assert torch.equal(flat_weights(resumed), flat_weights(straight))
+    for step in (2, 4, None, None):  # and a stopped run is finished
+        resumed = patient(dies=step, resume=True)
+    assert resumed.state.global_step == 5 and torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -342,42 +280,39 @@ def test_early_stopping_keeps_its_patience(make_trainer):
 class Spoiled(Trainer):
     """Its gradient, or after the step its weights, become infinite in step 5; the loss is finite all the while."""
 
-    spoils = "gradient"
+    spoils, before = "gradient", None
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         if self.state.global_step == 4:
             parameter = next(p for p in self.model.parameters() if p.requires_grad)
             self.before = flat_weights(self).clone()
-            if self.spoils == "gradient":
-                parameter.grad.fill_(float("inf"))
-            else:
-                parameter.data.fill_(float("nan"))
+            spoiled = parameter.grad if self.spoils == "gradient" else parameter.data
+            spoiled.fill_(float("inf"))
         return loss
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_an_infinite_gradient_under_a_finite_loss_is_not_stepped_nor_sealed(make_trainer, accumulation):
-    fields = {"save_steps": 1, "save_total_limit": 1, "gradient_accumulation_steps": accumulation}
-    trainer = make_trainer(cls=Spoiled, **fields)
-    with pytest.raises(NonFiniteLossError, match="gradient of step 5 is not finite .*not taken. .*checkpoint-4"):
-        trainer.train()
-    assert torch.equal(flat_weights(trainer), trainer.before)
-    assert [folder.name for folder in Path(trainer.args.output_dir).glob("checkpoint-*")] == ["checkpoint-4"]
-
-
-def test_weights_that_are_not_finite_are_never_saved(make_trainer):
-    class Nan(Spoiled):
-        spoils = "weights"
-
-    trainer = make_trainer(cls=Nan, save_steps=1, save_total_limit=1, max_steps=5, stop_on_nan=False)
-    with pytest.raises(NonFiniteLossError, match="weights after step 5 are not finite.*not saved. .*checkpoint-4"):
+@pytest.mark.parametrize(
+    ("spoils", "fields", "fault"),
+    [
+        ("gradient", {}, "gradient of step 5 is not finite.*not taken"),
+        ("gradient", {"gradient_accumulation_steps": 2}, "gradient of step 5 is not finite.*not taken"),
+        ("weights", {"max_steps": 5, "stop_on_nan": False}, "weights after step 5 are not finite.*not saved"),
+    ],
+)
+def test_what_is_not_finite_is_neither_stepped_nor_saved(make_trainer, spoils, fields, fault):
+    trainer = make_trainer(cls=Spoiled, save_steps=1, save_total_limit=1, **fields)
+    trainer.spoils = spoils
+    with pytest.raises(NonFiniteLossError, match=f"{fault}. .*checkpoint-4"):
         trainer.train()
     folder = Path(trainer.args.output_dir)
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"]
-    with pytest.raises(NonFiniteLossError, match="not saved"):
-        trainer.save_model()
-    assert not (folder / "adapter_model.safetensors").exists()
+    if spoils == "gradient":
+        assert torch.equal(flat_weights(trainer), trainer.before)
+    else:
+        with pytest.raises(NonFiniteLossError, match="not saved"):
+            trainer.save_model()
+        assert not (folder / "adapter_model.safetensors").exists()
 
 
 # --- asked to stop ----------------------------------------------------------------------------------------------------
@@ -386,11 +321,11 @@ def test_weights_that_are_not_finite_are_never_saved(make_trainer):
 class Interrupted(Trainer):
     """Gets a signal twice, as a launcher sends it, inside its third step, or in the evaluation after its last."""
 
-    stop, step, sent = None, None, False
+    stop, step = None, None
 
     def get_signal(self, step):
-        if self.step == step and not self.sent:
-            self.sent = True
+        if self.step == step:
+            self.step = None
             signal.raise_signal(self.stop)
             signal.raise_signal(self.stop)
 
@@ -405,62 +340,36 @@ class Interrupted(Trainer):
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("when", "ends"), [(3, 3), ("evaluation", STEPS)])
-def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(make_trainer, stop, when, ends):
-    straight = make_trainer(save_strategy="no")
-    straight.train()
-    before = signal.getsignal(stop)
+def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(run, make_trainer, stop, when, ends):
+    straight, before = run(save_strategy="no"), signal.getsignal(stop)
     saves = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": STEPS} if ends == STEPS else {}
     trainer = make_trainer(cls=Interrupted, **saves)
     trainer.stop, trainer.step = stop, when
     with pytest.raises(TrainingInterrupted, match=f"after step {ends} of 6. .*checkpoint-{ends}. `resume_") as error:
         trainer.train()
     assert error.value.signal == stop.name and signal.getsignal(stop) is before
-    resumed = make_trainer()
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.steps_taken == STEPS - ends
-    assert torch.equal(flat_weights(resumed), flat_weights(straight))
+    resumed = run(resume=True)
+    assert resumed.steps_taken == STEPS - ends and torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
-SEVERAL = """
-import sys
-from conftest import tiny_ouro, tokenizer
-from datasets import Dataset
-from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
-rows = Dataset.from_list([{"text": "abc"}] * 64)
-from loopdropout_trainer.settings.command import run_command
-
-def train():
-    for index in range(3):
-        args = LoopDropoutConfig(f"{sys.argv[1]}/{index}", max_steps=10_000, use_cpu=True, bf16=False, report_to="none")
-        args.logging_steps, args.save_strategy, args.save_steps, args.disable_tqdm = 1, sys.argv[2], 1, True
-        make = getattr(tokenizer, "__wrapped__", None) or tokenizer._get_wrapped_function()
-        LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=rows, processing_class=make()).train()
-
-run_command(train, "script")
-"""
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
-def start_script(folder, saves, **environment):
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(here.parent))), **environment}
-    script = [sys.executable, "-u", "-c", SEVERAL, str(folder), saves]
-    return subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def read_to_the_first_loss(process):
-    for line in process.stdout:
-        if "'loss'" in line:
-            return
-    pytest.fail("the script has ended")
-
-
-def test_a_plain_kill_ends_a_script_that_trains_several_times(tmp_path):
-    process = start_script(tmp_path, "no")
-    read_to_the_first_loss(process)
+def test_a_plain_kill_ends_a_command_that_trains_several_times(tmp_path):
+    fields = {
+        "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_train_examples": 8, "output_dir": "out",
+        "compare_with": ["lora"], "max_steps": 10_000, "logging_steps": 1, "save_strategy": "no", "dtype": "float32",
+        "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 1,
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
+    command = [sys.executable, "-u", "-m", "loopdropout_trainer", "sft", "recipe.yaml"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, **streams)
+    assert any("'loss'" in line for line in process.stdout)
     process.terminate()
     said = process.stdout.readlines()
-    assert process.wait(120) == 143 and said[-1].startswith("script: Stopped after step")
-    assert len(list(tmp_path.glob("0/checkpoint-*/manifest.json"))) == 1 and not (tmp_path / "1").exists()
+    assert process.wait(120) == 143 and said[-1].startswith("loopdropout sft: Stopped after step")
+    assert len(list(tmp_path.glob("out/checkpoint-*/manifest.json"))) == 1 and not (tmp_path / "out/lora").exists()
 
 
 # --- one process in a folder ------------------------------------------------------------------------------------------
@@ -477,21 +386,16 @@ with folder_lock(sys.argv[1]):
 def test_another_process_keeps_a_run_out_until_it_is_killed(make_trainer):
     trainer = make_trainer(save_strategy="no", max_steps=1)
     folder = Path(trainer.args.output_dir)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    hold = [sys.executable, "-c", HOLD, str(folder)]
+    holder = subprocess.Popen(hold, stdout=subprocess.PIPE, text=True, env=ENV)
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(LockedError, match=rf"process {holder.pid} on .*`output_dir`"):
         trainer.train()
     holder.kill()
     holder.wait()
     assert (folder / LOCK_FILE).exists()  # what it left does not matter
-    trainer.train()
-    assert not (folder / LOCK_FILE).exists()
-
-
-def test_one_process_may_ask_for_its_folder_several_times(tmp_path):
-    with folder_lock(tmp_path):
-        with folder_lock(tmp_path):
-            pass
-        again = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    with folder_lock(folder):  # one process may ask for its folder several times
+        trainer.train()
+        again = subprocess.run(hold, capture_output=True, text=True, timeout=60, env=ENV)
         assert "LockedError" in again.stderr
-    assert not (tmp_path / LOCK_FILE).exists()
+    assert not (folder / LOCK_FILE).exists()

@@ -7,19 +7,16 @@ from loopdropout_trainer.experimental.rewards import REWARDS
 
 
 VECTORS = [  # completion, reference, gsm8k_strict, gsm8k_format, last_number
-    ("2 + 3 = 5\n#### 5", "2 + 3 = 5\n#### 5", 1, 1, 1),
-    ("#### 1,234", "so much\n#### 1234", 1, 1, 1),
-    ("#### 1234.", "#### 1,234", 1, 1, 1),
-    ("#### 7\nQuestion: 3?", "#### 7", 1, 1, 0),
-    ("#### 7 #### 8", "#### 8", 0, 1, 1),
-    ("####7", "#### 7", 0, 0, 1),
-    ("The answer is 7.", "#### 7", 0, 0, 1),
-    ("The answer is 17.", "#### 7", 0, 0, 0),
-    ("#### -7", "#### 7", 0, 1, 0),
-    ("#### 7.0", "#### 7", 0, 1, 0),
-    ("none", "#### 7", 0, 0, 0),
-    ("", "#### 7", 0, 0, 0),
-]
+    ("2 + 3 = 5\n#### 5", "2 + 3 = 5\n#### 5", 1, 1, 1), ("#### 1,234", "so much\n#### 1234", 1, 1, 1),
+    ("#### 1234.", "#### 1,234", 1, 1, 1), ("#### 7\nQuestion: 3?", "#### 7", 1, 1, 0), ("#### 7 #### 8", "#### 8", 0, 1, 1),
+    ("####7", "#### 7", 0, 0, 1), ("The answer is 7.", "#### 7", 0, 0, 1), ("The answer is 17.", "#### 7", 0, 0, 0),
+    ("#### -7", "#### 7", 0, 1, 0), ("#### 7.0", "#### 7", 0, 1, 0), ("none", "#### 7", 0, 0, 0), ("", "#### 7", 0, 0, 0),
+]  # fmt: skip
+MATHEMATICS = [
+    ("so it is \\boxed{\\frac{1}{2}}", "we get $\\boxed{0.5}$.", 1), ("\\boxed{\\frac{1}{3}}", "\\boxed{0.5}", 0),
+    ("The answer is $x = 3$.", "\\boxed{3}", 1), ("I think 42", "7 * 6 = 42\n#### 42", 1), ("no idea", "\\boxed{3}", 0),
+    ("I think 41", "7 * 6 = 42\n#### 42", 0), ("\\boxed{\\{1, 2\\}}", "\\boxed{\\{2, 1\\}}", 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("place", "name"), [(2, "gsm8k_strict"), (3, "gsm8k_format"), (4, "last_number")])
@@ -30,26 +27,11 @@ def test_rewards_of_written_vectors(place, name):
     turns = [[{"role": "assistant", "content": text}] for text in completions]
     assert REWARDS[name](completions=turns, answer=references) == got
     assert REWARDS[name](completions=completions, answer=[None] * len(VECTORS)) == [None] * len(VECTORS)
+    if name == "gsm8k_strict":  # it is the benchmark's score
+        assert got == [float(score(*pair).correct) for pair in zip(completions, references, strict=True)]
 
 
-def test_the_strict_reward_is_the_benchmarks_score():
-    pairs = [(completion, reference) for completion, reference, *_ in VECTORS]
-    got = REWARDS["gsm8k_strict"](*map(list, zip(*pairs, strict=True)))
-    assert got == [float(score(*pair).correct) for pair in pairs]
-
-
-@pytest.mark.parametrize(
-    ("completion", "reference", "right"),
-    [
-        ("so it is \\boxed{\\frac{1}{2}}", "we get $\\boxed{0.5}$.", 1),
-        ("\\boxed{\\frac{1}{3}}", "\\boxed{0.5}", 0),
-        ("The answer is $x = 3$.", "\\boxed{3}", 1),
-        ("I think 42", "7 * 6 = 42\n#### 42", 1),
-        ("I think 41", "7 * 6 = 42\n#### 42", 0),
-        ("\\boxed{\\{1, 2\\}}", "\\boxed{\\{2, 1\\}}", 1),
-        ("no idea", "\\boxed{3}", 0),
-    ],
-)
-def test_math_verify_knows_mathematics(completion, reference, right):
+def test_math_verify_knows_mathematics():
     pytest.importorskip("math_verify")
-    assert REWARDS["math_verify"](completions=[completion], answer=[reference]) == [right]
+    completions, references, right = map(list, zip(*MATHEMATICS, strict=True))
+    assert REWARDS["math_verify"](completions=completions, answer=references) == right

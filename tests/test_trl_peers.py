@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 import yaml
-from conftest import tiny_ouro
+from conftest import assert_same_weights, tiny_ouro
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, initialize_lora_eva_weights
 from torch.nn import functional as F
@@ -32,15 +32,9 @@ from loopdropout_trainer import (
 
 pytestmark = pytest.mark.peer
 COMMON = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-}
+    "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no",
+    "bf16": False, "use_cpu": True, "gradient_checkpointing": False,
+}  # fmt: skip
 GRPO = {**COMMON, "num_generations": 2, "max_completion_length": 5, "temperature": 0.9}
 DPO = {**COMMON, "per_device_train_batch_size": 2}
 EXACT = {"rule": "lora", "remove_padding": False, "fused_lora": False}
@@ -77,38 +71,30 @@ def with_log(completions, log_metric, log_extra, **columns):
     return codes(completions)
 
 
-def same_weights(ours, theirs):
-    want = get_peft_model_state_dict(theirs.model)
-    assert want.keys() == get_peft_model_state_dict(ours.model).keys()
-    for name, weight in get_peft_model_state_dict(ours.model).items():
-        torch.testing.assert_close(weight, want[name], rtol=0, atol=0, msg=name)
-
-
 def has_trained(trainer):
     weights = get_peft_model_state_dict(trainer.model)
     assert all(bool(torch.isfinite(weight).all()) for weight in weights.values())
     assert any(bool((weight != 0).any()) for name, weight in weights.items() if "lora_B" in name)
 
 
+GRPO_FIELDS = [
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"}, {"steps_per_generation": 2, "beta": 0.05},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1}, {"entropy_coef": 0.01},
+    {"num_iterations": 2, "epsilon_high": 0.3, "delta": 1.5}, {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
+    {"scale_rewards": "batch", "top_entropy_quantile": 0.5}, {"scale_rewards": "none", "mask_truncated_completions": True},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("fields", "rewards", "data"),
     [
         *(({"loss_type": kind}, codes, PROMPTS) for kind in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo")),
-        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, codes, PROMPTS),
-        ({"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1}, codes, PROMPTS),
-        ({"num_iterations": 2, "epsilon_high": 0.3, "delta": 1.5}, codes, PROMPTS),
-        ({"steps_per_generation": 2, "beta": 0.05}, codes, PROMPTS),
-        ({"scale_rewards": "batch", "top_entropy_quantile": 0.5}, codes, PROMPTS),
-        ({"scale_rewards": "none", "mask_truncated_completions": True}, codes, PROMPTS),
-        ({"entropy_coef": 0.01}, codes, PROMPTS),
-        ({"off_policy_mask_threshold": 0.5, "num_iterations": 2}, codes, PROMPTS),
+        *((fields, codes, PROMPTS) for fields in GRPO_FIELDS),
         ({"shuffle_dataset": False, "log_completions": False}, with_log, PROMPTS),
         ({"reward_weights": [0.7, 0.3]}, [codes, of_a_column], PROMPTS),
         ({"multi_objective_aggregation": "normalize_then_sum"}, [codes, of_a_column], PROMPTS),
-        ({}, [sometimes], PROMPTS),
-        ({}, [asynchronous, codes], PROMPTS),
-        ({}, codes, TURNS),
-        ({}, codes, PROMPTS.to_iterable_dataset()),
+        *(({}, rewards, PROMPTS) for rewards in ([sometimes], [asynchronous, codes])),
+        *(({}, codes, data) for data in (TURNS, PROMPTS.to_iterable_dataset())),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
@@ -137,22 +123,18 @@ def test_grpo(tokenizer, tmp_path, fields, rewards, data):
 
     ours = train(Keeping, LoopDropoutGRPOConfig, **EXACT)
     theirs = train(Fed, GRPOConfig, default_peft_config(tiny_ouro()))
-    same_weights(ours, theirs)
+    assert_same_weights(ours, theirs)
     has_trained(train(LoopDropoutGRPOTrainer, LoopDropoutGRPOConfig))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({"loss_type": kind} for kind in ("sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sppo_hard")),
-        {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.2]},
-        {"beta": 0.3, "label_smoothing": 0.1},
-        {"precompute_ref_log_probs": True},
-        {"gradient_accumulation_steps": 2},
-        {"max_length": 4},
-    ],
-    ids=str,
-)
+DPO_FIELDS = [
+    *({"loss_type": kind} for kind in ("sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sppo_hard")),
+    {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.2]}, {"beta": 0.3, "label_smoothing": 0.1},
+    {"precompute_ref_log_probs": True}, {"gradient_accumulation_steps": 2}, {"max_length": 4},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", DPO_FIELDS, ids=str)
 def test_dpo(tokenizer, tmp_path, fields):
     def train(cls, config, peft_config=None, **more):
         args = config(str(tmp_path), **{**DPO, **fields, **more})
@@ -161,7 +143,7 @@ def test_dpo(tokenizer, tmp_path, fields):
         return trainer
 
     ours = train(LoopDropoutDPOTrainer, LoopDropoutDPOConfig, **EXACT)
-    same_weights(ours, train(DPOTrainer, DPOConfig, default_peft_config(tiny_ouro())))
+    assert_same_weights(ours, train(DPOTrainer, DPOConfig, default_peft_config(tiny_ouro())))
     has_trained(train(LoopDropoutDPOTrainer, LoopDropoutDPOConfig))
 
 
@@ -318,7 +300,7 @@ def test_sft(tokenizer, tmp_path, monkeypatch, feature):
 
     ours, log, result = train(LoopDropoutSFTTrainer, LoopDropoutConfig, **EXACT)
     theirs, their_log, wanted = train(SFTTrainer, SFTConfig)
-    same_weights(ours, theirs)
+    assert_same_weights(ours, theirs)
     assert result == wanted
     for mine, other in zip(log, map(without_times, their_log), strict=True):
         assert {name: mine[name] for name in other} == pytest.approx(other, rel=1e-6)

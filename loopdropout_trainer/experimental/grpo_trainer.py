@@ -38,15 +38,9 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     they are trained on. docs/reinforcement.md says what that does to the importance ratio.
 
     Args:
-        model: looped model, PEFT model over one, or the name or path of one.
         reward_funcs: as for `GRPOTrainer`; `loopdropout_trainer.experimental.rewards` has some.
         args: `LoopDropoutGRPOConfig`; a plain `GRPOConfig` gets the paper's default rule.
-        peft_config: LoRA adapter; default: the paper's (`default_peft_config`).
-        others: all other arguments of `GRPOTrainer`, under its names or in its order.
-
-    Raises:
-        NotLoopedError: for a model without loops.
-        ValueError: for an adapter or a rule that cannot be trained so; before weights are loaded if `model` is a name.
+        others: as for `LoopDropoutSFTTrainer`, which raises the same errors; or under `GRPOTrainer`'s names or in its order.
     """
 
     _tag_names = ["trl", "grpo", "loop-dropout"]
@@ -67,40 +61,35 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     def _check_model(self, looped: LoopedModelMixin) -> None:
         """Refuse a model, or gates of a rule, by which scores would not be those that are compared."""
         name, args, rule = type(looped).__name__, self.args, self.rule
-        if getattr(looped.config, "prefix_lm", False):
-            raise ValueError(
-                f"{name} reads its prompts in both directions (`prefix_lm`), which GRPO's scores of completions do not: use "
-                "SFT or DPO."
-            )
-        if looped.trains_at_one_depth and args.loop_loss != "final":
-            raise ValueError(f"{name} trains on its final loop: leave `loop_loss` at 'final'.")
-        if args.scores_old and args.old_gates == "same" and (rule.passes > 1 or rule.wants_sensitivity):
-            raise ValueError(
-                f"The rule {rule.name!r} changes a completion's gates while it is trained on, so that none are those of its "
-                "old log-probabilities: set `old_gates: unit`, or generate anew for each optimizer step "
-                "(`num_iterations: 1`, and `steps_per_generation` as `gradient_accumulation_steps`)."
-            )
-        if "ref" in self.model.peft_config and args.reference_gates == "same" and rule.adapter != "gated":
-            raise ValueError(
-                f"The rule {rule.name!r} has an adapter of its own kind, whose frozen copy takes no gates: set "
-                "`reference_gates: unit`."
-            )
+        for refused, reason in (
+            (getattr(looped.config, "prefix_lm", False),
+             f"{name} reads its prompts in both directions (`prefix_lm`), which GRPO's scores of completions do not: use "
+             "SFT or DPO."),
+            (looped.trains_at_one_depth and args.loop_loss != "final",
+             f"{name} trains on its final loop: leave `loop_loss` at 'final'."),
+            (args.scores_old and args.old_gates == "same" and (rule.passes > 1 or rule.wants_sensitivity),
+             f"The rule {rule.name!r} changes a completion's gates while it is trained on, so that none are those of its old "
+             "log-probabilities: set `old_gates: unit`, or generate anew for each optimizer step (`num_iterations: 1`, and "
+             "`steps_per_generation` as `gradient_accumulation_steps`)."),
+            ("ref" in self.model.peft_config and args.reference_gates == "same" and rule.adapter != "gated",
+             f"The rule {rule.name!r} has an adapter of its own kind, whose frozen copy takes no gates: set "
+             "`reference_gates: unit`."),
+        ):  # fmt: skip
+            if refused:
+                raise ValueError(reason)
 
     def _choose_decoding(self) -> str:
         """Return the form of decoding that is used without vLLM, and say why if it is not the one that was asked for."""
         args = self.args
-        if args.completion_decoding == "generate":
-            return "generate"
-        reasons = {
-            why_unsupported(find_looped_model(self.model)): True,
-            "ZeRO-3 and FSDP shard the weights": shards_weights(args),
-            "`repetition_penalty` and `generation_kwargs` are its own": bool(args.generation_kwargs)
-            or args.repetition_penalty != 1,
-        }
-        reason = next((reason for reason, holds in reasons.items() if reason and holds), None)
-        if reason is not None and not args.use_vllm:
+        is_generates_own = bool(args.generation_kwargs) or args.repetition_penalty != 1
+        reason = (
+            why_unsupported(find_looped_model(self.model))
+            or (shards_weights(args) and "ZeRO-3 and FSDP shard the weights")
+            or (is_generates_own and "`repetition_penalty` and `generation_kwargs` are its own")
+        )
+        if reason and not args.use_vllm and args.completion_decoding != "generate":
             logger.warning(f"Completions are decoded by transformers' `generate`: {reason} (`completion_decoding`).")
-        return args.completion_decoding if reason is None else "generate"
+        return "generate" if reason else args.completion_decoding
 
     @staticmethod
     def dataset_formats(args: LoopDropoutGRPOConfig) -> list[set[str]]:
@@ -220,12 +209,6 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     # Rules with several passes over a micro-batch
 
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        if "num_tokens" in self._metrics["train"]:
-            self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]  # TRL's: sampled, not trained on
-        return loss
-
     def _run_pass(self, *args) -> torch.Tensor:
         step = self._step
         loss = super()._run_pass(*args)
@@ -257,9 +240,9 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         place = f"{self.accelerator.process_index}_of_{self.accelerator.num_processes}"
         return Path(folder) / f"completions_{place}.safetensors"
 
-    def save_progress(self, folder: Path) -> None:
+    def _save_rng_state(self, output_dir: str) -> None:
         """Also write the micro-batches so far, and the completions that are still to be trained on, if there are any."""
-        super().save_progress(folder)
+        super()._save_rng_state(output_dir)
         is_in_use = self._step % self.args.generates_every != 0
         tensors = {
             f"{index}.{name}": tensor.contiguous().clone()
@@ -267,16 +250,14 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
             for name, tensor in batch.items()
             if torch.is_tensor(tensor)
         }
-        save_file(tensors, self._completions_file(folder), {"micro_batches": str(self._step)})
+        save_file(tensors, self._completions_file(output_dir), {"micro_batches": str(self._step)})
 
-    def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
-        place = super()._init_training_state(
-            max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+    def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial):
+        place = super()._init_training_state(max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial)
         self._step, self._buffered_inputs = 0, None
-        if resume_from_checkpoint is None:
+        if checkpoint is None:
             return place
-        file = self._completions_file(resume_from_checkpoint)
+        file = self._completions_file(checkpoint)
         if not file.is_file():  # also with another number of processes
             logger.warning(f"There is no {file}: completions in use are generated again, by the checkpoint's weights.")
             self._step = self.state.global_step * self.args.gradient_accumulation_steps

@@ -60,8 +60,7 @@ class LoopDropoutArguments:
 
     rule: str = HfArg(
         default="loop_dropout",
-        help="How gates are drawn in training: `loop_dropout` (the paper's method), `lora` (unit gates), or another; "
-        "`python -m loopdropout_trainer.gates` lists them with their fields.",
+        help="How gates are drawn in training; `python -m loopdropout_trainer.gates` lists the rules with their fields.",
     )
     p: list[float] | None = HfArg(
         default=None,
@@ -77,45 +76,39 @@ class LoopDropoutArguments:
     )
     remove_padding: bool = HfArg(
         default=True,
-        help="In training, run the examples of a micro-batch packed in one row, without their padding, each attending to "
-        "itself only: the same result in less time and memory.",
+        help="In training, run the examples of a micro-batch packed in one row, without padding, each attending to itself.",
     )
     skip_frozen_loops: bool = HfArg(
         default=True,
-        help="Run an example's loops before its first active gate without gradient and adapter: the same result in less "
-        "time and memory. Needs `remove_padding`; off by itself under ZeRO and FSDP, and where more than the adapter is "
-        "trained.",
+        help="Run an example's loops before its first active gate without gradient and adapter. Needs `remove_padding`; off "
+        "by itself under ZeRO and FSDP, and where more than the adapter is trained.",
     )
     fused_lora: bool = HfArg(
         default=True,
-        help="Compute adapted projections of one input, with their gradients, in one function that keeps its input and what "
-        "has the adapter's rank. Off by itself under ZeRO and FSDP.",
+        help="Compute adapted projections of one input in one function that keeps little. Off by itself under ZeRO and FSDP.",
     )
     recompute_pointwise: bool = HfArg(
         default=False,
-        help="Compute norms and activations of the recurrent block once more in the backward pass, instead of keeping their "
-        "results: the same gradients in less memory. `gradient_checkpointing` recomputes whole layers: still less memory, at "
-        "the price of another forward pass.",
+        help="Compute norms and activations of the recurrent block once more in the backward pass, which takes less memory; "
+        "`gradient_checkpointing` recomputes whole layers: still less, at the price of another forward pass.",
     )
     gradient_checkpointing: bool | None = HfArg(
         default=None,
-        help="Whether to compute layers again in the backward pass, which takes less memory and about 1.4 of the time. "
-        "Default: only if a step's activations would not fit the device, by an estimate; under DeepSpeed, FSDP and "
-        "`torch_compile`, TRL's: yes.",
+        help="Whether to compute layers again in the backward pass: less memory, about 1.4 of the time. Default: only if a "
+        "step would not fit the device, by an estimate; under DeepSpeed, FSDP and `torch_compile`: yes.",
         metadata={"nargs": "?", "const": True},
     )
     compile_layers: bool = HfArg(
         default=False,
-        help="In training, compile the repeated layer with `torch.compile`: once for all layers, loops and lengths. The "
-        "first step takes longer. For GPUs; needs `remove_padding` and a single process or DDP.",
+        help="In training, compile the repeated layer, once for all layers, loops and lengths. For GPUs; needs "
+        "`remove_padding` and a single process or DDP.",
     )
     stop_on_nan: bool = HfArg(
         default=True, help="Stop, before the step is taken, when the loss or a gradient is NaN or infinite."
     )
     resume_with_changed_settings: bool = HfArg(
         default=False,
-        help="Resume also from a checkpoint of a run with other settings, data or weights, or train in its folder. It is "
-        "refused otherwise, and the differences are named; training for longer is always allowed.",
+        help="Go on from a checkpoint of other settings, data or weights, or in its folder, which is refused otherwise.",
     )
     loraplus_lr_ratio: float | None = HfArg(
         default=None,

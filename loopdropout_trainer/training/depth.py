@@ -8,13 +8,14 @@ equally deep, and neither the split into micro-batches nor a resume changes a dr
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
+import scipy.stats
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
 from loopdropout_trainer.gates import GateRule
@@ -57,10 +58,11 @@ def relative_weights(weights: Sequence[float] | None, name: str) -> tuple[float,
     return tuple(value / sum(values) for value in values)
 
 
+@dataclass(frozen=True)
 class DepthSampler:
-    """Base of all samplers. A subclass is a dataclass whose fields are those of `depth_sampling_args`."""
+    """The model's own depth K in every step; the base of all samplers, whose fields are those of `depth_sampling_args`."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "fixed"
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         """Return the least and the greatest depth of a model whose own depth is K = `num_loops`.
@@ -68,23 +70,10 @@ class DepthSampler:
         Raises:
             ValueError: if the sampler's fields do not fit the model.
         """
-        raise NotImplementedError
-
-    def sample(self, u: Sequence[float], num_loops: int) -> int:
-        """Return a depth, from two uniforms in [0, 1) and the model's own depth K."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Fixed(DepthSampler):
-    """The model's own depth K in every step."""
-
-    name = "fixed"
-
-    def limits(self, num_loops: int) -> tuple[int, int]:
         return num_loops, num_loops
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
+        """Return a depth, from two uniforms in [0, 1) and the model's own depth K."""
         return num_loops
 
 
@@ -138,12 +127,8 @@ class LogNormalPoisson(DepthSampler):
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
         rate = num_loops if self.rate is None else self.rate
-        normal = torch.special.ndtri(torch.tensor(u[0] + 2.0**-54, dtype=torch.float64))
-        mean = torch.exp(math.log(rate) - self.sigma**2 / 2 + self.sigma * normal)  # of the Poisson distribution
-        reachable = math.ceil(mean + 10 * mean.sqrt() + 40)  # more has a probability below 2^-53, a uniform's last bit
-        counts = torch.arange(min(self.most, reachable), dtype=torch.float64)
-        below = torch.special.gammaincc(counts + 1, mean)  # P(count <= 0), P(count <= 1), ...
-        return min(int((below <= u[1]).sum()) + 1, self.most)
+        tau = math.log(rate) - self.sigma**2 / 2 + self.sigma * scipy.stats.norm.ppf(u[0] + 2.0**-54)
+        return min(int(scipy.stats.poisson.ppf(u[1], math.exp(tau))) + 1, self.most) if u[1] else 1
 
 
 @dataclass(frozen=True)
@@ -163,22 +148,19 @@ class WeightedDepth(DepthSampler):
         weights = relative_weights([1] * len(depths) if self.weights is None else self.weights, "weights")
         if len(weights) != len(depths):
             raise ValueError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")
-        object.__setattr__(self, "weights", weights)
-
-    @property
-    def _used(self) -> dict[int, float]:
-        return {depth: weight for depth, weight in zip(self.depths, self.weights, strict=True) if weight > 0}
+        used = {depth: weight for depth, weight in zip(depths, weights, strict=True) if weight > 0}
+        object.__setattr__(self, "depths", [*used])
+        object.__setattr__(self, "weights", [*used.values()])
 
     def limits(self, num_loops: int) -> tuple[int, int]:
-        return min(self._used), max(self._used)
+        return min(self.depths), max(self.depths)
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
-        totals = itertools.accumulate(self._used.values())
-        reached = (depth for depth, total in zip(self._used, totals, strict=True) if u[0] < total)
-        return next(reached, [*self._used][-1])  # the weights' sum may be rounded below 1
+        reached = bisect.bisect(list(itertools.accumulate(self.weights)), u[0])
+        return self.depths[min(reached, len(self.depths) - 1)]  # the weights' sum may be rounded below 1
 
 
-DEPTH_SAMPLERS = {cls.name: cls for cls in (Fixed, UniformDepth, LogNormalPoisson, WeightedDepth)}
+DEPTH_SAMPLERS = {cls.name: cls for cls in (DepthSampler, UniformDepth, LogNormalPoisson, WeightedDepth)}
 
 
 def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,67 +30,63 @@ CHECKPOINTING_FIELDS = tuple(
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for layouts in which an example's place in the global batch, or in its row, is not known."""
-    if getattr(args, "packing", False) and args.packing_strategy != "bfd":
-        raise ValueError(
-            f"`packing_strategy` {args.packing_strategy!r} cuts examples in two, and one example has one gate vector: "
-            "use 'bfd', which never cuts one."
-        )
-    if args.recompute_pointwise:
-        excluded = {
-            "`gradient_checkpointing`, which recomputes whole layers": args.gradient_checkpointing,
-            "compilation, which chooses by itself what to recompute": args.torch_compile or args.compile_layers,
-            "ZeRO-3 and FSDP, which take weights away that are needed again": shards_weights(args),
-        }
-        for other in (name for name, found in excluded.items() if found):
-            raise ValueError(f"`recompute_pointwise` cannot be combined with {other}: leave one of them out.")
-    parallelism = getattr(args, "parallelism_config", None)
-    for size in ("tp_size", "cp_size", "sp_size"):
-        if (getattr(parallelism, size, 1) or 1) > 1:
-            raise ValueError(
-                f"`parallelism_config.{size}` above 1 is not supported: several processes would share rows."
-            )
-    if args.ddp_static_graph and args.gradient_accumulation_steps > 1:
-        raise ValueError(
-            "`ddp_static_graph` fails with `gradient_accumulation_steps` above 1, where only the last micro-batch "
-            "synchronises gradients: leave it out."
-        )
+    recomputes, parallelism = args.recompute_pointwise, getattr(args, "parallelism_config", None)
+    shared = [size for size in ("tp_size", "cp_size", "sp_size") if (getattr(parallelism, size, 1) or 1) > 1]
+    no_pointwise = "`recompute_pointwise` cannot be combined with {}: leave one of them out."
+    for refused, reason in (
+        (getattr(args, "packing", False) and args.packing_strategy != "bfd",
+         f"`packing_strategy` {getattr(args, 'packing_strategy', None)!r} cuts examples in two, and one example has one gate "
+         "vector: use 'bfd', which never cuts one."),
+        (recomputes and args.gradient_checkpointing,
+         no_pointwise.format("`gradient_checkpointing`, which recomputes whole layers")),
+        (recomputes and (args.torch_compile or args.compile_layers),
+         no_pointwise.format("compilation, which chooses by itself what to recompute")),
+        (recomputes and shards_weights(args),
+         no_pointwise.format("ZeRO-3 and FSDP, which take weights away that are needed again")),
+        (shared, f"`parallelism_config.{' and '.join(shared)}` above 1 is not supported: several processes would share rows."),
+        (args.ddp_static_graph and args.gradient_accumulation_steps > 1,
+         "`ddp_static_graph` fails with `gradient_accumulation_steps` above 1, where only the last micro-batch synchronises "
+         "gradients: leave it out."),
+    ):  # fmt: skip
+        if refused:
+            raise ValueError(reason)
 
 
 def check_processes(accelerator: Accelerator) -> None:
     """Raise ValueError for a launch whose processes would train on their own, each to another result."""
-    launched = int(os.environ.get("WORLD_SIZE", 1))
+    launched, kind = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type
     if launched != accelerator.num_processes:
         raise ValueError(
             f"This is one of {launched} launched processes, but it found {accelerator.num_processes}: they would train "
             "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe; for a single "
             "process unset WORLD_SIZE."
         )
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return
-    if accelerator.distributed_type != DistributedType.FSDP:
+    if _asks_for_fsdp() and kind != DistributedType.FSDP:
         raise ValueError(
-            f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value}, whose processes would not "
-            "share gradients: FSDP needs several processes with an accelerator each."
+            f"FSDP was asked for, but accelerate runs {kind.value}, whose processes would not share gradients: FSDP needs "
+            "several processes with an accelerator each."
         )
-    if "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
+    if _asks_for_fsdp() and "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
         raise ValueError(
             "`fsdp_state_dict_type` SHARDED_STATE_DICT would save no adapter that can be loaded: set FULL_STATE_DICT."
         )
 
 
+def _asks_for_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 def shards_weights(args: TrainingArguments) -> bool:
     """Return whether each process holds a part of the frozen weights only: under ZeRO-3 and FSDP."""
     plugin = args.deepspeed_plugin
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    return fsdp or (plugin is not None and plugin.zero_stage == 3)
+    return _asks_for_fsdp() or (plugin is not None and plugin.zero_stage == 3)
 
 
 def non_reentrant_checkpointing(args: TrainingArguments) -> None:
-    """Make gradient checkpointing non-reentrant under both names of its field.
+    """Make gradient checkpointing non-reentrant under both names of its field, in dicts of their own.
 
-    Reentrant checkpointing reports the gradient of a layer once for each of its K runs: DDP fails or its ranks drift
-    apart, ZeRO-3 sums wrongly. TRL asks for it under ZeRO-3 with an adapter, in the dict that the user may have given, so
-    both names get a dict of their own after TRL's constructor.
+    Reentrant checkpointing, which TRL asks for under ZeRO-3, reports the gradient of a layer once for each of its K runs:
+    DDP fails or its ranks drift apart, ZeRO-3 sums wrongly.
     """
     fields = [f"{name}_kwargs" for name in CHECKPOINTING_FIELDS]
     given = next((getattr(args, name) for name in fields if getattr(args, name)), {})
@@ -126,7 +122,7 @@ class EveryExampleOnceMixin:
     """
 
     _ends_with_a_filler = False
-    _evaluated: list[torch.Tensor]  # [2] of each batch: its loss, summed over tokens, and their number
+    _evaluated: torch.Tensor  # [2] in float64: the loss, summed over this process's tokens, and their number
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -147,15 +143,15 @@ class EveryExampleOnceMixin:
         loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and "labels" in inputs:
             tokens = (inputs["labels"][:, 1:] != IGNORED).sum().to(loss.device)
-            self._evaluated.append(torch.stack([torch.where(tokens > 0, loss.float() * tokens, 0), tokens]))
+            self._evaluated += torch.stack([torch.where(tokens > 0, loss.float() * tokens, 0), tokens]).double().cpu()
         return loss, *others
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        self._evaluated = []
+        self._evaluated = torch.zeros(2, dtype=torch.float64)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if name in output.metrics:
-            total, tokens = sum_over_processes(self.accelerator, self._evaluated, 2)
+            total, tokens = map(sum, zip(*gather_object([self._evaluated.tolist()]), strict=True))
             if tokens > 0:
                 output.metrics[name] = total / tokens
         return output
@@ -165,29 +161,6 @@ IGNORED = -100
 """The label of a token that is not trained on."""
 
 
-def real_rows(accelerator: Accelerator, rows: int) -> int:
-    """Return how many of `rows`, the rows of this process's batch, are not repeated ones, inside a loop over a dataloader.
-
-    accelerate fills the last batches of an evaluation with rows of the dataset's beginning, so that all processes have the
-    same number of full batches. The rows of one round lie side by side, by process.
-    """
-    state = accelerator.gradient_state
-    if not state.end_of_dataloader or state.remainder <= 0:  # of a stream, whose length is not known, it is -1
-        return rows
-    return min(max(state.remainder - accelerator.process_index * rows, 0), rows)
-
-
-def sum_over_processes(accelerator: Accelerator, parts: Sequence[torch.Tensor], size: int) -> list[float]:
-    """Return the sum of vectors [size] over all that all processes have; a collective call.
-
-    It is one that no order of the parts changes: each process's sum is made in float64.
-    """
-    total = torch.zeros(size, dtype=torch.float64)
-    if parts:
-        total = torch.stack([part.detach().cpu().double() for part in parts]).sum(dim=0)
-    return [sum(each) for each in zip(*gather_object([total.tolist()]), strict=True)]
-
-
 def example_index(position_ids: torch.Tensor, num_examples: int) -> torch.Tensor:
     """Return for each token of packed rows [B, S] the index of its example; padding counts as a part of the last one."""
     starts = example_starts(position_ids)  # [B, S]
@@ -195,17 +168,22 @@ def example_index(position_ids: torch.Tensor, num_examples: int) -> torch.Tensor
 
 
 def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch in which the labels of repeated rows are ignored; in a packed batch, those of their examples."""
-    labels, packed = inputs.get("labels"), inputs.get("example_ids")
-    if labels is None:
+    """Return a batch in which the labels of repeated rows are ignored; in a packed batch, those of their examples.
+
+    accelerate fills the last batches of an evaluation with rows of the dataset's beginning, so that all processes have the
+    same number of full batches. The rows of one round lie side by side, by process.
+    """
+    labels, packed, state = inputs.get("labels"), inputs.get("example_ids"), accelerator.gradient_state
+    if (
+        labels is None or not state.end_of_dataloader or state.remainder <= 0
+    ):  # of a stream, whose length is not known, it is -1
         return inputs
-    if packed is None:
-        repeated = torch.arange(len(labels)).unsqueeze(1) >= real_rows(accelerator, len(labels))  # [B, 1]
-    else:
-        rows = packed[:, 0].cpu()  # [N], of the dataset, in which the examples were
-        repeated = rows >= real_rows(accelerator, int(rows[-1]) + 1)
-        repeated = repeated[example_index(inputs["position_ids"], len(rows)).cpu()]  # [B, S]
-    return {**inputs, "labels": labels.masked_fill(repeated.to(labels.device), IGNORED)}
+    rows = torch.arange(len(labels)) if packed is None else packed[:, 0].cpu()  # [N] of the examples
+    repeated = rows >= state.remainder - accelerator.process_index * (int(rows[-1]) + 1)
+    of_tokens = (
+        rows.unsqueeze(1) if packed is None else example_index(inputs["position_ids"], len(rows)).cpu()
+    )  # [B, 1 or S]
+    return {**inputs, "labels": labels.masked_fill(repeated[of_tokens].to(labels.device), IGNORED)}
 
 
 class _EveryExampleOnce(BatchSamplerShard):
@@ -268,12 +246,11 @@ def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tenso
         example_ids: of the packed examples, or None for one example in each row.
     """
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-    if example_ids is not None:
-        if positions is None or mask is not None:
-            fault = "without `position_ids`" if positions is None else "with an `attention_mask`"
-            raise ValueError(f"A packed micro-batch came {fault}: attention would run across its examples.")
-        return
-    if positions is None:
+    if example_ids is not None and (positions is None or mask is not None):
+        raise ValueError(
+            "A packed micro-batch needs `position_ids` and no `attention_mask`: attention would run across its examples."
+        )
+    if example_ids is not None or positions is None:
         return
     starts = example_starts(positions)[:, 1:]  # [B, S - 1], whether an example begins right after another token
     if mask is not None and mask.dim() == 2:

@@ -25,14 +25,8 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, DPOTrainer):
     of a pretrained adapter at unit gates, or a reference model of its own.
 
     Args:
-        model: looped model, PEFT model over one, or the name or path of one.
         args: `LoopDropoutDPOConfig`; a plain `DPOConfig` gets the paper's default rule.
-        peft_config: LoRA adapter; default: the paper's (`default_peft_config`).
-        others: all other arguments of `DPOTrainer`, under its names or in its order.
-
-    Raises:
-        NotLoopedError: for a model without loops.
-        ValueError: for an adapter or a rule that cannot be trained so; before weights are loaded if `model` is a name.
+        others: as for `LoopDropoutSFTTrainer`, which raises the same errors; or under `DPOTrainer`'s names or in its order.
     """
 
     _tag_names = ["trl", "dpo", "loop-dropout"]

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
@@ -36,16 +36,6 @@ from loopdropout_trainer.training.preflight import check_dataset, check_run, com
 
 
 logger = logging.get_logger(__name__)
-
-
-def scaled_peft_config(config: LoraConfig, factor: float) -> LoraConfig:
-    """Return a copy of `config` whose updates have `factor` times the strength; the same config for 1."""
-    if factor == 1:
-        return config
-    scaled = copy.copy(config)
-    scaled.lora_alpha = config.lora_alpha * factor
-    scaled.alpha_pattern = {name: alpha * factor for name, alpha in config.alpha_pattern.items()}
-    return scaled
 
 
 class GateSamplingMixin:
@@ -76,7 +66,9 @@ class GateSamplingMixin:
             before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         else:
             peft_config = complete_peft_config(peft_config, config if isinstance(model, str) else model)
-            peft_config = scaled_peft_config(peft_config, self.rule.alpha_factor)
+            if (factor := self.rule.alpha_factor) != 1:
+                peft_config.lora_alpha *= factor
+                peft_config.alpha_pattern = {name: alpha * factor for name, alpha in peft_config.alpha_pattern.items()}
         if not given.get("formatting_func"):
             check_dataset(given.get("train_dataset"), self.dataset_formats(args))
         given["args"], given["peft_config"] = args, peft_config
@@ -116,7 +108,6 @@ class GateSamplingMixin:
         self._pass_index = 0
         self.training_policy = self._find_training_policy()
         self._compile_layers()
-        self._logged = (0, 0.0)  # tokens and seconds at the last log
 
     @property
     def num_loops(self) -> int:
@@ -153,12 +144,10 @@ class GateSamplingMixin:
         """Run the rule's passes over one micro-batch; nearly every rule has one."""
         passes, tokens, loss = self.rule.passes, self._total_train_tokens, 0.0
         for self._pass_index in range(passes):
+            self._total_train_tokens = tokens  # which TRL counts in every pass
             is_last = self._pass_index == passes - 1
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 loss = loss + self._run_pass(model, copy.copy(inputs), num_items_in_batch)
-        if passes > 1:  # TRL counted the tokens in every pass
-            self._total_train_tokens = tokens + (self._total_train_tokens - tokens) // passes
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return loss
 
     def _run_pass(self, *args) -> torch.Tensor:
@@ -206,15 +195,6 @@ class GateSamplingMixin:
         self.optimizer = create_loraplus_optimizer(model, optimizer_class, **fields)
         return self.optimizer
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            now = (self._total_train_tokens, self.step_callback.train_seconds)
-            tokens, seconds = (new - old for new, old in zip(now, self._logged, strict=True))
-            self._logged = now
-            if tokens > 0 and seconds > 0:
-                logs["tokens_per_second"] = round(tokens / seconds, 1)
-        super().log(logs, start_time)
-
     def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_ids: torch.Tensor | None) -> None:
         ids = self.example_ids_of(inputs) if packed_ids is None else packed_ids.tolist()
         segments = None if packed_ids is None else example_index(inputs["position_ids"], len(ids))  # [B, S]
@@ -259,33 +239,31 @@ class GateSamplingMixin:
         """Return how micro-batches may run in training, and say so if they cannot run as they were asked to."""
         args, parameters = self.args, None
         packs = args.remove_padding and not args.torch_compile and find_looped_model(self.model).can_pack
-        if packs and args.skip_frozen_loops:
-            parameters = trained_lora_parameters(self.model) if may_skip_loops(self.accelerator, args) else None
-            if parameters is None:
-                logger.warning_once(
-                    "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that "
-                    "is trained."
-                )
+        if packs and args.skip_frozen_loops and may_skip_loops(self.accelerator, args):
+            parameters = trained_lora_parameters(self.model)
+        if packs and args.skip_frozen_loops and parameters is None:
+            logger.warning_once(
+                "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that is "
+                "trained."
+            )
         return TrainingPolicy(packs, parameters)
 
     def _compile_layers(self) -> None:
         """Compile what is to be compiled, and say which optimisations are in use."""
         args, unsharded = self.args, has_unsharded_weights(self.accelerator)
         looped, policy = find_looped_model(self.model), self.training_policy
-        compiles = args.compile_layers and policy.packs and unsharded and looped.compile_layers()
-        if args.compile_layers and not compiles:
+        used = {
+            "remove_padding": policy.packs,
+            "skip_frozen_loops": policy.lora_parameters is not None,
+            "fused_lora": args.fused_lora and unsharded and looped.can_pack,
+            "compile_layers": args.compile_layers and policy.packs and unsharded and looped.compile_layers(),
+        }
+        if args.compile_layers and not used["compile_layers"]:
             logger.warning(
                 "`compile_layers` is off: it needs `remove_padding`, a single process or DDP, a model of this package, and no "
                 "`torch_compile`."
             )
-        optimisations = {
-            "remove_padding": policy.packs,
-            "skip_frozen_loops": policy.lora_parameters is not None,
-            "fused_lora": args.fused_lora and unsharded and looped.can_pack,
-            "compile_layers": compiles,
-        }
-        used = ", ".join(name for name, is_used in optimisations.items() if is_used)
-        logger.info(f"Optimisations in use: {used or 'none'}.")
+        logger.info(f"Optimisations in use: {', '.join(name for name, is_used in used.items() if is_used) or 'none'}.")
 
     def _next_row(self) -> int:
         """Return the index of this micro-batch's first row in the optimizer step's global batch."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
-from torch import nn
 
 from loopdropout_trainer.gates.probabilities import check_range
 from loopdropout_trainer.looped import LoopedModelMixin
@@ -25,15 +24,16 @@ from loopdropout_trainer.training.depth import relative_weights
 Readouts = tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True)
 class LoopLoss:
-    """Base of all losses. A subclass is a dataclass whose fields are those of `loop_loss_args`.
+    """The final loop's loss (Algorithm 1); also the base of all losses, whose fields are those of `loop_loss_args`.
 
     Class attributes:
         scores_all: whether all loops that run are scored, or the last of them only.
     """
 
-    name: ClassVar[str]
-    scores_all: ClassVar[bool] = True
+    name: ClassVar[str] = "final"
+    scores_all: ClassVar[bool] = False
 
     def check(self, limits: tuple[int, int]) -> None:
         """Raise ValueError if the loss does not fit steps of the least to the greatest depth in `limits`."""
@@ -47,15 +47,7 @@ class LoopLoss:
 
     def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
         """Return the loops' weights, [L], or [L, B, S] for what follows each token, for L readouts [B, S, H]; sum 1."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Final(LoopLoss):
-    """The final loop's loss (Algorithm 1)."""
-
-    name = "final"
-    scores_all = False
+        return torch.ones(1)  # the final readout is the only one
 
 
 @dataclass(frozen=True)
@@ -63,20 +55,9 @@ class RandomLoop(LoopLoss):
     """The loss of one loop, drawn uniformly for each optimizer step; the loops behind it do not run."""
 
     name = "random"
-    scores_all = False
 
     def loops_to_run(self, u: Sequence[float], num_loops: int) -> int:
         return 1 + int(u[0] * num_loops)
-
-
-@dataclass(frozen=True)
-class UniformLoss(LoopLoss):
-    """The mean of all loops' losses: w_t = 1 / K."""
-
-    name = "uniform"
-
-    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
-        return torch.full((len(readouts),), 1 / len(readouts))
 
 
 @dataclass(frozen=True)
@@ -84,6 +65,7 @@ class Progressive(LoopLoss):
     """Later loops count more: w_t is proportional to t^power."""
 
     name = "progressive"
+    scores_all = True
     power: float = 1.0
 
     def __post_init__(self):
@@ -95,10 +77,19 @@ class Progressive(LoopLoss):
 
 
 @dataclass(frozen=True)
+class UniformLoss(Progressive):
+    """The mean of all loops' losses: w_t = 1 / K."""
+
+    name = "uniform"
+    power: float = field(default=0.0, init=False)
+
+
+@dataclass(frozen=True)
 class WeightedLoss(LoopLoss):
     """Weights of one's own, in proportion to the K numbers of `weights`."""
 
     name = "weighted"
+    scores_all = True
     loop_weights: tuple[float, ...] = ()
 
     def __post_init__(self):
@@ -125,6 +116,7 @@ class ExitWeighted(LoopLoss):
     """
 
     name = "exit"
+    scores_all = True
 
     def check_model(self, model: LoopedModelMixin) -> None:
         if not hasattr(model.base_model, "exit_distribution"):
@@ -139,7 +131,7 @@ class ExitWeighted(LoopLoss):
         return weights / weights.sum(dim=0)  # the gate may run in bfloat16
 
 
-LOOP_LOSSES = {cls.name: cls for cls in (Final, RandomLoop, UniformLoss, Progressive, WeightedLoss, ExitWeighted)}
+LOOP_LOSSES = {cls.name: cls for cls in (LoopLoss, RandomLoop, UniformLoss, Progressive, WeightedLoss, ExitWeighted)}
 
 
 def score_loops(model: LoopedModelMixin, loss: LoopLoss) -> None:
@@ -160,45 +152,32 @@ def score_loops(model: LoopedModelMixin, loss: LoopLoss) -> None:
             readouts = model.loop_readouts(*args, **kwargs)  # L of [B, S, H]
         else:
             readouts = (model.base_model(*args, use_cache=False, **kwargs).last_hidden_state,)
-        return _score(fused.__func__, model, readouts, loss.weights(model, readouts) if scores_all else None, labels)
+        weights = loss.weights(model, readouts) if scores_all else torch.ones(1)
+        return _score(fused.__func__, model, readouts, weights, labels)
 
     model.forward = types.MethodType(forward, model)
 
 
-def _score(fused, model: LoopedModelMixin, readouts: Readouts, weights: torch.Tensor | None, labels: torch.Tensor):
+def _score(fused, model: LoopedModelMixin, readouts: Readouts, weights: torch.Tensor, labels: torch.Tensor):
     """Return TRL's scores of the tokens [B, S - 1] that follow, from L readouts and their weights, [L] or [L, B, S]."""
     labels = labels[:, 1:]
     mask = labels != -100
     rows = mask.flatten().nonzero().squeeze(1)  # [n], of the tokens with a label
     scored = torch.cat([readout[:, :-1].flatten(0, 1).index_select(0, rows) for readout in readouts])  # [L n, H]
-    # One batch for TRL's head, which reads the two things of a model that `_Backbone` has.
-    backbone = _Backbone(scored.unsqueeze(0), model.get_output_embeddings())
     targets = labels.flatten()[rows].repeat(len(readouts)).unsqueeze(0)
-    scores = fused(backbone, fused_lm_head=True, shift_labels=targets)
+    # One batch for TRL's head, which reads two things of a model: its readouts, and the output embeddings.
+    outputs = types.SimpleNamespace(last_hidden_state=scored.unsqueeze(0))
+    has_run = types.SimpleNamespace(
+        base_model=lambda **inputs: outputs, get_output_embeddings=model.get_output_embeddings
+    )
+    scores = fused(has_run, fused_lm_head=True, shift_labels=targets)
     by_loop = scores.log_probs.view(len(readouts), len(rows))
-    log_probs = by_loop[0]
-    if weights is not None:
-        weights = weights[..., :-1].flatten(1)[:, rows] if weights.dim() == 3 else weights.unsqueeze(1)
-        log_probs = (weights.to(by_loop) * by_loop).sum(dim=0)
+    weights = weights[..., :-1].flatten(1)[:, rows] if weights.dim() == 3 else weights.unsqueeze(1)
     unpacked = lambda x: x.new_zeros(mask.shape).masked_scatter(mask, x)
     last = slice(scores.entropy.numel() - len(rows), None)
     return type(scores)(
-        log_probs=unpacked(log_probs),
+        log_probs=unpacked((weights.to(by_loop) * by_loop).sum(dim=0)),
         entropy=unpacked(scores.entropy[0, last]),
         is_top1=None if scores.is_top1 is None else unpacked(scores.is_top1[0, last]),
         label_mask=mask,
     )
-
-
-@dataclass
-class _Backbone:
-    """Stands for a model that has run already: its readouts as one batch, and its head."""
-
-    last_hidden_state: torch.Tensor
-    head: nn.Module
-
-    def base_model(self, **kwargs: Any) -> _Backbone:
-        return self
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head

@@ -63,8 +63,7 @@ def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: 
         model: looped model, or its config (nothing is loaded then).
         overrides: other fields of `LoraConfig`, or other values for these.
     """
-    fields = {"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM"}
-    config = LoraConfig(**{**fields, **overrides})
+    config = LoraConfig(**{"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM", **overrides})
     return config if "target_modules" in overrides else complete_peft_config(config, model)
 
 
@@ -78,8 +77,8 @@ def complete_peft_config(peft_config: PeftConfig | None, model: PreTrainedModel 
     """
     if peft_config is None:
         return default_peft_config(model)
+    peft_config = copy.copy(peft_config)  # the user's own may go to another model
     if isinstance(peft_config, LoraConfig) and peft_config.target_modules in (None, "all-linear"):
-        peft_config = copy.copy(peft_config)  # the user's own may go to another model
         names = _recurrent_linears(model)
         if peft_config.layers_to_transform is not None:  # which PEFT does not read for full names
             names = [name.rpartition(".")[2] for name in names]
@@ -135,8 +134,10 @@ def check_run(
 
 def _check_targets(peft_config: LoraConfig, model: PreTrainedModel | PreTrainedConfig) -> None:
     """Raise ValueError for a name in `target_modules` that is no linear projection of the recurrent block."""
-    linears = _recurrent_linears(model) if not isinstance(peft_config.target_modules, (str, type(None))) else []
-    for target in sorted(peft_config.target_modules or ()) if linears else ():
+    if not peft_config.target_modules or isinstance(peft_config.target_modules, str):
+        return
+    linears = _recurrent_linears(model)
+    for target in sorted(peft_config.target_modules):
         if not any(name == target or name.endswith(f".{target}") for name in linears):
             valid = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
             raise ValueError(
@@ -147,30 +148,25 @@ def _check_targets(peft_config: LoraConfig, model: PreTrainedModel | PreTrainedC
 
 def _check_parts(args: TrainingArguments) -> None:
     """Raise ValueError for parts of a training that cannot be built here, by building them around a single weight."""
-    layer = nn.Linear(1, 1)
+    layer, schedule = nn.Linear(1, 1), str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     optimizer, keywords = torch.optim.SGD(layer.parameters(), args.learning_rate), dict(args.lr_scheduler_kwargs or {})
     if not args.optim_target_modules:  # GaLore and APOLLO find their parameters in the model
         with user_supplied(f"`optim` {args.optim.value} with `optim_args` {shown(args.optim_args)} cannot be used"):
             optimizer_class, fields = Trainer.get_optimizer_cls_and_kwargs(args, layer)
             optimizer = optimizer_class(layer.parameters(), **fields)
-    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     with user_supplied(f"`lr_scheduler_type` {schedule} with `lr_scheduler_kwargs` {shown(keywords)} cannot be used"):
         scheduler = get_scheduler(schedule, optimizer, 2, 8, scheduler_specific_kwargs=keywords)
         for _ in range(8):
             optimizer.step()
             scheduler.step(*[1.0] * (schedule in ("reduce_lr_on_plateau", "greedy")))  # which look at the loss
     with user_supplied("The `dataloader_...` fields describe no data loader"):
-        DataLoader(
-            [0],
-            num_workers=args.dataloader_num_workers,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-        )
-    if args.torch_compile:
-        backend, mode = args.torch_compile_backend, args.torch_compile_mode
-        with user_supplied(f"`torch_compile_backend` {backend}, `torch_compile_mode` {mode} cannot be used"):
-            torch.compile(nn.Identity(), backend=backend, mode=mode)
+        names = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+        DataLoader([0], **{name: getattr(args, f"dataloader_{name}") for name in names})
+    compiler = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    with user_supplied(
+        "`torch_compile_backend` {backend}, `torch_compile_mode` {mode} cannot be used".format(**compiler)
+    ):
+        torch.compile(nn.Identity(), **compiler, disable=not args.torch_compile)
     with user_supplied(f"`report_to` {shown(args.report_to)} cannot be used"):
         for tracker in get_reporting_integration_callbacks(args.report_to):
             tracker()
@@ -179,15 +175,17 @@ def _check_parts(args: TrainingArguments) -> None:
             keywords = {**(getattr(args, field) or {}), "use_reentrant": False}
             others = {"every_n_layers", "offload"}  # transformers' own; TRL's `selective` does nothing over PEFT
             checkpoint(nn.Identity(), torch.zeros(1), **{key: keywords[key] for key in keywords.keys() - others})
-    if args.use_cpu and args.fp16:
-        raise ValueError("`fp16` needs a GPU, and this run is on a CPU: use `bf16: true`, or neither for float32.")
-    kernel = (args.model_init_kwargs or {}).get("attn_implementation")
-    if args.use_cpu and str(kernel).startswith(("flex_attention", "flash_attention")):
-        raise ValueError(f"`attn_implementation` {kernel} needs a GPU: use sdpa on a CPU.")
-    if kernel == "flash_attention_2" and not any(map(find_spec, ("flash_attn", "kernels"))):
-        raise ValueError(
-            f"`attn_implementation` {kernel} needs the Python package `flash_attn` (or `kernels`): use sdpa."
-        )
+    kernel = str((args.model_init_kwargs or {}).get("attn_implementation"))
+    for refused, reason in (
+        (args.use_cpu and args.fp16,
+         "`fp16` needs a GPU, and this run is on a CPU: use `bf16: true`, or neither for float32."),
+        (args.use_cpu and kernel.startswith(("flex_attention", "flash_attention")),
+         f"`attn_implementation` {kernel} needs a GPU: use sdpa on a CPU."),
+        (kernel == "flash_attention_2" and not any(map(find_spec, ("flash_attn", "kernels"))),
+         f"`attn_implementation` {kernel} needs the Python package `flash_attn` (or `kernels`): use sdpa."),
+    ):  # fmt: skip
+        if refused:
+            raise ValueError(reason)
 
 
 def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTrainedConfig:

@@ -56,19 +56,18 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
     def _check_depth_and_loss(self) -> None:
         looped = find_looped_model(self.model)
         usual = (self.args.depth_sampling, self.args.loop_loss) == ("fixed", "final")
-        if looped.trains_at_one_depth and not usual:
-            raise ValueError(
-                f"{type(looped).__name__} trains at the depth that it was built for and on its final loop: leave "
-                "`depth_sampling` at 'fixed' and `loop_loss` at 'final'."
-            )
-        if self.args.ddp_static_graph and (self.args.depth_sampling != "fixed" or self.args.loop_loss == "random"):
-            raise ValueError(
-                "`ddp_static_graph` needs the same graph in every step, and the depth is drawn: leave it out."
-            )
-        if self.loop_loss.scores_all and self.compute_loss_func is not None:
-            raise ValueError(
-                f"`compute_loss_func` is given one loop's logits: leave it out with `loop_loss: {self.loop_loss.name}`."
-            )
+        draws = self.args.depth_sampling != "fixed" or self.args.loop_loss == "random"
+        for refused, reason in (
+            (looped.trains_at_one_depth and not usual,
+             f"{type(looped).__name__} trains at the depth that it was built for and on its final loop: leave "
+             "`depth_sampling` at 'fixed' and `loop_loss` at 'final'."),
+            (self.args.ddp_static_graph and draws,
+             "`ddp_static_graph` needs the same graph in every step, and the depth is drawn: leave it out."),
+            (self.loop_loss.scores_all and self.compute_loss_func is not None,
+             f"`compute_loss_func` is given one loop's logits: leave it out with `loop_loss: {self.loop_loss.name}`."),
+        ):  # fmt: skip
+            if refused:
+                raise ValueError(reason)
         self.loop_loss.check_model(looped)
 
     def draw_depth(self, seed: int) -> tuple[int, int]:

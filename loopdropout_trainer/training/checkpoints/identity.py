@@ -100,11 +100,11 @@ def differences(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None)
     for part in ("settings", "length", "adapter", "model", "data"):
         old, new = (before or {}).get(part) or {}, (now or {}).get(part) or {}
         for key in sorted(key for key in {*old} & {*new} if old[key] != new[key]):
-            name = _NAMES.get(key, f"`{key}`")
-            if key in ("weights", "sha256", "rows") and None in (old[key], new[key]):
+            name, is_measured = _NAMES.get(key, f"`{key}`"), key in ("weights", "sha256", "rows")
+            if is_measured and None in (old[key], new[key]):
                 continue  # it is not known
-            hashes = key in ("weights", "sha256")
-            found.append(f"{name} are others" if hashes else f"{name} was {old[key]!r} and is {new[key]!r}")
+            is_hash = is_measured and key != "rows"
+            found.append(f"{name} are others" if is_hash else f"{name} was {old[key]!r} and is {new[key]!r}")
     return found
 
 
@@ -146,16 +146,11 @@ def _data_facts(dataset: Any) -> dict[str, Any]:
     digest = hashlib.sha256()
     for table in dataset.with_format("arrow").iter(batch_size=1000):
         for name in sorted(table.column_names):
+            column, types = table.column(name), pyarrow.types
             digest.update(name.encode())
-            _update(digest, table.column(name))
+            if types.is_list(column.type) or types.is_large_list(column.type):
+                digest.update(pyarrow.compute.list_value_length(column).to_numpy().tobytes())
+                column = pyarrow.compute.list_flatten(column)
+            is_plain = types.is_integer(column.type) and not column.null_count
+            digest.update(column.to_numpy().tobytes() if is_plain else repr(column.to_pylist()).encode())
     return {"rows": len(dataset), "sha256": digest.hexdigest()}
-
-
-def _update(digest, column: pyarrow.ChunkedArray) -> None:
-    while pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
-        digest.update(pyarrow.compute.list_value_length(column).to_numpy().tobytes())
-        column = pyarrow.compute.list_flatten(column)
-    if pyarrow.types.is_integer(column.type) or pyarrow.types.is_boolean(column.type):
-        digest.update(column.to_numpy().tobytes())
-    else:
-        digest.update(repr(column.to_pylist()).encode())

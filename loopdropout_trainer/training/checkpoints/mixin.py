@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_card, save_adapter_metadata
-from loopdropout_trainer.saving.files import is_about_files, staged_files, write_atomically
+from loopdropout_trainer.saving.files import is_about_files, staged_files
 from loopdropout_trainer.saving.hub import PushError, push_error
 from loopdropout_trainer.saving.lock import folder_lock
 from loopdropout_trainer.settings.command import one_line
@@ -36,10 +35,7 @@ from loopdropout_trainer.training.memory import forget_peak_memory, peak_memory_
 
 logger = logging.get_logger(__name__)
 
-PROGRESS = "progress.json"
-RULE_STATE = "rule_state.json"
 _STATE = "trainer_state.json"
-_TOTALS = ("seconds", "step_seconds", "num_tokens", "peak_memory_gb", "loss_sum", "loss_since_log", "last_logged_step")
 
 
 class NonFiniteLossError(RuntimeError):
@@ -54,20 +50,21 @@ class CheckpointsMixin:
     interruption. Ctrl-C and SIGTERM stop it after the running step, with a checkpoint.
 
     What transformers forgets on resuming is given back: the losses, seconds and tokens so far, so that what is reported is
-    the complete run, and the patience of `EarlyStoppingCallback`.
+    the complete run, the memory of the rule, and the patience of `EarlyStoppingCallback`.
     """
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
+        self._run_state = RunState(self)
+        self.add_callback(self._run_state)
         self._earlier: dict[str, Any] = {}  # the totals of the legs before this one
-        self._complete: dict[str, Any] | None = None  # the totals of a training that has ended
         self._began = time.time()
+        self._complete = False  # whether the training has ended
         self._goes_on_changed = False
         self._signals = StopSignals()
         self._stopping: str | None = None  # the signal by which a process was asked to stop
         self._saving: Path | None = None  # the checkpoint that is being written
         self._losses: list[torch.Tensor] = []  # of the running step, by micro-batch
-        self.add_callback(_RunCallback(self))
 
     @cached_property
     def run_identity(self) -> dict[str, Any]:
@@ -93,26 +90,26 @@ class CheckpointsMixin:
         """
         wanted = resume_from_checkpoint or None
         vars(self).pop("run_identity", None)  # arguments may have been changed since
-        self._complete, self._stopping = None, None
+        self._complete, self._stopping = False, None
         with self.only_run_in_output_dir():
             if wanted is True and self.from_main_process(self._is_complete):
                 return self._load_complete_training()
             checkpoint, self._goes_on_changed = self.from_main_process(lambda: self._choose_checkpoint(wanted))
             with StopSignals() as self._signals:
                 output = super().train(checkpoint, *args, **kwargs)
-                self._complete = self.progress()
+                self._note_totals()
                 if not self._stopping:  # after the last step: in an evaluation, or while saving
                     self._sum_over_processes()
                     last = self._checkpoint_folder()
                     if self._stopping and not self.from_main_process((last / sealing.MANIFEST).exists):
                         self._save_checkpoint(self.model, trial=None)
         if self._stopping:
-            self._complete = None
             raise TrainingInterrupted(
                 f"Stopped after step {self.state.global_step} of {self.state.max_steps}. {self._what_is_safe()} "
                 "`resume_from_checkpoint: true` goes on from there.",
                 self._stopping,
             )
+        self._complete = True
         return output
 
     @contextmanager
@@ -128,15 +125,15 @@ class CheckpointsMixin:
 
     def from_main_process(self, compute: Callable[[], Any]) -> Any:
         """Return on all processes what the main one computes, or raise what it raises."""
-        outcome: list[Any] = [None, None]
+        outcome: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
-                outcome = [compute(), None]
+                outcome = [compute()]
             except (OSError, RuntimeError, ValueError) as error:
-                outcome = [None, error]
-        result, error = broadcast_object_list(outcome)
-        if error is not None:
-            raise error
+                outcome = [error]
+        (result,) = broadcast_object_list(outcome)
+        if isinstance(result, Exception):
+            raise result
         return result
 
     def _what_is_safe(self) -> str:
@@ -157,31 +154,34 @@ class CheckpointsMixin:
             num_tokens: tokens trained on, without padding.
             peak_memory_gb: most memory that the first process has held, in 10^9 bytes.
         """
-        if self._complete is not None:
-            return self._complete
+        if self._complete:
+            return self._run_state.totals
         peaks = [peak for peak in (peak_memory_gb(), self._earlier.get("peak_memory_gb")) if peak is not None]
         return {
             "seconds": self._earlier.get("seconds", 0.0) + time.time() - self._began,
             "step_seconds": self.step_callback.train_seconds,
-            "num_tokens": getattr(self, "_total_train_tokens", 0),  # not every trainer of TRL's counts them
+            "num_tokens": self._total_train_tokens,
             "peak_memory_gb": max(peaks, default=None),
             "loss_sum": self._total_loss_scalar,
             "loss_since_log": self.accelerator.reduce(self._tr_loss, "mean").item(),
             "last_logged_step": self._globalstep_last_logged,
         }
 
+    def _note_totals(self) -> None:
+        """Put the totals so far into the trainer's state, which is saved; all processes must make this call."""
+        self._run_state.totals = self.progress()
+        self.state.stateful_callbacks[RunState.__name__] = self._run_state.state()
+
     def _begin_leg(self) -> None:
         """Set the counters of this leg to where the legs before ended."""
         forget_peak_memory()
-        self._began, earlier = time.time(), self._earlier
-        if not earlier:
-            return
-        self._initial_global_step = 0  # the reported loss is the mean over all steps
-        self._total_loss_scalar = earlier["loss_sum"]
-        self._tr_loss += earlier["loss_since_log"]
-        self._globalstep_last_logged = earlier["last_logged_step"]
-        self._total_train_tokens, self.step_callback.train_seconds = earlier["num_tokens"], earlier["step_seconds"]
-        self._logged = (earlier["num_tokens"], earlier["step_seconds"])
+        self._began = time.time()
+        if earlier := self._earlier:
+            self._initial_global_step = 0  # the reported loss is the mean over all steps
+            self._total_loss_scalar = earlier["loss_sum"]
+            self._tr_loss += earlier["loss_since_log"]
+            self._globalstep_last_logged = earlier["last_logged_step"]
+            self._total_train_tokens, self.step_callback.train_seconds = earlier["num_tokens"], earlier["step_seconds"]
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         return super()._finalize_training(trial, num_train_samples, start_time - self._earlier.get("seconds", 0.0))
@@ -204,45 +204,39 @@ class CheckpointsMixin:
         with _reading(folder):
             place = folder if adapter == "default" else folder / adapter  # as PEFT saves it
             self.model.load_adapter(str(place), adapter, is_trainable=True)
-            self._load_rule_state(folder)
             self.state = TrainerState.load_from_json(str(folder / _STATE))
-            self._complete = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+            self._restore_callbacks()
             metrics = {name: self.state.log_history[-1][name] for name in ("train_runtime", "train_loss")}
+        self._complete = True
         logger.info(f"The training in {folder} is complete: its adapter is loaded, and nothing is trained.")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def _choose_checkpoint(self, wanted: str | bool | None) -> tuple[str | None, bool]:
         """Return the checkpoint to resume from, and whether the run goes on from it with other settings."""
         output_dir, run = self.args.output_dir, self.run_identity
-        checkpoint = None if wanted is True else wanted
-        if wanted is True:
-            checkpoint = sealing.newest_complete_checkpoint(output_dir, run)
-        elif wanted and (fault := sealing.fault_of_checkpoint(wanted, sealed=False)):
-            raise CheckpointError(f"The checkpoint {wanted} cannot be used: {fault}.")
         folders = [output_dir, *sealing.checkpoints(output_dir)]
         runs = [found for found in map(run_of, folders) if found is not None]
-        if runs and not any(continues(found, run) for found in runs):
+        is_anothers = bool(runs) and not any(continues(found, run) for found in runs)
+        if is_anothers:
             self._refuse_unless_asked(f"`output_dir` {output_dir} holds", differences(runs[-1], run))
-            if wanted is True:
-                checkpoint = sealing.newest_complete_checkpoint(output_dir)
-        if checkpoint is None:
+        if wanted is True:
+            wanted = sealing.newest_complete_checkpoint(output_dir, None if is_anothers else run)
+        elif wanted and (fault := sealing.fault_of_checkpoint(wanted, sealed=False)):
+            raise CheckpointError(f"The checkpoint {wanted} cannot be used: {fault}.")
+        if wanted is None:
             return None, False
-        with _reading(checkpoint):
-            TrainerState.load_from_json(str(Path(checkpoint) / _STATE))
-        check_resumable(self.model, checkpoint)
-        own = run_of(checkpoint)
+        with _reading(wanted):
+            TrainerState.load_from_json(str(Path(wanted) / _STATE))
+        check_resumable(self.model, wanted)
+        own = run_of(wanted)
         changed = differences(own, run)
         if own is None:
-            logger.warning(
-                f"{checkpoint} does not say which run it belongs to: resuming from it as it is. Its training time, and the "
-                "losses up to there, are not in what this run reports."
-            )
-        elif changed and continues(own, run):
-            logger.warning(f"The run goes on from {checkpoint} for longer: {', '.join(changed)}.")
+            logger.warning(f"{wanted} does not say which run it belongs to: resuming from it as it is.")
         elif changed:
-            self._refuse_unless_asked(f"The checkpoint {checkpoint} belongs to", changed)
-            logger.warning(f"Going on from {checkpoint} with changed settings: {', '.join(changed)}.")
-        return str(checkpoint), bool(changed)
+            if not continues(own, run):
+                self._refuse_unless_asked(f"The checkpoint {wanted} belongs to", changed)
+            logger.warning(f"The run goes on from {wanted} with changed settings: {', '.join(changed)}.")
+        return str(wanted), bool(changed)
 
     def _refuse_unless_asked(self, what: str, changed: list[str]) -> None:
         if not self.args.resume_with_changed_settings:
@@ -251,22 +245,15 @@ class CheckpointsMixin:
                 "`output_dir`, or go on all the same with `resume_with_changed_settings: true`."
             )
 
-    def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
-        place = super()._init_training_state(
-            max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
-        self._earlier, folder = {}, resume_from_checkpoint
-        with _reading(folder):
+    def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial):
+        place = super()._init_training_state(max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial)
+        with _reading(checkpoint):
             stopped_early = self._restore_callbacks()
-            if folder is None:
-                return place
-            if (Path(folder) / PROGRESS).exists():
-                totals = json.loads((Path(folder) / PROGRESS).read_text(encoding="utf-8"))
-                self._earlier = {name: totals[name] for name in _TOTALS}
-            self._load_rule_state(Path(folder))
+        if checkpoint is None:
+            return place
         if self.state.global_step > max_steps:
             raise CheckpointError(
-                f"The checkpoint {folder} is of step {self.state.global_step}, beyond the {max_steps} steps of this run: "
+                f"The checkpoint {checkpoint} is of step {self.state.global_step}, beyond the {max_steps} steps of this run: "
                 "raise `max_steps` (or `num_train_epochs`), or resume from an earlier checkpoint."
             )
         if self.state.global_step == max_steps or stopped_early:
@@ -276,20 +263,17 @@ class CheckpointsMixin:
 
     def _restore_callbacks(self) -> bool:
         """Give callbacks such as `EarlyStoppingCallback` their state back; return whether one of these had stopped the run."""
+        self._run_state.totals = {}
         stateful = [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
         for callback in stateful:
             saved = self.state.stateful_callbacks.get(type(callback).__name__, {})
             for name, value in saved.get("attributes", {}).items():
                 setattr(callback, name, value)
+        self._earlier = self._run_state.totals
         # Saving updates the table that was loaded, which may be of other callbacks.
         self.state.stateful_callbacks = {type(each).__name__: each.state() for each in [*stateful, self.control]}
         stopping = [each for each in stateful if isinstance(each, EarlyStoppingCallback)]
         return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in stopping)
-
-    def _load_rule_state(self, folder: Path) -> None:
-        """Give the rule its memory back, if it has one."""
-        if self.rule.state_dict():
-            self.rule.load_state_dict(json.loads((folder / RULE_STATE).read_text(encoding="utf-8")))
 
     def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
         with _reading(resume_from_checkpoint):
@@ -326,32 +310,27 @@ class CheckpointsMixin:
         return loss
 
     def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm)
-        self._check_step(norm)
-        return norm
-
-    def _check_step(self, norm: torch.Tensor | float | None) -> None:
         """Refuse the step if a loss or the gradient is not finite; note whether any process was asked to stop.
 
         All processes decide together, and look at the numbers once in a step: one alone would leave the others waiting for
         its gradients.
         """
+        returned = super()._get_grad_norm(model, grad_norm)
         device = self.accelerator.device
         losses = torch.stack([loss.to(device).float() for loss in self._losses])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        norm = torch.zeros((), device=device) if norm is None else torch.as_tensor(norm, device=device).float()
+        norm = returned.full_tensor() if isinstance(returned, DTensor) else returned
+        norm = torch.as_tensor(0.0 if norm is None else norm, device=device).float()
         loss_is_broken, gradient_is_broken = self._sum_over_processes(
             (~torch.isfinite(losses)).any(), ~torch.isfinite(norm)
         )
         scaled = getattr(self.accelerator, "scaler", None) is not None  # float16: it skips such steps and scales less
         if not self.args.stop_on_nan or not (loss_is_broken or gradient_is_broken and not scaled):
-            return
-        what, number = ("loss", losses[~torch.isfinite(losses)]) if loss_is_broken else ("gradient", norm)
-        where = f" ({number.flatten()[0].item()})" if number.numel() else " in another process"
+            return returned
         taken = "nothing was saved after it" if self.is_deepspeed_enabled else "the step was not taken"
         raise NonFiniteLossError(
-            f"The {what} of step {self.state.global_step + 1} is not finite{where}; {taken}. {self._what_is_safe()} Lower "
-            "`learning_rate` or look for a broken example; `stop_on_nan: false` trains on regardless."
+            f"The {'loss' if loss_is_broken else 'gradient'} of step {self.state.global_step + 1} is not finite; {taken}. "
+            f"{self._what_is_safe()} Lower `learning_rate` or look for a broken example; `stop_on_nan: false` trains on "
+            "regardless."
         )
 
     def _sum_over_processes(self, *facts: torch.Tensor) -> list[float]:
@@ -394,41 +373,23 @@ class CheckpointsMixin:
         if not self.args.should_save or self._saving == folder:  # a checkpoint is complete when it is sealed
             self._save_files(folder, state_dict, folder)
             return
-        is_run = self._complete is not None and folder == Path(self.args.output_dir)
+        is_run = self._complete and folder == Path(self.args.output_dir)
         advice = f"{self._what_is_safe()} Free some space and resume or save again."
         with staged_files(folder, "The adapter", advice) as partial:
             self._save_files(partial, state_dict, folder)
             if is_run:
                 self.state.save_to_json(str(partial / _STATE))
-                (partial / PROGRESS).write_text(json.dumps(self._complete, indent=1), encoding="utf-8")
-            names = [
-                file.relative_to(partial) for file in partial.rglob("*") if file.is_file() and file.suffix != ".md"
-            ]
+            files = [file for file in partial.rglob("*") if file.is_file() and file.suffix != ".md"]
+            names = [file.relative_to(partial) for file in files]
         if is_run:
             sealing.seal(folder, self.run_identity, names)
 
     def _save_files(self, folder: Path, state_dict: dict | None, name: Path) -> None:
         super()._save(str(folder), state_dict)
-        if not self.args.should_save:
-            return
-        args = self.args
-        save_adapter_metadata(
-            self.model,
-            folder,
-            num_loops=self.num_loops,
-            **find_looped_model(self.model).trained_with,
-            rule_args=args.rule_args,
-            gate_seed=self.gate_seed,
-        )
-        save_adapter_card(self.model, folder, args.hub_model_id or str(name))
-        if memory := self.rule.state_dict():
-            (folder / RULE_STATE).write_text(json.dumps(memory), encoding="utf-8")
-
-    def save_progress(self, folder: Path) -> None:
-        """Write into a checkpoint what resuming needs beside transformers' files; all processes must make this call."""
-        progress = self.progress()
         if self.args.should_save:
-            write_atomically(folder / PROGRESS, json.dumps(progress, indent=1))
+            facts = {**find_looped_model(self.model).trained_with, "rule_args": self.args.rule_args}
+            save_adapter_metadata(self.model, folder, num_loops=self.num_loops, gate_seed=self.gate_seed, **facts)
+            save_adapter_card(self.model, folder, self.args.hub_model_id or str(name))
 
     def _checkpoint_folder(self, trial=None) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
@@ -436,13 +397,13 @@ class CheckpointsMixin:
     def _save_checkpoint(self, model, trial) -> None:
         args, folder = self.args, self._checkpoint_folder(trial)
         self._check_weights()  # before anything is touched
+        self._note_totals()
         if args.should_save:
             sealing.unseal(folder)
         limit, args.save_total_limit = args.save_total_limit, None  # nothing is deleted before the new one is complete
         self._saving = folder
         try:
             super()._save_checkpoint(model, trial)
-            self.save_progress(folder)
             self.accelerator.wait_for_everyone()
             if args.should_save:
                 sealing.seal(folder, self.run_identity)
@@ -498,11 +459,27 @@ class CheckpointsMixin:
             logger.warning(refused)
 
 
-class _RunCallback(TrainerCallback):
-    """Begins a leg of a run, and ends it after a step in which a process was asked to stop, with a checkpoint."""
+class RunState(TrainerCallback, ExportableState):
+    """What trainer_state.json keeps of a run beside transformers' own: its totals so far, and the memory of its rule.
+
+    It also begins each leg of the run, and ends it after a step in which a process was asked to stop, with a checkpoint.
+    """
 
     def __init__(self, trainer: CheckpointsMixin) -> None:
         self.trainer = trainer
+        self.totals: dict[str, Any] = {}
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        return self.trainer.rule.state_dict()
+
+    @rule.setter
+    def rule(self, memory: dict[str, Any]) -> None:
+        if self.rule:
+            self.trainer.rule.load_state_dict(memory)
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"totals": self.totals, "rule": self.rule}}
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer._begin_leg()

@@ -2,7 +2,7 @@
 
 A process can be killed, or a disk fill up, between any two files of a checkpoint. So the last file to appear, in one
 atomic step and only when every process has written its own and all of it has reached the disk, is `manifest.json`: the
-size and SHA-256 of all others, and the identity of the run that they belong to.
+SHA-256 of all others, and the identity of the run that they belong to.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ def seal(folder: str | Path, run: Mapping[str, Any] | None = None, names: Iterab
     files = [file for file in found if file.is_file() and not file.name.startswith(MANIFEST)]
     for path in (*files, *{file.parent for file in files}):
         flush_to_disk(path)
-    facts = {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files
-    }
-    write_atomically(folder / MANIFEST, json.dumps({"run": run, "files": facts}, indent=1))
+    hashes = {file.relative_to(folder).as_posix(): sha256(file) for file in files}
+    write_atomically(folder / MANIFEST, json.dumps({"run": run, "files": hashes}, indent=1))
 
 
 def unseal(folder: str | Path) -> None:
@@ -69,19 +67,16 @@ def fault_of(folder: str | Path, sealed: bool = True) -> str | None:
         sealed: whether it must have a manifest; False for a checkpoint that another program wrote.
     """
     folder = Path(folder)
+    manifest = folder / MANIFEST
     if not folder.is_dir():
         return "it does not exist"
-    manifest = folder / MANIFEST
     if not manifest.exists():
         return f"it has no {MANIFEST}: saving it was interrupted" if sealed else None
     try:
-        for name, facts in json.loads(manifest.read_text(encoding="utf-8"))["files"].items():
-            file = folder / name
-            if not file.is_file():
+        for name, digest in json.loads(manifest.read_text(encoding="utf-8"))["files"].items():
+            if not (folder / name).is_file():
                 return f"{name} is missing"
-            if file.stat().st_size != facts["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-            if sha256(file) != facts["sha256"]:
+            if sha256(folder / name) != digest:
                 return f"{name} has changed since it was written"
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return f"its {MANIFEST} cannot be read"
@@ -116,20 +111,16 @@ def newest_complete_checkpoint(output_dir: str | Path, run: Mapping[str, Any] | 
     return None
 
 
-def rotate(
-    output_dir: str | Path, limit: int | None, keep: Collection[str | Path], run: Mapping[str, Any] | None = None
-) -> None:
+def rotate(output_dir: str | Path, limit: int | None, keep: Collection[str | Path], run: Mapping[str, Any]) -> None:
     """Delete checkpoints of a run until `limit` (if any) are left: first those that were never finished, then the oldest.
 
     transformers' own rotation keeps the one of the latest step, which may be unfinished or of changed settings, and deletes
     the one just written. Those of other settings are neither counted nor deleted here, nor are those in `keep` deleted.
     """
-    if not limit:
-        return
     kept = {Path(folder).resolve() for folder in keep}
     folders = [folder for folder in checkpoints(output_dir) if continues(run_of(folder), run)]
     folders.sort(key=lambda folder: (folder / MANIFEST).exists())
-    excess = max(len(folders) - limit, 0)
+    excess = max(len(folders) - limit, 0) if limit else 0
     for folder in [folder for folder in folders if folder.resolve() not in kept][:excess]:
         unseal(folder)  # killed half-way through, it is not mistaken for a complete one
         shutil.rmtree(folder, ignore_errors=True)
