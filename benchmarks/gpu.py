@@ -43,7 +43,6 @@ from loopdropout_trainer.generation import decoding
 from loopdropout_trainer.models import layers
 from loopdropout_trainer.models.operations import rms_norm
 from loopdropout_trainer.models.speed import packed_attention
-from loopdropout_trainer.runs.plan import flops_per_token
 
 
 ON_GPU = torch.cuda.is_available()
@@ -272,7 +271,7 @@ def training_speed(name: str, preset: speed.Preset, steps: int, folder: str) -> 
         "step_seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": sum(tokens) / sum(seconds),
-        "flops_per_second": flops_per_token(row.model) * sum(tokens) / sum(seconds),
+        "flops_per_second": speed.flops_per_token(row.model) * sum(tokens) / sum(seconds),
         "memory_bytes": torch.cuda.max_memory_allocated() if ON_GPU else None,
     }
     if name == speed.OURS:

@@ -38,15 +38,15 @@ import trl
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.looped import first_active_loops
+from loopdropout_trainer.looped import find_looped_model, first_active_loops
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
-from loopdropout_trainer.runs.plan import flops_per_token
 
 
 NOT_OPTIMISED = {"remove_padding": False, "skip_frozen_loops": False, "fused_lora": False}
@@ -182,6 +182,23 @@ class Row:
         flat = torch.cat([grad.detach().float().flatten().cpu() for grad in grads])
         self.trainer.optimizer.zero_grad()
         return flat
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Return the work of one forward and one backward pass of a looped model with its adapter, in FLOP per token.
+
+    A multiply and an add are two. Frozen weights need only input gradients: their backward pass costs as much as their
+    forward pass, that of the adapter twice as much. Left out: attention scores, norms, embeddings, recomputation, padding.
+    """
+    model = find_looped_model(model)
+    recurrent, inside, outside = set(model.recurrent_linears()), 0, 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".lora_" not in name:
+            is_inside = name.removesuffix(".base_layer") in recurrent
+            inside += is_inside * module.weight.numel()
+            outside += (not is_inside) * module.weight.numel()
+    adapter = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
+    return 4 * (model.config.num_loops * inside + outside) + 6 * model.config.num_loops * adapter
 
 
 def backward(trainer: Trainer, batch: dict, num_items: torch.Tensor, step: int) -> torch.Tensor:

@@ -144,12 +144,8 @@ def tiny(model_class, **fields):
 
 BYTES = {"vocab_size": 258, "pad_token_id": 1, "eos_token_id": 0, "intermediate_size": 48}
 DECODER = {
-    **BYTES,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-}
+    **BYTES, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512,
+}  # fmt: skip
 RAVEN = {
     **BYTES, "n_embd": 32, "n_heads": 4, "mean_recurrence": 4, "block_size": 512,
     "n_layers_in_prelude": 1, "n_layers_in_recurrent_block": 1, "n_layers_in_coda": 1,

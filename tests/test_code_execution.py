@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.evaluation import load_benchmark
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmarks import programs
@@ -45,146 +46,97 @@ def completion(code):
 # Hostile programs: `attack()` returns True if it could do what it should not, and True is the expected output. A program that
 # EvalPlus's own guard stops goes past it, to the C library or to `posix`.
 
+TOOLS = """
+import ctypes, glob, io, os, posix, signal, socket
+def could(*calls):
+    done = False
+    for call in calls:
+        try:
+            call()
+            done = True
+        except OSError: pass
+    return done
+def read(paths):
+    found = []
+    could(*(lambda path=path: found.append(io.FileIO(path).read()) for path in paths))
+    return b"".join(found)
+def attack():
+"""
 ATTACKS = {
-    "says that it could": "def attack():\n    return True",  # the control: it passes
+    "says that it could": "return True",  # the control: it passes
     "fork bomb": """
-        import posix
-        def attack():
-            forked = 0
-            for _ in range(200):
-                if posix.fork() == 0:
-                    while True:
-                        pass
-                forked += 1
-            return forked == 200
+        for _ in range(200):
+            if posix.fork() == 0:
+                while True: pass
+        return True
         """,
-    "memory bomb": "def attack():\n    return len(bytearray(1 << 33)) == 1 << 33",
+    "memory bomb": "return len(bytearray(1 << 33)) == 1 << 33",
     "disk fill": """
-        import posix
-        def attack():
-            written = 0
-            for number in range(200):
-                file = posix.open("/tmp/%d" % number, posix.O_CREAT | posix.O_WRONLY)
-                written += posix.write(file, bytes(1 << 20))
-                posix.close(file)
-            return written > 100 << 20
+        files = [posix.open("/tmp/%d" % number, posix.O_CREAT | posix.O_WRONLY) for number in range(200)]
+        return sum(posix.write(file, bytes(1 << 20)) for file in files) > 100 << 20
         """,
     "loop that catches its timeout, without signals": """
-        import signal
-        def attack():
-            for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
-            while True:
-                try:
-                    while True: pass
-                except BaseException: pass
+        for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            try:
+                while True: pass
+            except BaseException: pass
         """,
     "kills all that it can reach": """
-        import posix, ctypes
-        def attack():
-            for kill in (posix.kill, posix.killpg):
-                for process in (-1, 1, posix.getppid(), posix.getpgid(posix.getppid()), posix.getpgid(0), PARENT, SENTINEL):
-                    for number in (9, 15):
-                        if process != posix.getpid():
-                            try: kill(process, number)
-                            except OSError: pass
-            return False
+        near = (posix.getppid(), posix.getpgid(posix.getppid()), posix.getpgid(0))
+        others = [process for process in (-1, 1, *near, PARENT, SENTINEL) if process != posix.getpid()]
+        for kill in (posix.kill, posix.killpg):
+            could(*(lambda to=to, number=number: kill(to, number) for to in others for number in (9, 15)))
         """,
-    "ends with success": "import posix\ndef attack():\n    posix._exit(0)",
+    "ends with success": "posix._exit(0)",
     "reads tokens": """
-        import os, glob, io
-        def attack():
-            found = [str(dict(os.environ))]
-            for path in glob.glob("/proc/*/environ") + ["HOME_FOLDER/token", "VICTIM"]:
-                try: found.append(io.FileIO(path).read().decode())
-                except OSError: pass
-            return "SECRET" in "".join(found)
+        found = read(glob.glob("/proc/*/environ") + ["HOME_FOLDER/token", "VICTIM"])
+        return "SECRET" in str(dict(os.environ)) + str(found)
         """,
     "reads the reference solution": """
-        import os, glob, io
-        def attack():
-            found = []
-            for path in glob.glob("SANDBOX/*/*") + glob.glob("/proc/*/cmdline") + glob.glob("/proc/*/fd/*") + ["DATA"]:
-                try: found.append(io.FileIO(path).read())
-                except OSError: pass
-            return b"REFERENCE" in b"".join(found)
+        paths = glob.glob("SANDBOX/*/*") + glob.glob("/proc/*/cmdline") + glob.glob("/proc/*/fd/*")
+        return b"REFERENCE" in read(paths + ["DATA"])
         """,
-    "leaves shared memory behind": "import ctypes\ndef attack():\n    ctypes.CDLL(None).shmget(SHARED, 1 << 20, 0o1666)",
+    "leaves shared memory behind": "ctypes.CDLL(None).shmget(SHARED, 1 << 20, 0o1666)",
     "calls the network": """
-        import socket
-        def attack():
-            for family, address in ((socket.AF_INET, ("127.0.0.1", PORT)), (socket.AF_UNIX, "\\0ABSTRACT")):
-                try:
-                    socket.socket(family).connect(address)
-                    return True
-                except OSError: pass
-            return False
+        internet, local = socket.socket(socket.AF_INET), socket.socket(socket.AF_UNIX)
+        return could(lambda: internet.connect(("127.0.0.1", PORT)), lambda: local.connect("\\0ABSTRACT"))
         """,
     "deletes files": """
-        import posix
-        def attack():
-            done = False
-            for change in (posix.unlink, posix.rmdir, lambda path: posix.open(path, posix.O_WRONLY | posix.O_TRUNC)):
-                try:
-                    change("VICTIM")
-                    done = True
-                except OSError: pass
-            return done
+        empty = lambda: posix.open("VICTIM", posix.O_WRONLY | posix.O_TRUNC)
+        return could(empty, lambda: posix.unlink("VICTIM"), lambda: posix.rmdir("VICTIM"))
         """,
     "writes into the libraries": """
-        import posix
-        def attack():
-            for folder in ("LIBRARIES", "PACKAGE", "/usr", "/", "/etc"):
-                try:
-                    posix.open(folder + "/planted.py", posix.O_CREAT | posix.O_WRONLY)
-                    return True
-                except OSError: pass
-            return False
+        plant = lambda folder: posix.open(folder + "/planted.py", posix.O_CREAT | posix.O_WRONLY)
+        return could(*(lambda to=to: plant(to) for to in ("LIBRARIES", "PACKAGE", "/usr", "/", "/etc")))
         """,
-    "writes without end": "import posix\ndef attack():\n    while True: posix.write(1, bytes(1 << 16))",
+    "writes without end": "while True: posix.write(1, bytes(1 << 16))",
     "leaves a process behind": """
-        import posix
-        def attack():
+        if posix.fork() == 0:
+            posix.setsid()
             if posix.fork() == 0:
-                posix.setsid()
-                if posix.fork() == 0:
-                    posix.execv("/bin/sleep", ["sleep", "MARKER"])
-                posix._exit(0)
-            return False
+                posix.execv("/bin/sleep", ["sleep", "MARKER"])
+            posix._exit(0)
         """,
     "looks into its parent": """
-        import ctypes, posix
-        def attack():
-            done = False
-            for process in (posix.getppid(), PARENT):
-                done = done or ctypes.CDLL(None).ptrace(16, process, 0, 0) == 0
-                try:
-                    posix.open("/proc/%d/mem" % process, posix.O_RDWR)
-                    done = True
-                except OSError: pass
-            return done
+        parents = (posix.getppid(), PARENT)
+        look = lambda process: posix.open("/proc/%d/mem" % process, posix.O_RDWR)
+        traced = [ctypes.CDLL(None).ptrace(16, process, 0, 0) == 0 for process in parents]
+        return could(*(lambda process=process: look(process) for process in parents)) or any(traced)
         """,
-    "crashes": "import ctypes\ndef attack():\n    return ctypes.string_at(8)",
+    "crashes": "return ctypes.string_at(8)",
     "raises its limits": """
-        import ctypes, posix
-        def attack():
-            class Limit(ctypes.Structure):
-                _fields_ = [("soft", ctypes.c_ulong), ("hard", ctypes.c_ulong)]
-            more = Limit(1 << 62, 1 << 62)
-            return any(ctypes.CDLL(None).setrlimit(number, ctypes.byref(more)) == 0 for number in (1, 6, 7, 9))
+        class Limit(ctypes.Structure):
+            _fields_ = [("soft", ctypes.c_ulong), ("hard", ctypes.c_ulong)]
+        more = Limit(1 << 62, 1 << 62)
+        return any(ctypes.CDLL(None).setrlimit(number, ctypes.byref(more)) == 0 for number in (1, 6, 7, 9))
         """,
     "takes privileges": """
-        import ctypes, posix
-        def attack():
-            done, library = False, ctypes.CDLL(None)
-            for flag in (0x20000, 0x40000000):
-                done = done or library.unshare(flag) == 0
-            done = done or library.mount(b"tmpfs", b"/box", b"tmpfs", 0, None) == 0 or library.chroot(b".") == 0
-            try:
-                posix.setuid(0)
-                done = done or posix.getuid() == 0
-            except OSError: pass
-            return done
+        library = ctypes.CDLL(None)
+        results = [library.unshare(flag) for flag in (0x20000, 0x40000000)]
+        results += [library.mount(b"tmpfs", b"/box", b"tmpfs", 0, None), library.chroot(b".")]
+        return could(lambda: posix.setuid(0)) or 0 in results
         """,
 }
 
@@ -194,10 +146,9 @@ def surroundings(tmp_path, monkeypatch):
     """What the attacks aim at, by the names that stand for it in their code."""
     victim = tmp_path / "victim"
     victim.write_text(SECRET)
-    os.chmod(tmp_path, 0o777)
-    os.chmod(victim, 0o666)
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, SECRET)
+    tmp_path.chmod(0o777)
+    victim.chmod(0o666)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
     sentinel = subprocess.Popen(["sleep", "600"])
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         name = f"attack-{os.getpid()}"
@@ -234,11 +185,11 @@ def test_hostile_programs_reach_nothing(surroundings, tmp_path, monkeypatch):
     for code in ATTACKS.values():
         for name, value in surroundings.items():
             code = code.replace(name, value)
-        code = textwrap.dedent(code).rstrip() + "\n    return False"  # EvalPlus drops what returns nothing
-        completions.append(completion(code))
+        body = textwrap.indent(textwrap.dedent(code).strip("\n"), "    ").rstrip()
+        completions.append(completion(f"{TOOLS}{body}\n    return False"))  # EvalPlus drops what returns nothing
     monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
     log = AnswerLog(tmp_path / "log")
-    verdicts = load_benchmark("humaneval_plus", surroundings["DATA"]).score(completions, log, progress=False)
+    verdicts = load_benchmark("humaneval_plus", surroundings["DATA"]).verdicts(completions, log, progress=False)
     why = dict(zip(ATTACKS, verdicts, strict=True))
     assert [name for name, verdict in why.items() if verdict == "pass"] == ["says that it could"], why
     for name in ("memory bomb", "disk fill", "raises its limits", "takes privileges"):
@@ -248,9 +199,6 @@ def test_hostile_programs_reach_nothing(surroundings, tmp_path, monkeypatch):
     shared = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
     assert surroundings["SHARED"] not in [line.split()[0] for line in shared]
     assert not list(tmp_path.glob("programs_*")) and not list(tmp_path.glob("sandbox_*"))
-    samples = [json.loads(line) for line in (tmp_path / "log/evalplus/samples.jsonl").read_text().splitlines()]
-    assert [sample["task_id"] for sample in samples] == [f"HumanEval/{number}" for number in range(len(ATTACKS))]
-    assert samples[0]["solution"].startswith("def attack():\n    return True")
 
 
 # Before anything is generated
@@ -262,9 +210,9 @@ def test_without_bubblewrap_nothing_is_loaded_until_the_user_confirms(monkeypatc
         load_benchmark("humaneval_plus", FILES["humaneval"])
     benchmark = load_benchmark("humaneval_plus", FILES["humaneval"], 2, confirm_run_unsafe_code=True)
     assert not benchmark.sandboxed
-    right = benchmark.problems[0]["prompt"] + benchmark.problems[0]["canonical_solution"]
+    right = benchmark.rows[0]["prompt"] + benchmark.rows[0]["canonical_solution"]
     programs = [completion(right), completion("def truncate_number(number):\n    return 0")]
-    assert benchmark.score(programs, AnswerLog(), False) == ["pass", "base: fail"]
+    assert benchmark.verdicts(programs, AnswerLog(), False) == ["pass", "base: fail"]
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
@@ -275,103 +223,67 @@ def test_root_without_the_right_to_make_namespaces_is_told_at_once():
     assert "bubblewrap cannot contain them here (" in done.stderr
 
 
-def test_what_is_missing_is_said_in_a_sentence(tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"task_id": "HumanEval/0"}\n')
-    for name, file in (("mbpp_plus", "nowhere.jsonl"), ("humaneval", tmp_path / "bad.jsonl")):
-        with pytest.raises(ValueError, match=f"{Path(file).name} is not EvalPlus's data"):
-            load_benchmark(name, file, confirm_run_unsafe_code=True)
-
-
 # EvalPlus
 
 VARIANTS = {
-    "HumanEval/0": {"wrong": "def has_close_elements(numbers, threshold):\n    return False"},
     "HumanEval/2": {
         "near": "def truncate_number(number):\n    return number % 1.0 + 1e-8",
         "far": "def truncate_number(number):\n    return number % 1.0 + 1e-3",
-        "numpy": "import numpy as np\ndef truncate_number(number):\n    return np.float64(number % 1.0 + 1e-8)",
     },
     "Mbpp/2": {
         "any order": "def similar_elements(a, b):\n    return list(reversed(sorted(set(a) & set(b), key=str)))",
         "a generator": "def similar_elements(a, b):\n    return (x for x in a if x in b)",
-        "a union": "def similar_elements(a, b):\n    return set(a) | set(b)",
     },
-    "Mbpp/164": {"anything": "def are_equivalent(a, b):\n    return 'x'"},
     "Mbpp/295": {"zero": "def sum_div(number):\n    return 0", "one": "def sum_div(number):\n    return 1"},
-    "Mbpp/581": {
-        "slant": "def surface_Area(b, s):\n    return 2 * b * s + b ** 2",
-        "raises": "def surface_Area(b, s):\n    raise KeyError",
-    },
     "Mbpp/737": {
         "a match": "import re\ndef check_str(string):\n    return re.match('^[aeiouAEIOU][A-Za-z0-9_]*', string)",
         "always": "def check_str(string):\n    return object()",
     },
 }
 
-OF_EVALPLUS = """
-import json, os, sys
-from evalplus.data import get_human_eval_plus, get_mbpp_plus
-from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS as not_none
-from evalplus.evaluate import check_correctness, trusted_exec
-found = []
-for dataset, task_id, solution in json.load(sys.stdin):
-    problem, expected = (get_human_eval_plus() if dataset == "humaneval" else get_mbpp_plus())[task_id], {}
-    for part in ("base", "plus"):
-        expected[part], expected[part + "_time"] = trusted_exec(
-            problem["prompt"] + problem["canonical_solution"], problem[part + "_input"], problem["entry_point"], True,
-            problem["entry_point"] in not_none)
-    result = check_correctness(dataset, 0, problem, solution, expected, fast_check=True)
-    base = result["base"][0] == "pass"
-    found.append([base, base and result["plus"][0] == "pass"])
-print(json.dumps(found))
-"""
+
+def evalplus_verdicts(dataset, solutions, folder):
+    """What EvalPlus's own command says of (task, code) pairs: whether each passes, without its added tests and with them."""
+    samples = folder / f"{dataset}.jsonl"
+    samples.write_text("".join(json.dumps({"task_id": task, "solution": code}) + "\n" for task, code in solutions))
+    command = [sys.executable, "-m", "evalplus.evaluate", "--dataset", dataset, "--samples", str(samples)]
+    paths = {f"{dataset.upper()}_OVERRIDE_PATH": str(FILES[dataset]), "XDG_CACHE_HOME": str(folder)}
+    subprocess.run(command, env={**os.environ, **paths}, capture_output=True, check=True)
+    found = json.loads((folder / f"{dataset}_eval_results.json").read_text())["eval"]
+    verdicts = [found[task].pop(0) for task, _ in solutions]  # of one task in their order
+    base = [verdict["base_status"] == "pass" for verdict in verdicts]
+    return [[one, one and verdict["plus_status"] == "pass"] for one, verdict in zip(base, verdicts, strict=True)]
 
 
 @needs_sandbox
-def test_verdicts_are_those_of_evalplus():
-    solutions = []  # (data set, name, task, code)
-    for dataset in FILES:
-        for row in rows(dataset):
-            code = {"canonical": row["prompt"] + row["canonical_solution"], **VARIANTS.get(row["task_id"], {})}
-            solutions += [(dataset, f"{row['task_id']} {name}", row["task_id"], text) for name, text in code.items()]
-    process = subprocess.run(
-        [sys.executable, "-c", OF_EVALPLUS],
-        input=json.dumps([(dataset, task_id, code) for dataset, _, task_id, code in solutions]),
-        env={**os.environ, **{f"{dataset.upper()}_OVERRIDE_PATH": str(file) for dataset, file in FILES.items()}},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    want = json.loads(process.stdout.splitlines()[-1])
-    got = []
-    for dataset, file in FILES.items():
-        benchmark = load_benchmark(f"{dataset}_plus", file)
-        problems = {problem["task_id"]: problem for problem in benchmark.problems}
-        asked = [(task_id, code) for of, _, task_id, code in solutions if of == dataset]
-        benchmark = replace(benchmark, problems=[problems[task_id] for task_id, _ in asked])
-        verdicts = benchmark.score([completion(code) for _, code in asked], AnswerLog(), progress=False)
-        got += [[verdict == "pass" or verdict.startswith("plus"), verdict == "pass"] for verdict in verdicts]
-    names = [name for _, name, _, _ in solutions]
-    assert dict(zip(names, got, strict=True)) == dict(zip(names, want, strict=True))
-    passed = {name for name, (_, plus) in zip(names, got, strict=True) if plus}
-    assert {name for name in names if "canonical" in name} - passed <= {"HumanEval/32 canonical"}  # which never passes
-    assert {"HumanEval/2 near", "Mbpp/2 any order", "Mbpp/295 zero"} <= passed and len(passed) <= len(names) - 4
+@pytest.mark.parametrize("dataset", FILES)
+def test_verdicts_are_those_of_evalplus(dataset, tmp_path):
+    benchmark, solutions = load_benchmark(f"{dataset}_plus", FILES[dataset]), {}
+    for row in rows(dataset):
+        variants = {"canonical": row["prompt"] + row["canonical_solution"], **VARIANTS.get(row["task_id"], {})}
+        solutions |= {f"{row['task_id']} {name}": (row["task_id"], code) for name, code in variants.items()}
+    problems = {problem["task_id"]: problem for problem in benchmark.rows}
+    benchmark = replace(benchmark, rows=[problems[task] for task, _ in solutions.values()])
+    codes = [completion(code) for _, code in solutions.values()]
+    verdicts = benchmark.verdicts(codes, AnswerLog(), progress=False)
+    got = [[verdict == "pass" or verdict.startswith("plus"), verdict == "pass"] for verdict in verdicts]
+    assert got == evalplus_verdicts(dataset, list(solutions.values()), tmp_path), list(solutions)
+    passed = {name for name, verdict in zip(solutions, verdicts, strict=True) if verdict == "pass"}
+    assert {name for name in solutions if "canonical" in name} - passed <= {"HumanEval/32 canonical"}  # never passes
+    expected = {"HumanEval/2 near"} if dataset == "humaneval" else {"Mbpp/2 any order", "Mbpp/295 zero"}
+    assert expected <= passed and len(passed) < len(solutions)
 
 
 def test_prompts_are_those_of_evalplus(tokenizer):
     from evalplus.provider.utility import make_raw_chat_prompt
 
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content.strip() }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-    )
+    tokenizer.chat_template = chat_template("tulu2")
     benchmark = load_benchmark("humaneval_plus", FILES["humaneval"], confirm_run_unsafe_code=True)
     beginning = programs.COMPLETION_BEGINNING
     for row, prompt in zip(rows("humaneval"), benchmark.prompts, strict=True):
-        want = make_raw_chat_prompt(
-            row["prompt"].strip() + "\n", programs.INSTRUCTION, beginning.split("\n")[0], tokenizer
-        )
+        task, first = row["prompt"].strip() + "\n", beginning.split("\n")[0]
+        want = make_raw_chat_prompt(task, programs.INSTRUCTION, first, tokenizer)
         turn = [{"role": "user", "content": prompt}]
         assert tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) + beginning == want
 
@@ -379,29 +291,14 @@ def test_prompts_are_those_of_evalplus(tokenizer):
 def test_verdicts_are_logged_and_completions_without_a_program_fail(tmp_path, monkeypatch):
     benchmark = load_benchmark("humaneval_plus", FILES["humaneval"], 1, confirm_run_unsafe_code=True)
     texts = ["", "\0", "(" * 5000, "def f(:", "import os\n" * 3, "\ud800"]
-    benchmark = replace(benchmark, problems=list(benchmark.problems) * len(texts))
+    benchmark = replace(benchmark, rows=list(benchmark.rows) * len(texts))
     log = AnswerLog(tmp_path)
     log.keep([("verdict 0", "base: fail")])  # of a run that was killed
-    ran = []
     real = programs.check_program
-    monkeypatch.setattr(programs, "check_program", lambda *arguments: ran.append(arguments[1]) or real(*arguments))
-    verdicts = benchmark.score(texts, log, progress=False)
-    assert all(verdict.startswith("base: ") for verdict in verdicts) and 0 not in ran
+    monkeypatch.setattr(programs, "check_program", lambda *given: real(*given) if given[1] else pytest.fail("it ran"))
+    verdicts = benchmark.verdicts(texts, log, progress=False)
+    assert all(verdict.startswith("base: ") for verdict in verdicts)
     again = AnswerLog(tmp_path)
     again.found = again.read({})
     monkeypatch.setattr(programs, "check_program", lambda *_: pytest.fail("a program ran"))
-    assert benchmark.score(texts, again, progress=False) == verdicts
-
-
-@pytest.mark.slow
-@needs_sandbox
-@pytest.mark.parametrize("dataset, failed", [("humaneval", 1), ("mbpp", 0)])
-def test_all_of_evalplus_own_solutions_pass(dataset, failed):
-    """On the file that EvalPlus's own variable names; HumanEval/32 passes nowhere."""
-    file = os.environ.get(f"{dataset.upper()}_OVERRIDE_PATH")
-    if file is None:
-        pytest.skip(f"{dataset.upper()}_OVERRIDE_PATH names no file")
-    benchmark = load_benchmark(dataset, file)
-    right = [completion(problem["prompt"] + problem["canonical_solution"]) for problem in benchmark.problems]
-    verdicts = benchmark.score(right, AnswerLog(), progress=False)
-    assert sum(verdict != "pass" for verdict in verdicts) == failed
+    assert benchmark.verdicts(texts, again, progress=False) == verdicts

@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 from conftest import golden_adapted, tiny_ouro
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from test_generation import adapted
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch.nn import functional as F
@@ -25,7 +25,7 @@ from loopdropout_trainer.diagnostics import (
     readout_losses,
     single_loop_activation,
 )
-from loopdropout_trainer.diagnostics.rows import batched, labelled
+from loopdropout_trainer.diagnostics.rows import batched
 from loopdropout_trainer.diagnostics.states import linear_cka
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
@@ -56,17 +56,6 @@ def test_single_loop_activation_and_readouts_are_the_oracles(ouro, batches):
     assert measured.reductions == pytest.approx(rho, abs=2e-3)
     assert readout_losses(model, batches) == pytest.approx(mean("unit_gate/readout_loss"), abs=2e-5)
     assert model.training
-
-
-def test_of_two_adapters_in_one_model_the_active_one_is_measured(ouro, batches):
-    model = golden_adapted(ouro)
-    model.add_adapter("other", LoraConfig(r=2, target_modules=ouro.meta["lora"]["modules"], task_type="CAUSAL_LM"))
-    first = single_loop_activation(model, batches)
-    model.set_adapter("other")  # which changes nothing yet
-    other = single_loop_activation(model, batches)
-    assert other.only == pytest.approx((other.frozen,) * len(other.only))
-    model.set_adapter("default")
-    assert single_loop_activation(model, batches) == first != other
 
 
 def test_batches_without_targets_are_refused(ouro, batches):
@@ -108,40 +97,22 @@ def test_labels_are_the_trainers(form, losses, merging_tokenizer, config):
         pytest.skip("TRL refuses it, or it means nothing")
     data = {"train_dataset": Dataset.from_list(FORMATS[form]), "processing_class": merging_tokenizer}
     trainer = LoopDropoutSFTTrainer(tiny_ouro(vocab_size=259), config(**losses), **data)
-    mine = batched(labelled(FORMATS[form], merging_tokenizer, **losses), 1, merging_tokenizer.pad_token_id)
+    mine = labelled_batches(FORMATS[form], merging_tokenizer, 1, **losses)
     for batch, row in zip(mine, trainer.train_dataset, strict=True):
         want = trainer.data_collator([row])
         assert all(torch.equal(batch[name], want[name]) for name in ("input_ids", "labels"))
     if form == "prompt and completion":  # as one text, the prompt's end would have merged into the first target
         assert 258 in merging_tokenizer("".join(FORMATS[form][0].values()))["input_ids"]
         assert 258 not in mine[0]["input_ids"]
-
-
-def test_rows_become_labelled_batches(merging_tokenizer):
-    batches = labelled_batches(FORMATS["prompt and completion"], merging_tokenizer, batch_size=2)
-    texts = [merging_tokenizer.decode(row[row != -100]) for batch in batches for row in batch["labels"]]
-    assert texts == [" 0<eos>", " 2<eos>", " 4<eos>"] and [len(batch["labels"]) for batch in batches] == [2, 1]
+        targets = [merging_tokenizer.decode(row[row != -100]) for batch in mine for row in batch["labels"]]
+        assert losses or targets == [" 0<eos>", " 2<eos>", " 4<eos>"]
 
 
 # Computations of their own
 
-LABELLED = [
-    {"input_ids": ids, "labels": [-100] * (3 + row) + ids[3 + row :]}
-    for row, length in enumerate((12, 9, 15, 7, 11))
-    for ids in [[(7 * row + 13 * place) % 200 + 40 for place in range(length)]]
-]
+IDS = [[(7 * row + 13 * place) % 200 + 40 for place in range(length)] for row, length in enumerate((12, 9, 15, 7, 11))]
+LABELLED = {"input_ids": IDS, "labels": [[-100] * (3 + row) + ids[3 + row :] for row, ids in enumerate(IDS)]}
 BATCHES = batched(LABELLED, batch_size=2, pad_token_id=1)
-
-
-def adapted(model, seed=1, scale=0.2):
-    """A PEFT model whose update is not small, on every projection that recurs."""
-    targets = find_looped_model(model).recurrent_linears()
-    peft_model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_" in name:
-            parameter.data = scale * torch.randn(parameter.shape, generator=generator)
-    return peft_model.eval()
 
 
 def measure(name, model, batches=BATCHES, depths=(1, 2)):
@@ -154,9 +125,9 @@ def measure(name, model, batches=BATCHES, depths=(1, 2)):
 def logits_and_targets(model):
     """Logits [n, V] and target tokens [n] of all rows, from the model's own forward, one row at a time."""
     found = []
-    for row in LABELLED:
-        logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
-        labels = torch.tensor(row["labels"][1:])
+    for ids, labels in zip(*LABELLED.values(), strict=True):
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        labels = torch.tensor(labels[1:])
         found.append((logits[labels != -100], labels[labels != -100]))
     return torch.cat([pair[0] for pair in found]).double(), torch.cat([pair[1] for pair in found])
 
@@ -187,25 +158,14 @@ def test_readouts_and_depths_are_runs_at_smaller_depth(make_tiny):
     assert find_looped_model(model).config.num_loops == 4
 
 
-def test_relative_compute_counts_the_block_once_for_each_loop():
+@pytest.mark.parametrize("rule", ["independent", "learned"])
+def test_adapters_for_one_depth_are_left_out_of_the_depths(rule):
     model = adapted(tiny_ouro())
-    layer = 4 * 32 * 32 + 3 * 32 * 48
-    block, head = 2 * layer, 258 * 32
-    gate = sum(m.weight.numel() for n, m in model.named_modules() if n.endswith("early_exit_gate"))
-    want = [(depth * block + head + gate) / (4 * block + head + gate) for depth in (1, 2, 4, 8)]
-    assert measure("depth", model, depths=[1, 2, 4, 8])["relative_compute"] == pytest.approx(want)
+    add_gates(model, rule=make_rule(rule))
+    assert "for one depth only" in DIAGNOSTICS["depth"]().skip_reason(Context(model, "adapter", BATCHES, (1, 2)))
 
 
-def test_adapters_for_one_depth_are_left_out_of_the_depths():
-    for rule in ("independent", "learned"):
-        model = adapted(tiny_ouro())
-        add_gates(model, rule=make_rule(rule))
-        context = Context(model, "adapter", BATCHES, (1, 2))
-        assert "for one depth only" in DIAGNOSTICS["depth"]().skip_reason(context)
-        assert np.isfinite(measure("patterns", model)["frozen"])
-
-
-def test_patterns_are_use_gates(make_tiny):
+def test_patterns_and_doses_are_use_gates(make_tiny):
     model = adapted(make_tiny())
     found = measure("patterns", model)
     assert len(found["patterns"]) == 16
@@ -214,6 +174,10 @@ def test_patterns_are_use_gates(make_tiny):
             assert pattern["loss"] == pytest.approx(loss_of(model), abs=1e-5)
     with model.disable_adapter():
         assert found["frozen"] == pytest.approx(loss_of(model), abs=1e-5)
+    doses = measure("dose", model)
+    for dose, loss in zip(doses["doses"], doses["losses"], strict=True):
+        with use_gates(model, [dose] * 4):
+            assert loss == pytest.approx(loss_of(model), abs=1e-5)
     of = {tuple(each["loops"]): each for each in found["patterns"]}
     single = measure("single_loop", model)
     assert single["only"] == tuple(of[loop,]["loss"] for loop in (1, 2, 3, 4))
@@ -229,17 +193,6 @@ def test_only_prefixes_and_suffixes_of_many_loops():
     sets = [tuple(each["loops"]) for each in measure("patterns", model)["patterns"]]
     assert len(sets) == len(set(sets)) == 14
     assert all(loops in (tuple(range(1, len(loops) + 1)), tuple(range(8 - len(loops), 8))) for loops in sets)
-
-
-def test_dose_is_the_update_times_its_gate(make_tiny):
-    model = adapted(make_tiny())
-    found = measure("dose", model)
-    for dose, loss in zip(found["doses"], found["losses"], strict=True):
-        scaled = copy.deepcopy(model)
-        for name, parameter in scaled.named_parameters():
-            if "lora_B" in name:
-                parameter.data *= dose
-        assert loss == pytest.approx(loss_of(scaled), abs=1e-5)
 
 
 @torch.no_grad()
@@ -274,6 +227,17 @@ def test_updates_are_a_merged_loop_against_a_frozen_one():
     assert found["states"] == "carried" and sizes[0] > 0.01
 
 
+@torch.no_grad()
+def states_of(model):
+    """The states of each loop at all target tokens, [K, n, H]."""
+    parts = []
+    for batch in BATCHES:
+        output = model.base_model.model.model(batch["input_ids"], batch["attention_mask"], output_readouts=True)
+        kept = batch["labels"][:, 1:] != -100
+        parts.append(np.stack([state[:, :-1][kept].numpy() for state in output.loop_states]))
+    return np.concatenate(parts, axis=1)
+
+
 def test_settling_is_the_distance_between_runs_of_different_depth():
     model = adapted(tiny_ouro())
     found = measure("settling", model)
@@ -283,17 +247,9 @@ def test_settling_is_the_distance_between_runs_of_different_depth():
     assert found["readout_divergences"] == pytest.approx(divergences, abs=1e-6)
     assert found["agreements_percent"] == pytest.approx(same)
     assert divergences[0] > 1e-4 and divergences[3] == 0
-    distances = []
-    for batch in BATCHES:
-        with torch.no_grad():
-            runs = [
-                at_depth(model, depth)
-                .base_model.model.model(batch["input_ids"], batch["attention_mask"], output_readouts=True)
-                .loop_states[-1][:, :-1][batch["labels"][:, 1:] != -100]
-                for depth in range(1, 5)
-            ]
-        distances.append([np.linalg.norm(each - runs[3], axis=-1) / np.linalg.norm(runs[3], axis=-1) for each in runs])
-    want = [np.concatenate([part[loop] for part in distances]).mean() for loop in range(4)]
+    runs = [states_of(at_depth(model, depth))[-1] for depth in range(1, 5)]
+    norm = lambda states: np.linalg.norm(states, axis=-1)
+    want = [(norm(each - runs[3]) / norm(runs[3])).mean() for each in runs]
     assert found["state_distances"] == pytest.approx(want, rel=1e-4, abs=1e-6)
 
 
@@ -321,14 +277,8 @@ def test_cka_is_its_definition():
 def test_similarity_looks_at_the_states():
     model = adapted(tiny_ouro())
     found = measure("similarity", model)
-    assert found["num_tokens"] == sum(label != -100 for row in LABELLED for label in row["labels"][1:])
-    states = []
-    for batch in BATCHES:
-        with torch.no_grad():
-            output = model.base_model.model.model(batch["input_ids"], batch["attention_mask"], output_readouts=True)
-        kept = batch["labels"][:, 1:] != -100
-        states.append(np.stack([state[:, :-1][kept].numpy() for state in output.loop_states]))
-    assert np.array(found["cka"]) == pytest.approx(linear_cka(np.concatenate(states, axis=1)), abs=1e-4)
+    assert found["num_tokens"] == sum(label != -100 for labels in LABELLED["labels"] for label in labels[1:])
+    assert np.array(found["cka"]) == pytest.approx(linear_cka(states_of(model)), abs=1e-4)
 
 
 def test_results_do_not_depend_on_the_batch_size(make_tiny):

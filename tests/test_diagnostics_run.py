@@ -1,21 +1,27 @@
-"""recipes/diagnose.py: all diagnostics of two adapters, what it leaves on disk, what it refuses, and how it goes on."""
+"""recipes/diagnose.py: all diagnostics of two adapters, what it refuses, how it goes on; and diagnostics while training."""
 
 import copy
 import json
-import os
+import random
+import runpy
 import shutil
-import subprocess
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
-from conftest import tiny_ouro
-from test_diagnostics_measures import adapted
+from conftest import flat_weights, tiny_ouro
+from test_evaluation import python
+from test_generation import adapted
 
-from loopdropout_trainer.diagnostics import DIAGNOSTICS, single_loop_activation
+from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.diagnostics import (
+    DIAGNOSTICS,
+    LiveDiagnosticsCallback,
+    readout_losses,
+    single_loop_activation,
+)
 from loopdropout_trainer.diagnostics.arguments import RowArguments
 from loopdropout_trainer.diagnostics.losses import SingleLoop
 from loopdropout_trainer.diagnostics.rows import load_rows_to_score
@@ -29,7 +35,7 @@ MEASURED = {
     "patterns": {"frozen", "patterns"},
     "dose": {"doses", "losses", "reductions_percent"},
     "readouts": {"losses", "accuracies_percent"},
-    "depth": {"depths", "losses", "accuracies_percent", "relative_compute"},
+    "depth": {"depths", "losses", "accuracies_percent"},
     "updates": {"states", "relative_sizes", "cosines"},
     "settling": {"states", "state_distances", "readout_divergences", "agreements_percent"},
     "similarity": {"states", "cka", "num_tokens"},
@@ -60,11 +66,8 @@ def saved(tmp_path_factory, tokenizer):
     return folder
 
 
-def script():
-    spec = spec_from_file_location("diagnose_script", ROOT / "recipes" / "diagnose.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def main(*arguments):
+    runpy.run_path(str(ROOT / "recipes" / "diagnose.py"))["main"](list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,7 @@ def diagnose(saved):
 
     def run(output_dir, *options, adapters=("LoRA=lora", "Loop Dropout=dropout_1", "Loop Dropout=dropout_2")):
         named = [adapter.replace("=", f"={saved}/") for adapter in adapters]
-        script().main([str(saved / "recipe.yaml"), "--output_dir", str(output_dir), "--adapters", *named, *options])
+        main(saved / "recipe.yaml", "--output_dir", output_dir, "--adapters", *named, *options)
         files = (Path(output_dir) / "diagnostics").glob("*.json")
         return {file.stem: json.loads(file.read_text()) for file in files}
 
@@ -121,6 +124,10 @@ def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, 
     assert any(f"{mean:.4f} ± {sd:.4f}" in line for line in printed.splitlines() if line.startswith("loss, gates all"))
 
 
+def what_was_measured(files):
+    return {name: [run["measured"] for run in content["runs"]] for name, content in files.items()}
+
+
 def test_a_killed_run_goes_on_and_other_rows_are_measured_anew(diagnose, tmp_path, monkeypatch):
     names = ("--diagnostics", "single_loop", "readouts")
     before = diagnose(tmp_path, *names)
@@ -132,17 +139,10 @@ def test_a_killed_run_goes_on_and_other_rows_are_measured_anew(diagnose, tmp_pat
     (tmp_path / "diagnostics" / "single_loop.json").unlink()
     measured, original = [], SingleLoop.measure
     monkeypatch.setattr(SingleLoop, "measure", lambda *args: measured.append(args) or original(*args))
-    assert _without_seconds(diagnose(tmp_path, *names)) == _without_seconds(before) and len(measured) == 1
+    assert what_was_measured(diagnose(tmp_path, *names)) == what_was_measured(before) and len(measured) == 1
     fewer = diagnose(tmp_path, *names, "--num_rows", "3")
     assert fewer["single_loop"]["settings"]["rows"]["num_rows"] == 3 and len(measured) == 4
-    assert _without_seconds(diagnose(tmp_path, *names)) == _without_seconds(before) and len(measured) == 4
-
-
-def _without_seconds(files):
-    for content in files.values():
-        for run in content["runs"]:
-            run.pop("seconds", None)
-    return files
+    assert what_was_measured(diagnose(tmp_path, *names)) == what_was_measured(before) and len(measured) == 4
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,6 @@ def test_adapters_that_cannot_be_compared_are_refused(diagnose, saved, tmp_path,
         (["--models", "base=x"], "`models` .*'base=x'"),
         (["--adapters", "LoRA=nowhere"], "adapter nowhere"),
         (["--depths", "0"], "`depths`"),
-        (["--depths", "100000"], "`depths`"),
         (["--num_rows", "0"], "`num_rows`"),
         (["--rows", "gsm9k"], "gsm9k"),
         (["--rows", "gsm8k", "--benchmark_files", '{"gsm8k": "nowhere.jsonl"}'], "nowhere.jsonl"),
@@ -198,7 +197,7 @@ def test_a_recipe_runs_no_code(saved, tmp_path):
     recipe = (saved / "recipe.yaml").read_text() + f"imports: [{tmp_path / 'code.py'}]\n"
     (tmp_path / "recipe.yaml").write_text(recipe)
     with pytest.raises(RecipeError, match="`imports`.*command line"):
-        script().main([str(tmp_path / "recipe.yaml"), "--adapters", f"LoRA={saved / 'lora'}"])
+        main(tmp_path / "recipe.yaml", "--adapters", f"LoRA={saved / 'lora'}")
 
 
 def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
@@ -223,14 +222,92 @@ def test_two_processes_find_what_one_finds(diagnose, saved, tmp_path):
     names = ["single_loop", "readouts", "updates", "similarity", "depth"]
     one = diagnose(tmp_path / "one", "--diagnostics", *names, "--depths", "1", "5")
     adapters = [f"{name}={saved / folder}" for name, folder in (("LoRA", "lora"), ("Loop Dropout", "dropout_1"))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "recipes" / "diagnose.py"), str(saved / "recipe.yaml"), "--adapters", *adapters]
-    command += [f"Loop Dropout={saved / 'dropout_2'}", "--output_dir", str(tmp_path / "two"), "--depths", "1", "5"]
-    subprocess.run(
-        [*command, "--diagnostics", *names], check=True, timeout=540, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    adapters += [f"Loop Dropout={saved / 'dropout_2'}", "--output_dir", tmp_path / "two", "--depths", "1", "5"]
+    script = (ROOT / "recipes" / "diagnose.py", saved / "recipe.yaml", "--adapters", *adapters)
+    python(*script, "--diagnostics", *names, processes=2)
     for name in names:
         two = json.loads((tmp_path / "two" / "diagnostics" / f"{name}.json").read_text())
         assert two["num_processes"] == 2
         for mine, other in zip(one[name]["runs"], two["runs"], strict=True):
             assert mine["measured"] == other["measured"], name
+
+
+# While training
+
+
+@pytest.fixture
+def train(make_trainer):
+    def run(model, every_steps=None, **fields):
+        trainer = make_trainer(model, save_strategy="no", **fields)
+        if every_steps is not None:
+            trainer.add_callback(LiveDiagnosticsCallback(trainer, every_steps))
+        trainer.train()
+        return trainer
+
+    return run
+
+
+def live_logs(trainer):
+    return [logs for logs in trainer.state.log_history if "live/seconds" in logs]
+
+
+LAYOUTS = [{}, {"padding_free": True, "max_length": None}, {"gradient_accumulation_steps": 2}]
+
+
+@pytest.mark.parametrize("fields", LAYOUTS)
+def test_training_is_the_same_to_the_last_bit(train, make_tiny, fields):
+    if fields and make_tiny is not tiny_ouro:
+        pytest.skip("one family is enough for the layouts of a batch")
+    runs = []
+    for every in (None, 2):
+        trainer = train(make_tiny(), max_steps=5, **fields, every_steps=every)
+        losses = [
+            {k: v for k, v in log.items() if "time" not in k and "second" not in k}
+            for log in trainer.state.log_history
+            if "live/seconds" not in log
+        ]
+        states = torch.random.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+        runs.append((flat_weights(trainer).tolist(), losses, states))
+    assert runs[0] == runs[1]
+    assert [log["step"] for log in live_logs(trainer)] == [2, 4, 5]
+
+
+def test_what_is_logged_is_what_the_saved_adapter_shows(train):
+    trainer = train(tiny_ouro(), max_steps=3, every_steps=3, learning_rate=0.05)
+    (log,) = live_logs(trainer)  # the end falls on a step that was measured
+    batch = trainer.data_collator([trainer.eval_dataset[index] for index in range(4)])
+    activation = single_loop_activation(trainer.model, [batch])
+    assert [log[f"live/rho_loop_{t}"] for t in (1, 2, 3, 4)] == pytest.approx(activation.reductions, abs=1e-3)
+    readouts = [log[f"live/readout_loop_{t}"] for t in (1, 2, 3, 4)]
+    assert readouts == pytest.approx(readout_losses(trainer.model, [batch]), rel=1e-5)
+    assert log["live/loss_dose_0"] == pytest.approx(activation.frozen, rel=1e-5)
+    assert log["live/loss_dose_1"] == pytest.approx(activation.all_on, rel=1e-5)
+    assert log["live/loss_dose_2"] != log["live/loss_dose_0.5"]
+    assert max(map(abs, activation.reductions)) > 0.1
+
+
+def test_what_it_cannot_measure_is_refused(tokenizer, dataset, config):
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="evaluation rows.*`num_eval_examples`"):
+        LiveDiagnosticsCallback(trainer)
+    for name in ("every_steps", "num_rows"):
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            LiveDiagnosticsCallback(trainer, **{name: 0})
+
+
+def test_a_recipe_asks_for_it(tmp_path, monkeypatch):
+    """`live_diagnostics_steps` of a recipe, and the same without evaluation rows."""
+    monkeypatch.chdir(tmp_path)
+    sft = runpy.run_path(str(ROOT / "recipes" / "sft.py"))["main"]
+    recipe = {
+        "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_train_examples": 8, "num_eval_examples": 4,
+        "max_steps": 2, "per_device_train_batch_size": 2, "max_length": 256, "dtype": "float32", "bf16": False,
+        "use_cpu": True, "live_diagnostics_steps": 1, "live_diagnostics_rows": 4, "save_steps": 2, "output_dir": "out",
+    }  # fmt: skip
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    sft(["recipe.yaml"])
+    history = json.loads(Path("out/checkpoint-2/trainer_state.json").read_text())["log_history"]
+    logs = [log for log in history if "live/seconds" in log]
+    assert [log["step"] for log in logs] == [1, 2]
+    with pytest.raises(RecipeError, match="needs rows to evaluate on: give `num_eval_examples` or `eval_files`"):
+        sft(["recipe.yaml", "--num_eval_examples", "0", "--output_dir", "other"])

@@ -1,18 +1,23 @@
-"""The scorers against the references' verdicts, and evaluations that are interrupted."""
+"""The scorers against the references' verdicts; evaluations end to end, also of instruction tuning, and interrupted."""
 
-import dataclasses
+import copy
 import gzip
+import itertools
 import json
 import os
+import random
 import re
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from importlib.metadata import version
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import GOLDEN, tiny_ouro
@@ -22,27 +27,29 @@ from test_generation import PROMPTS, adapted, varied
 from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
 from loopdropout_trainer.evaluation import (
     BENCHMARKS,
-    BenchmarkResult,
     GeneratedBenchmark,
     Metric,
-    Prediction,
     Subject,
-    decompose_difference,
-    evaluate_benchmark,
     evaluate_subject,
     generate_greedy,
     load_benchmark,
     load_metric,
     load_results,
-    make_benchmark,
+    score_completions,
     summarize_seeds,
 )
 from loopdropout_trainer.evaluation.answer_log import AnswerLog, SettingsChangedError
 from loopdropout_trainer.evaluation.loading import load_model
-from loopdropout_trainer.evaluation.metrics import gsm8k_strict, metamath_gsm8k, metamath_math
+from loopdropout_trainer.evaluation.metrics import gsm8k_strict, metamath_gsm8k
+from loopdropout_trainer.evaluation.results import averages_of
 from loopdropout_trainer.evaluation.run import EvaluationArguments
+from loopdropout_trainer.reports.averaging import difference
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.recipe import parse_recipe
+from loopdropout_trainer.settings.recipe import load_recipe, parse_recipe
+
+
+pytest.importorskip("lm_eval")
+from loopdropout_trainer.evaluation.metrics import metamath_math  # noqa: E402
 
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -95,7 +102,7 @@ def test_a_scorer_gives_the_reference_verdict_on_every_string(module):
 
 def test_metamath_golds_and_equivalences_agree_with_the_reference():
     for row in vectors("metamath_scorer", "equiv"):
-        assert metamath_math.equivalent(row["a"], row["b"]) == row["correct"], row["id"]
+        assert metamath_math.utils.is_equiv(row["a"], row["b"]) == row["correct"], row["id"]
     for row in vectors("metamath_scorer", "math_gold"):
         if row["error"] is None:
             assert metamath_math.extract_gold(row["solution"]) == row["gold"], row["id"]
@@ -127,57 +134,14 @@ def test_prompts_budgets_and_references_of_real_problems():
     assert load_benchmark("arithmetic_hard", limit=2).references[0].count("\n") in (6, 7)
     assert load_benchmark("arithmetic_wording", limit=2).prompts[0].startswith("Question: At first ")
     assert int(re.search(r"\d+", load_benchmark("arithmetic_larger", limit=1).prompts[0])[0]) > 20
-    own = make_benchmark("gsm8k", [{"question": "1 + 1?", "answer": "#### 2"}])
-    assert (own.prompts, own.references) == (["Question: 1 + 1?\nAnswer:"], ["#### 2"])
-
-
-def test_bad_benchmarks_are_refused_with_file_and_line(tmp_path):
-    file = tmp_path / "problems.jsonl"
-    file.write_text('{"question": "1 + 1?", "answer": "two"}\n{"question": "no answer"}\n{"quest')
-    for name, limit, message in (
-        ("gsm8k", 2, "problems.jsonl, row 2 .*'answer'"),
-        ("metamath_gsm8k", 1, "row 1 is .* no `#### `"),
-        ("gsm9k", None, "must be among metamath_gsm8k"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_benchmark(name, file, limit)
-    assert len(load_benchmark("gsm8k", file, limit=1).prompts) == 1
-    file.write_text('{"quest')
-    with pytest.raises(ValueError, match="row 1 is .* broken JSON"):
-        load_benchmark("gsm8k", file)
 
 
 # Evaluation
 
 
-def test_continuing_an_evaluation_generates_only_what_is_missing(tokenizer, tmp_path):
-    model = varied(tiny_ouro())
-    benchmark = GeneratedBenchmark("own", PROMPTS, ["#### 1"] * len(PROMPTS), "gsm8k_strict", 10)
-    want = evaluate_benchmark(model, tokenizer, benchmark, batch_size=1, log_dir=tmp_path, progress=False)
-    assert want == evaluate_benchmark(model, tokenizer, benchmark, batch_size=16, progress=False)
-    assert (want.total, want.correct, want.missing, want.score, want.missing_rate) == (5, 0, 5, 0, 100)
-
-    log = tmp_path / "00000.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines[:3]) + lines[3][:-4])  # the last line was being written
-    calls = []
-    model.model.register_forward_hook(lambda *_: calls.append(1))
-    assert evaluate_benchmark(model, tokenizer, benchmark, batch_size=1, log_dir=tmp_path, progress=False) == want
-    assert 0 < len(calls) <= 22 and log.read_text().splitlines(keepends=True) == lines
-    longer = dataclasses.replace(benchmark, max_new_tokens=11)
-    with pytest.raises(SettingsChangedError, match="`max_new_tokens` was 10 and is 11"):
-        evaluate_benchmark(model, tokenizer, longer, log_dir=tmp_path, progress=False)
-    model.config.num_loops = 2
-    with pytest.raises(SettingsChangedError, match="`num_loops` was 4 and is 2"):
-        evaluate_benchmark(model, tokenizer, benchmark, log_dir=tmp_path, progress=False)
-    model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters so
-    with pytest.raises(ValueError, match="sharded over processes"):
-        evaluate_benchmark(model, tokenizer, benchmark, progress=False)
-
-
 def steady():
-    """A random model without near ties, which the batch size may decide in float32."""
-    return varied(tiny_ouro(), std=0.1)
+    """A random model for long prompts, without near ties, which the batch size may decide in float32."""
+    return varied(tiny_ouro(max_position_embeddings=8192), std=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -192,40 +156,58 @@ def saved(tokenizer, tmp_path_factory):
     return folder
 
 
-def command(saved, output_dir, **fields):
-    """The arguments of evaluate.py for two benchmarks on the sample problems."""
-    settings = {
-        "model_name_or_path": saved / "base",
-        "dtype": "float32",
-        "benchmark_files": json.dumps({"gsm8k": str(SAMPLES / "gsm8k_test.jsonl")}),
-        "benchmark_limit": 8,
-        "output_dir": output_dir,
-        **fields,
-    }
-    options = [str(part) for key, value in settings.items() for part in (f"--{key}", value)]
-    return ["--benchmarks", "gsm8k", "arithmetic_test", *options]
+def command(*arguments, **fields):
+    """The arguments of evaluate.py, by default for two benchmarks on the sample problems."""
+    fields = {"dtype": "float32", **fields}
+    options = [str(part) for key, value in fields.items() for part in (f"--{key}", value)]
+    return [*map(str, arguments), *options]
 
 
+def on_samples(saved, output_dir, **fields):
+    files = json.dumps({"gsm8k": str(SAMPLES / "gsm8k_test.jsonl")})
+    fields = {"model_name_or_path": saved / "base", "benchmark_files": files, "benchmark_limit": 8, **fields}
+    return command("--benchmarks", "gsm8k", "arithmetic_test", output_dir=output_dir, **fields)
+
+
+def evaluate(arguments):
+    """Run recipes/evaluate.py in this process."""
+    runpy.run_path(str(RECIPES / "evaluate.py"))["main"](arguments)
+
+
+os.environ.setdefault("NLTK_DATA", str(Path(__file__).parent / "nltk_data"))  # IFEval's sentences and words
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT["PYTHONPATH"] = str(RECIPES.parent)
+
+
+def python(*command, processes=1, **options):
+    """Run a script or module, in several processes if there are several; return what it printed."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    )
+    command, options = [sys.executable, *launcher, *map(str, command)], {"env": ENVIRONMENT, **options}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def kill_when(is_time, *command, env=ENVIRONMENT):
+    """Run a script, and kill it as soon as `is_time()`."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], env=env, stderr=subprocess.DEVNULL)
+    while not is_time():
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
 
 
 def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, tokenizer, tmp_path):
-    arguments = command(saved, tmp_path, adapter=saved / "adapter")
+    arguments = on_samples(saved, tmp_path, adapter=saved / "adapter")
     answers = tmp_path / "answers" / "adapter" / "gsm8k" / "00000.jsonl"
-    script = [str(RECIPES / "evaluate.py"), *arguments, "--benchmark_batch_size"]
-    with (tmp_path / "killed.log").open("w") as log:
-        process = subprocess.Popen([sys.executable, *script, "1"], env=ENVIRONMENT, stdout=log, stderr=log)
-        while not answers.is_file() or answers.read_bytes().count(b"\n") < 2:
-            assert process.poll() is None, (tmp_path / "killed.log").read_text()
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    script = [RECIPES / "evaluate.py", *arguments, "--benchmark_batch_size"]
+    kill_when(lambda: answers.is_file() and answers.read_bytes().count(b"\n") >= 2, *script, 1)
     before = answers.read_text()
     assert 2 <= before.count("\n") < 8 and not (tmp_path / "evaluation.json").is_file()
-
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *script, "3"]
-    done = subprocess.run(two, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    python(*script, 3, processes=2)
     assert answers.read_text().startswith(before[: before.rfind("\n") + 1])
     assert all((answers.parent / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
 
@@ -233,7 +215,7 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     results = load_results(tmp_path / "evaluation.json")
     for name, file in (("gsm8k", SAMPLES / "gsm8k_test.jsonl"), ("arithmetic_test", None)):
         benchmark = load_benchmark(name, file, limit=8)
-        assert results[name] == evaluate_benchmark(model, tokenizer, benchmark, 16, progress=False)
+        assert results[name] == evaluate_subject(Subject(model, tokenizer, 16), benchmark, progress=False)
     row = json.loads((tmp_path / "evaluation.json").read_text())["rows"]["adapter"]
     run_info = row["benchmarks"]["gsm8k"]["run_info"]
     assert run_info["num_processes"] == 2 and run_info["settings"]["benchmark_batch_size"] == 3
@@ -241,43 +223,30 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     assert row["meta_info"]["num_loops"] == 4 and row["train_info"]["r"] == 4
 
 
-@pytest.fixture
-def evaluate_script(monkeypatch):
-    """recipes/evaluate.py as a module; its folder is on the path, as when it is run."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    spec = spec_from_file_location("evaluate_script", RECIPES / "evaluate.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_merged_model_gives_what_its_adapter_gives_by_a_recipe_of_training(saved, evaluate_script, tmp_path):
+def test_a_merged_model_gives_what_its_adapter_gives_by_a_recipe_of_training(saved, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model_name_or_path: {saved / 'base'}\ndtype: float32\nbenchmarks: [arithmetic_test]\nbenchmark_limit: 4\n"
         f"output_dir: {tmp_path / 'run'}\nlearning_rate: 1e-4\nrule: loop_dropout\np: 0.5\nlora_r: 4\nmerge: true\n"
     )
-    evaluate_script.main([str(recipe), "--adapter", str(saved / "adapter")])
+    evaluate([str(recipe), "--adapter", str(saved / "adapter")])
     merged = ["--model_name_or_path", str(saved / "merged"), "--output_dir", str(tmp_path / "m")]
-    evaluate_script.main([str(recipe), *merged])
+    evaluate([str(recipe), *merged])
     assert load_results(tmp_path / "run/evaluation.json") == load_results(tmp_path / "m/evaluation.json")
     with pytest.raises(SettingsChangedError, match="row `adapter`.*`adapter` was '[0-9a-f]+' and is None"):
-        evaluate_script.main([str(recipe), "--adapter", "adapter=none"])
+        evaluate([str(recipe), "--adapter", "adapter=none"])
     with pytest.raises(ValueError, match="`gates` .* each of the 4 loops"):
-        evaluate_script.main([str(recipe), "--gates", "1-0", "--adapter", str(saved / "adapter")])
+        evaluate([str(recipe), "--gates", "1-0", "--adapter", str(saved / "adapter")])
     assert not (tmp_path / "run/answers/base").exists()  # nothing of it was begun
 
 
-def test_an_adapter_gives_the_same_answers_in_bfloat16_as_at_the_end_of_its_training(
-    tokenizer, config, dataset, tmp_path
-):
+def test_an_adapter_gives_in_bfloat16_what_it_gave_at_the_end_of_training(tokenizer, config, dataset, tmp_path):
     varied(tiny_ouro()).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     base = ModelArguments(str(tmp_path / "base"), dtype="bfloat16")
+    data = {"train_dataset": dataset, "processing_class": tokenizer}
     arguments = config(learning_rate=0.1, model_init_kwargs=base.init_kwargs)
-    trainer = LoopDropoutSFTTrainer(
-        base.model_name_or_path, arguments, train_dataset=dataset, processing_class=tokenizer
-    )
+    trainer = LoopDropoutSFTTrainer(base.model_name_or_path, arguments, **data)
     trainer.train()
     trainer.save_model()
     want = generate_greedy(trainer.model, tokenizer, PROMPTS, 24, progress=False)
@@ -285,10 +254,10 @@ def test_an_adapter_gives_the_same_answers_in_bfloat16_as_at_the_end_of_its_trai
     assert generate_greedy(*load_model(base), PROMPTS, 24, progress=False) != want
 
 
-def test_depths_and_single_loops_are_rows_of_one_evaluation(saved, tokenizer, evaluate_script, tmp_path):
-    options = command(saved, tmp_path, adapter=saved / "adapter", benchmark_limit=2, max_new_tokens=8)
-    evaluate_script.main([*options, "--at_depths", "2", "3", "--gates", "single_loop"])
-    evaluate_script.main([*options, "--gates", "1-1-1-1", "0-1-0-0"])
+def test_depths_and_single_loops_are_rows_of_one_evaluation(saved, tokenizer, tmp_path):
+    options = on_samples(saved, tmp_path, adapter=saved / "adapter", benchmark_limit=2, max_new_tokens=8)
+    evaluate([*options, "--at_depths", "2", "3", "--gates", "single_loop"])
+    evaluate([*options, "--gates", "1-1-1-1", "0-1-0-0"])
     rows = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
     found = {name: (row["meta_info"]["num_loops"], row["meta_info"]["gates"]) for name, row in rows.items()}
     assert found == {
@@ -304,16 +273,14 @@ def test_depths_and_single_loops_are_rows_of_one_evaluation(saved, tokenizer, ev
     assert load_results(tmp_path / "evaluation.json", "adapter_K3_loop2")["gsm8k"] == want
 
 
-def test_weights_that_are_not_finite_are_refused_and_nan_is_never_written(saved, tokenizer, evaluate_script, tmp_path):
+def test_weights_that_are_not_finite_are_refused_and_nan_is_never_written(tokenizer, tmp_path):
     model = steady()
     with torch.no_grad():
         model.lm_head.weight[3, 0] = float("nan")
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    arguments = command(saved, tmp_path / "out", model_name_or_path=tmp_path / "base")
-    with pytest.raises(ValueError, match="base holds NaN or infinity in `lm_head.weight`") as caught:
-        evaluate_script.main(arguments)
-    assert "\n" not in str(caught.value) and not (tmp_path / "out" / "evaluation.json").exists()
+    with pytest.raises(ValueError, match="base holds NaN or infinity in `lm_head.weight`"):
+        load_model(ModelArguments(str(tmp_path / "base"), dtype="float32"))
     with pytest.raises(ValueError, match="not a finite number"):
         Metric.of([1.0, float("nan")])
     with pytest.raises(ValueError):
@@ -336,21 +303,267 @@ def test_a_damaged_line_of_a_log_is_named_and_an_unfinished_one_removed(tmp_path
 
 
 @pytest.mark.parametrize("path", [*sorted((RECIPES / "evaluation").glob("*.yaml")), RECIPES / "quickstart.yaml"])
-def test_every_evaluation_recipe_and_a_training_recipe_are_understood(path, evaluate_script):
-    types = (ModelArguments, EvaluationArguments)
-    (model, arguments), _ = parse_recipe(types, [str(path)], unread_types=evaluate_script.OF_TRAINING)
-    assert model.dtype in ("bfloat16", "float32") and set(arguments.benchmarks) <= set(BENCHMARKS)
+def test_every_evaluation_recipe_and_a_training_recipe_are_understood(path):
+    unread = runpy.run_path(str(RECIPES / "evaluate.py"))["OF_TRAINING"]
+    (_, arguments), _ = parse_recipe((ModelArguments, EvaluationArguments), [str(path)], unread_types=unread)
+    assert set(arguments.benchmarks) <= set(BENCHMARKS)
+
+
+# The benchmarks of instruction tuning, on stand-in rows
+
+TULU2 = RECIPES / "evaluation" / "tulu2.yaml"
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Stand-in rows of every benchmark of instruction tuning."""
+    folder = tmp_path_factory.mktemp("rows")
+    subjects = ("abstract_algebra", "anatomy", "world_religions")
+    choices = [[str(i), str(2 * i), "7", "8"] for i in range(5)]
+    questions = [{"question": f" What is {i} + {i}?", "choices": choices[i], "answer": i % 4} for i in range(5)]
+    mmlu = [{"subject": subject, **question} for subject in subjects for question in questions]
+    tasks = ("boolean_expressions", "navigate")
+    bbh = [{"task": task, "idx": 0, "input": "not True is", "target": "False"} for task in tasks]
+    targets = {"choices": ["Yes.", "It is.", "No."], "labels": [1, 1, 0]}
+    truthfulqa = [{"question": f"Is {i} a number?", "mc1_targets": targets, "mc2_targets": targets} for i in range(4)]
+    fields = ("key", "prompt", "instruction_id_list", "kwargs")
+    instructions = [{key: row[key] for key in fields} for row in vectors("ifeval")[:3]]
+    return {
+        "mmlu": write_rows(folder / "mmlu.jsonl", mmlu),
+        "bbh": write_rows(folder / "bbh.jsonl", bbh),
+        "truthfulqa_mc2": write_rows(folder / "truthfulqa.jsonl", truthfulqa),
+        "ifeval": write_rows(folder / "ifeval.jsonl", instructions),
+        "humaneval_plus": str(GOLDEN / "humaneval_plus.jsonl.gz"),
+        "mbpp_plus": str(GOLDEN / "mbpp_plus.jsonl.gz"),
+    }
+
+
+# Scores
+
+
+def test_ifeval_gives_the_official_verdict_on_every_response():
+    pytest.importorskip("langdetect")
+    from loopdropout_trainer.evaluation.benchmarks.tulu2 import score_ifeval
+
+    rows = vectors("ifeval")
+    assert len(rows) == 270
+    for row in rows:
+        scores = score_ifeval(row, [row["response"]])
+        for name in ("strict", "loose"):
+            assert scores[f"inst_level_{name}_acc"] == row[name], row["key"]
+            assert scores[f"prompt_level_{name}_acc"] == row[f"prompt_{name}"], row["key"]
+
+
+def test_the_averages_of_the_recipe_are_those_of_the_papers_table():
+    lora = "mmlu 68.64 bbh 71.20 truthfulqa_mc2 47.32 humaneval 71.54 humaneval_plus 67.68 mbpp 75.57 mbpp_plus 64.73"
+    words = f"{lora} ifeval_strict 46.33 ifeval_loose 50.59".split()
+    metrics = {name: {"score": float(score)} for name, score in zip(words[::2], words[1::2], strict=True)}
+    got = averages_of({"all": {"metrics": metrics}}, load_recipe(TULU2)["averages"])
+    assert [f"{average['score']:.2f}" for average in got.values()] == ["69.88", "60.98", "62.62"]
+    assert averages_of({"all": {"metrics": {"mmlu": {"score": 1.0}}}}, load_recipe(TULU2)["averages"]) == {}
+
+
+def test_tasks_are_scored_as_lm_eval_does_with_its_own_model_class(files, tokenizer):
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    model = adapted(steady())
+    for name, key in (("mmlu", "acc,none"), ("truthfulqa_mc2", "acc,none")):
+        benchmark = load_benchmark(name, files[name])
+        got = evaluate_subject(Subject(model, tokenizer, 4), benchmark, progress=False)
+        hf = HFLM(model, tokenizer=tokenizer, batch_size=1)
+        want = evaluate(hf, benchmark.manager.load(benchmark.tasks), bootstrap_iters=0)
+        rows = [want["results"][task.task_name] for task in benchmark.tasks]
+        total = sum(row["sample_len"] for row in rows)
+        assert got.score == pytest.approx(100 * sum(row[key] * row["sample_len"] for row in rows) / total, abs=1e-3)
+        samples = [s for task in benchmark.tasks for s in want["samples"][task.task_name]]
+        for prediction, sample in zip(got.predictions, samples, strict=True):
+            assert prediction.prompt == sample["arguments"][0][0]
+            assert prediction.log_likelihoods == pytest.approx([r[0][0] for r in sample["resps"]], rel=1e-5, abs=2e-4)
+    assert got.correct is None and 0 < got.score < 100 and got.first.sum == pytest.approx(got.score * got.total / 100)
+
+
+def test_a_missing_tokenizer_of_ifeval_is_refused_before_anything_is_generated(files, tmp_path):
+    code = f"from loopdropout_trainer.evaluation import load_benchmark; load_benchmark('ifeval', {files['ifeval']!r})"
+    environment = {**ENVIRONMENT, "NLTK_DATA": str(tmp_path), "HOME": str(tmp_path), "LOCAL_RANK": "1"}  # no download
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert "`ifeval` needs NLTK's data `punkt_tab`" in done.stderr.splitlines()[-1]
+    assert "python -m nltk.downloader punkt_tab" in done.stderr
+
+
+def test_correct_answers_are_counted_by_the_columns_of_the_rows():
+    benchmark = load_benchmark("arithmetic_test", limit=20)
+    steps = [row["num_steps"] for row in benchmark.rows]
+    result = score_completions(benchmark, [*benchmark.references[:10], *[""] * 10])
+    want = {str(n): {"correct": steps[:10].count(n), "total": steps.count(n)} for n in set(steps)}
+    assert result.as_json()["groups"] == {"num_steps": want}
+
+
+# Asking
+
+
+def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_turn(tokenizer):
+    model = steady()
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    model.resize_token_embeddings(len(tokenizer))
+    benchmark = GeneratedBenchmark("own", ["Question: 1 + 1?\nAnswer:"], ["#### 2"], "gsm8k_strict", 256)
+    subject = Subject(model, tokenizer, apply_chat_template=True, system_instruction="Be brief.", max_new_tokens=12)
+    assert subject.stops(["\n"], in_turns=True) == ("\n", "<|end|>")
+    (prediction,) = evaluate_subject(subject, benchmark, progress=False).predictions
+    assert prediction.prompt == "[system]Be brief.<|end|>[user]Question: 1 + 1?\nAnswer:<|end|>[assistant]"
+    (plain,) = generate_greedy(model, tokenizer, [prediction.prompt], 12, progress=False)
+    assert prediction.completion == plain != ""
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        evaluate_subject(subject, benchmark, progress=False)
+    model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters so
+    with pytest.raises(ValueError, match="sharded over processes"):
+        evaluate_subject(subject, benchmark, progress=False)
+
+
+# Local files
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("gsm8k", '{"question": "1?", "answer": "1"}\n{"question": "no answer"}', "rows.jsonl, row 2 .*'answer'"),
+        ("gsm8k", '{"quest', "row 1 is .* broken JSON"),
+        ("metamath_gsm8k", '{"question": "1 + 1?", "answer": "two"}', "row 1 is .* no `#### `"),
+        ("gsm9k", "", "must be among metamath_gsm8k"),
+        ("mmlu", '{"question": "?", "choices": ["a"], "answer": 0}', "rows.jsonl, row 1 .*'subject'"),
+        ("mmlu", '{"question": "?", "subject": "astrology"}', "mmlu_astrology"),
+        ("truthfulqa_mc2", None, "rows.jsonl cannot be read"),
+        ("mbpp_plus", None, "rows.jsonl is not EvalPlus's data"),
+        ("humaneval", '{"task_id": "HumanEval/0"}', "rows.jsonl is not EvalPlus's data"),
+    ],
+)
+def test_bad_rows_are_refused_with_their_place(name, rows, message, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    if rows is not None:
+        file.write_text(rows)
+    with pytest.raises(ValueError, match=message):
+        load_benchmark(name, file, confirm_run_unsafe_code=True)
+
+
+def test_any_task_of_lm_eval_runs_on_local_files_with_examples_of_another_split(tokenizer, tmp_path):
+    rows = [{"question": f"{i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(12)]
+    test = write_rows(tmp_path / "gsm8k.jsonl", rows[:2])
+    with pytest.raises(ValueError, match="shows 5 examples of the split `train`: let `benchmark_files` name a folder"):
+        load_benchmark("lm_eval:gsm8k", test)
+    write_rows(tmp_path / "gsm8k.train.jsonl", rows[2:])
+    benchmark = load_benchmark("lm_eval:gsm8k", tmp_path)
+    subject = Subject(steady(), tokenizer, max_new_tokens=4)
+    result = evaluate_subject(subject, benchmark, tmp_path / "log", progress=False)
+    assert result.metrics.keys() == {"exact_match,strict-match", "exact_match,flexible-extract"}
+    assert result.total == 2 and result.predictions[0].prompt.count("Question: ") == 6
+    assert "0 + 0?" not in result.predictions[1].prompt.split("Question: 1 + 1?")[0]
+    with pytest.raises(ValueError, match="lm-eval has no task `gsm9k`"):
+        load_benchmark("lm_eval:gsm9k")
+
+
+# Interruption
+
+
+def on_tulu2(saved, files, output_dir, *more, **fields):
+    """The arguments of evaluate.py for the recipe's benchmarks on these files, with and without the adapter."""
+    fields = {"benchmark_files": json.dumps(files), "output_dir": output_dir, "max_new_tokens": 5, **fields}
+    fields |= {"model_name_or_path": saved / "base", "benchmark_batch_size": 4}
+    return command(TULU2, "--adapter", "none", f"tuned={saved / 'adapter'}", *more, **fields)
+
+
+def answers_in(folder):
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("answers/*/*/*.jsonl"))
+
+
+def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, files, tmp_path, capsys):
+    pytest.importorskip("evalplus")
+    script = [RECIPES / "evaluate.py", *on_tulu2(saved, files, tmp_path / "run")]
+    python(*script)
+    want = (tmp_path / "run" / "evaluation.json").read_text()
+    num_answers = answers_in(tmp_path / "run")
+    shutil.move(tmp_path / "run", tmp_path / "whole")
+
+    kill_at = random.randrange(1, num_answers)
+    kill_when(lambda: answers_in(tmp_path / "run") >= kill_at, *script)
+    evaluate(script[1:])
+    assert (tmp_path / "run" / "evaluation.json").read_text() == want, f"killed after {kill_at} answers"
+    assert answers_in(tmp_path / "run") == num_answers
+
+    rows = json.loads(want)["rows"]
+    names = ["mmlu", "bbh", "truthfulqa_mc2", "humaneval_plus", "humaneval", "mbpp_plus", "mbpp"]
+    names += ["ifeval_strict", "ifeval_loose"]
+    printed = [line[2:-2].split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line[0] for line in printed[2:11]] == names and printed[0] == ["Metric", "base", "tuned"]
+    for column, row in enumerate(("base", "tuned"), start=1):
+        scores = {}
+        for measured in rows[row]["benchmarks"].values():  # each metric once more, from its predictions
+            for metric, values in measured["metrics"].items():
+                points = [p["values"][metric] if "values" in p else p["correct"] for p in measured["predictions"]]
+                scores[metric] = 100 * sum(points) / len(points)
+                assert values["score"] == pytest.approx(scores[metric]) and values["total"] == len(points)
+        assert sorted(scores) == sorted(names) and scores["mmlu"] > 0 and scores["truthfulqa_mc2"] > 0
+        for line, metrics in zip(printed[-3:], load_recipe(TULU2)["averages"].values(), strict=True):
+            assert line[column] == f"{np.mean([scores[metric] for metric in metrics]):.2f}"
+    assert (rows["base"]["meta_info"]["adapter"], rows["base"]["train_info"]) == (None, {})
+    assert rows["tuned"]["train_info"]["r"] == 4
+    prompt = lambda name: rows["tuned"]["benchmarks"][name]["predictions"][0]["prompt"]
+    assert prompt("ifeval").startswith("<|user|>\n") and prompt("ifeval").endswith("\n<|assistant|>\n")
+    assert "<|user|>" not in prompt("mmlu")
+
+
+def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved, files, tmp_path):
+    base = on_tulu2(saved, {"truthfulqa_mc2": files["truthfulqa_mc2"]}, tmp_path)
+    first = [*base, "--benchmarks", "truthfulqa_mc2"]
+    evaluate(first)
+    content = (tmp_path / "evaluation.json").read_text()
+    num_answers = answers_in(tmp_path)
+    evaluate(first)
+    assert (tmp_path / "evaluation.json").read_text() == content and answers_in(tmp_path) == num_answers
+
+    deeper = [*first, "--num_loops", "2"]
+    with pytest.raises(SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2.*NAME=PATH"):
+        evaluate(deeper)
+    other = [*base, "--benchmarks", "arithmetic_test", "--benchmark_limit", "3"]
+    with pytest.raises(SettingsChangedError, match="row `base`.*`num_loops` was 4 and is 2"):
+        evaluate([*other, "--num_loops", "2"])  # on another benchmark, too
+    evaluate([*deeper, "--adapter", "shallow=none"])
+    evaluate([*other, "--adapter", "none"])
+    rows = {row: load_results(tmp_path / "evaluation.json", row) for row in ("base", "tuned", "shallow")}
+    assert list(rows["base"]) == ["truthfulqa_mc2", "arithmetic_test"]
+    assert list(rows["tuned"]) == list(rows["shallow"]) == ["truthfulqa_mc2"]
+    assert rows["base"]["truthfulqa_mc2"] != rows["tuned"]["truthfulqa_mc2"] != rows["shallow"]["truthfulqa_mc2"]
+    with pytest.raises(ValueError, match="`row` must be one of the rows"):
+        load_results(tmp_path / "evaluation.json")
+
+
+@pytest.mark.slow
+def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_path):
+    names = ("mmlu", "truthfulqa_mc2", "ifeval", "humaneval_plus")
+    found = []
+    for count in (1, 2, 3):
+        arguments = on_tulu2(saved, {name: files[name] for name in names}, tmp_path / str(count), max_new_tokens=4)
+        python(RECIPES / "evaluate.py", *arguments, "--benchmarks", *names, processes=count)
+        assert (tmp_path / f"{count}/answers/tuned/mmlu/0000{count - 1}.jsonl").is_file()
+        found.append({row: load_results(tmp_path / f"{count}/evaluation.json", row) for row in ("base", "tuned")})
+    for row, name in itertools.product(("base", "tuned"), names):
+        one, *others = (each[row][name] for each in found)
+        answers = lambda result: [(each.id, each.completion, each.correct) for each in result.predictions]
+        for other in others:
+            assert answers(other) == answers(one) and other.score == pytest.approx(one.score, abs=1e-4)
 
 
 # Statistics
-
-
-def result_of(seed):
-    verdicts = zip(seed["extractable"], seed["correct"], strict=True)
-    predictions = [
-        Prediction(str(i), "", "", "1" if e == "1" else None, c == "1") for i, (e, c) in enumerate(verdicts)
-    ]
-    return BenchmarkResult("math500", predictions)
 
 
 def test_means_and_standard_deviations_are_those_of_the_paper():
@@ -366,12 +579,18 @@ def test_means_and_standard_deviations_are_those_of_the_paper():
             summarize_seeds(counts, 10)
 
 
+def rows_of(seeds):
+    bits = lambda text: np.array([each == "1" for each in text])
+    rows = [{"verdicts": 1.0 * bits(seed["correct"]), "answered": bits(seed["extractable"])} for seed in seeds]
+    rows = [{**row, "value": 100 * row["verdicts"].mean(), "seed": n} for n, row in enumerate(rows)]
+    return pd.DataFrame(rows).assign(benchmark="b", metric="b")
+
+
 def test_decompositions_are_those_of_the_reference():
+    parts = {"both_extractable": "per_seed_both", "missing_in_either": "per_seed_missing", None: "per_seed_total"}
     for case in read_json("eval_stats.json.gz")["synthetic"]:
-        a, b, want = *([result_of(seed) for seed in case[key]] for key in "ab"), case["expected"]
-        both, missing = zip(*map(decompose_difference, a, b), strict=True)
-        assert both == pytest.approx(want["per_seed_both"]) and missing == pytest.approx(want["per_seed_missing"])
-        assert list(map(sum, zip(both, missing, strict=True))) == pytest.approx(want["per_seed_total"])
-        assert summarize_seeds([result.missing for result in a], 500).mean == pytest.approx(want["missing_pct_a"])
-    with pytest.raises(ValueError, match="not about the same problems"):
-        decompose_difference(a[0], dataclasses.replace(b[0], predictions=b[0].predictions[1:]))
+        a, b, want = rows_of(case["a"]), rows_of(case["b"]), case["expected"]
+        for part, name in parts.items():
+            assert difference(b, a, "b - a", part).tolist() == pytest.approx(want[name])
+        missing = [500 - answered.sum() for answered in a["answered"]]
+        assert summarize_seeds(missing, 500).mean == pytest.approx(want["missing_pct_a"])

@@ -1,5 +1,6 @@
 """The second example of docs/extending.md: IQuest-Coder-Loop, by a class of its own in tests/samples."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -21,13 +22,12 @@ EXAMPLE = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").re
 @pytest.fixture(autouse=True, scope="module")
 def loop_coder():
     """The module of the class, described as the documentation does; afterwards all is as before."""
-    sys.path.insert(0, str(ROOT / "tests" / "samples"))
-    import modeling_loop_coder as module
-
-    exec(EXAMPLE, {"__name__": "example"})
-    yield module
-    del DESCRIPTIONS[module.LoopCoderForCausalLM], sys.modules["modeling_loop_coder"]
-    sys.path.remove(str(ROOT / "tests" / "samples"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tests" / "samples")
+        module = importlib.import_module("modeling_loop_coder")
+        exec(EXAMPLE, {"__name__": "example"})
+        yield module
+        del DESCRIPTIONS[module.LoopCoderForCausalLM], sys.modules["modeling_loop_coder"]
 
 
 def tiny(module, **config):

@@ -14,6 +14,7 @@ from conftest import (
     CONVERSIONS,
     NANBEIGE_3B,
     TINY,
+    flat_weights,
     golden_adapted,
     golden_inputs,
     golden_model,
@@ -27,14 +28,13 @@ from safetensors import safe_open
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops, default_peft_config, merge_and_save, use_gates
-from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
+from loopdropout_trainer import check_loops, default_peft_config, merge_and_save, use_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig
 
 
 ROOT = Path(__file__).parents[1]
-BATCHES = ("unpadded", "padded")
+FLEX = pytest.param("padded", "flex_attention", marks=pytest.mark.slow)  # compiles
 
 
 def example_nll(logits, labels):
@@ -50,15 +50,7 @@ def assert_close(got, want, atol):
 # The reference's golden tensors
 
 
-@pytest.mark.parametrize(
-    ("batch", "attention"),
-    [
-        ("unpadded", "sdpa"),
-        ("padded", "sdpa"),
-        ("padded", "eager"),
-        pytest.param("padded", "flex_attention", marks=pytest.mark.slow),  # compiles
-    ],
-)
+@pytest.mark.parametrize(("batch", "attention"), [("unpadded", "sdpa"), ("padded", "sdpa"), ("padded", "eager"), FLEX])
 def test_states_readouts_and_losses_agree_with_the_reference(family, batch, attention):
     model, inputs = golden_model(family, attn_implementation=attention), golden_inputs(family, batch)
     valid = inputs["attention_mask"].bool()
@@ -73,20 +65,14 @@ def test_states_readouts_and_losses_agree_with_the_reference(family, batch, atte
     targets = (inputs["labels"][:, 1:] != -100).sum()
     losses = torch.stack([example_nll(x, inputs["labels"]).sum() / targets for x in logits])
     assert_close(losses, family.tensors[f"{batch}/loop_loss"], atol=2e-5)
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_a_deeper_run_agrees_with_the_reference(family, batch):
-    model, inputs = golden_model(family), golden_inputs(family, batch)
     model.config.num_loops = family.meta["deep_loops"]
-    valid = inputs["attention_mask"].bool()
-    out = model(**inputs)
-    assert_close(out.logits[valid], family.tensors[f"{batch}/deep/logits"][valid], atol=1e-4)
-    assert_close(out.loss, family.tensors[f"{batch}/deep/loss"], atol=2e-5)
+    deep = model(**inputs)
+    assert_close(deep.logits[valid], family.tensors[f"{batch}/deep/logits"][valid], atol=1e-4)
+    assert_close(deep.loss, family.tensors[f"{batch}/deep/loss"], atol=2e-5)
 
 
 @pytest.mark.parametrize("cache", ["none", "dynamic", "static", "offloaded"])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", ["unpadded", "padded"])
 def test_greedy_tokens_agree_with_and_without_a_cache(family, batch, cache):
     if cache == "offloaded" and not torch.accelerator.is_available():
         pytest.skip("cache offloading moves tensors between an accelerator and the CPU")
@@ -107,18 +93,18 @@ def test_greedy_tokens_agree_with_and_without_a_cache(family, batch, cache):
 # The brute-force oracle of Loop Dropout
 
 
-def assert_gradients_agree(family, peft_model, gates, prefix):
-    model = peft_model.get_base_model()
-    for name in family.meta["lora"]["modules"]:
-        if f"{prefix}/lora_A/{name}" not in family.tensors:
-            continue
-        layer = model.get_submodule(submodule_name(family, name))
-        for factor in ("lora_A", "lora_B"):
-            want = family.tensors[f"{prefix}/{factor}/{name}"]
-            difference = getattr(layer, factor)["default"].weight.grad - want
-            assert difference.norm() <= max(1e-4 * want.norm(), 1e-6), (factor, name)
-    want = family.tensors[f"{prefix}/gates"]
-    assert (gates.grad - want).norm() <= max(1e-4 * want.norm(), 1e-6)
+def assert_gradients_agree(family, peft_model, prefix, gates=None):
+    tensors, named = family.tensors, dict(peft_model.get_base_model().named_parameters())
+    got = {
+        f"{factor}/{name}": named[f"{submodule_name(family, name)}.{factor}.default.weight"].grad
+        for name in family.meta["lora"]["modules"]
+        for factor in ("lora_A", "lora_B")
+        if f"{prefix}/{factor}/{name}" in tensors
+    }
+    assert got
+    for name, gradient in {**got, **({} if gates is None else {"gates": gates.grad})}.items():
+        want = tensors[f"{prefix}/{name}"]
+        assert (gradient - want).norm() <= max(1e-4 * want.norm(), 1e-6), name
 
 
 def gated_loss(family, checkpointing, gates, inputs, lengths, mean, segments=None):
@@ -136,7 +122,7 @@ def gated_loss(family, checkpointing, gates, inputs, lengths, mean, segments=Non
         loss.backward()
     assert_close(nll, family.tensors["oracle/example_nll"], atol=1e-4)
     assert_close(loss, family.tensors[f"oracle/loss_{mean}"], atol=2e-5)
-    assert_gradients_agree(family, peft_model, gates, f"oracle/grad_{mean}")
+    assert_gradients_agree(family, peft_model, f"oracle/grad_{mean}", gates)
     return out.logits
 
 
@@ -258,12 +244,6 @@ def test_what_is_not_implemented_is_refused(name, fields, message):
         TINY[name](**fields)
 
 
-def test_what_nanbeige_could_switch_on_may_be_off():
-    for name, value in NANBEIGE_SWITCHES.items():
-        for off in (False, None) if value is True and name not in ("attention_bias", "mlp_bias") else (False,):
-            assert TINY["nanbeige"](**{name: off}).config.num_loops == 4
-
-
 # Loops, cache and checkpointing
 
 
@@ -308,24 +288,6 @@ def test_a_cache_of_fewer_loops_is_refused(make_tiny):
                 model(torch.tensor([[7]]), past_key_values=cache)
 
 
-def test_padding_changes_no_valid_logit_whatever_the_batch(make_tiny):
-    model = make_tiny().eval()
-    rows = [torch.randint(2, 258, (length,)) for length in (3, 6, 4)]
-    alone = [model(row[None]).logits[0] for row in rows]
-    for side in (0, 1):
-        pads = [(6 - len(row), 0) if side == 0 else (0, 6 - len(row)) for row in rows]
-        ids = torch.stack([F.pad(row, pad, value=1) for row, pad in zip(rows, pads, strict=True)])
-        mask = torch.stack([F.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)])
-        logits = model(ids, mask).logits
-        for row, logit in enumerate(alone):
-            torch.testing.assert_close(logits[row, mask[row].bool()], logit, atol=1e-5, rtol=1e-5)
-    packed = torch.cat(rows)[None]
-    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    torch.testing.assert_close(
-        model(packed, position_ids=positions, use_cache=False).logits[0], torch.cat(alone), atol=1e-5, rtol=1e-5
-    )
-
-
 def test_gradients_flow_through_the_last_backprop_depth_loops_only(make_tiny):
     model, ids = make_tiny().train(), torch.randint(2, 258, (2, 7))
     peft_model = with_adapter(model, scale=0.1, r=2)
@@ -348,12 +310,8 @@ def test_gradients_flow_through_the_last_backprop_depth_loops_only(make_tiny):
 def test_checkpointing_is_never_reentrant(make_tiny, kwargs):
     model = make_tiny()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    functions = {
-        module._gradient_checkpointing_func.keywords["use_reentrant"]
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
-    }
-    assert functions == {False}
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    assert {module._gradient_checkpointing_func.keywords["use_reentrant"] for module in checkpointed} == {False}
 
 
 # Checkpoints
@@ -380,17 +338,8 @@ def test_a_hub_checkpoint_loads_without_remote_code_and_saves_under_its_own_name
         assert sorted(file.keys()) == sorted(n[8:] for n in family.tensors if n.startswith("weights/"))
         for name in file.keys():  # noqa: SIM118
             assert_close(file.get_tensor(name), family.tensors[f"weights/{name}"], atol=2e-6)
-
-
-def test_num_loops_is_a_keyword_of_from_pretrained(family, tmp_path):
-    hub_folder(family, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=family.meta["deep_loops"])
-    inputs = golden_inputs(family, "unpadded")
-    assert_close(model(**inputs).loss, family.tensors["unpadded/deep/loss"], atol=2e-5)
-    model.config.num_loops = family.meta["loops"]
-    assert_close(model(**inputs).loss, family.tensors["unpadded/loss"], atol=2e-5)
-    with pytest.raises(ValueError, match="integer from 1 to 1,024"):
-        model.config.num_loops = 0
+    deep = AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=family.meta["deep_loops"])
+    assert_close(deep(**golden_inputs(family, "unpadded")).loss, family.tensors["unpadded/deep/loss"], atol=2e-5)
 
 
 def test_a_model_that_is_cast_equals_one_that_is_loaded_so(make_tiny, tmp_path):
@@ -405,20 +354,12 @@ def test_a_model_that_is_cast_equals_one_that_is_loaded_so(make_tiny, tmp_path):
 # Training
 
 
-def test_training_with_padding_checkpointing_and_resume(make_tiny, config, dataset, tokenizer):
-    def train(output, resume=None, **fields):
-        args = config(gradient_checkpointing=True, eval_strategy="no", **fields)
-        args.output_dir = str(output)
-        trainer = LoopDropoutSFTTrainer(make_tiny(), args, train_dataset=dataset, processing_class=tokenizer)
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    folder = config().output_dir
-    whole = train(f"{folder}/a", max_steps=4, save_strategy="steps", save_steps=2)
-    resumed = train(f"{folder}/b", f"{folder}/a/checkpoint-2", max_steps=4)
-    weights, again = trained_parameters(whole.model), trained_parameters(resumed.model)
-    assert any("lora_B" in name and bool((p != 0).any()) for name, p in weights.items())
-    assert all(torch.equal(again[name], parameter) for name, parameter in weights.items())
+def test_training_with_padding_checkpointing_and_resume(make_tiny, make_trainer, tmp_path):
+    first, again = (make_trainer(make_tiny(), gradient_checkpointing=True, output_dir=tmp_path / run) for run in "ab")
+    first.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert again.first_step == 2 and torch.equal(flat_weights(first), flat_weights(again))
+    assert any("lora_B" in name and bool((p != 0).any()) for name, p in trained_parameters(first.model).items())
 
 
 @pytest.mark.slow
@@ -493,42 +434,22 @@ def test_saved_and_merged_models_reload_in_a_fresh_process(tmp_path):
         torch.testing.assert_close(merged, want, atol=1e-5, rtol=1e-5)
 
 
-def test_every_promise_names_tests_that_exist():
+def test_every_promise_and_every_cell_of_the_table_of_families_names_tests_that_exist():
     text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
     named = re.findall(r"`(?:tests/)?(test_\w+\.py)(?:::(\w+))?`", text)
     assert len(named) > 40
     for file, name in named:
         assert re.search(rf"^def {name or 'test_'}", (ROOT / "tests" / file).read_text(), re.MULTILINE), (file, name)
 
-
-def test_every_cell_of_the_table_of_families_names_a_test():
-    text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8").split("\n## Families\n")[1]
-    table, tests = re.split(r"\n\n(?=- a `test_)", text, maxsplit=1)
-    named = dict(re.findall(r"^- (\w) `(\S+?::\w+)`", tests, re.MULTILINE))
-    head, _, *rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
-    assert len(rows) >= 6 and all(len(row) == len(head) for row in rows)
-    used = set()
-    for row in rows:
-        for cell in row[1:]:
-            letters = re.findall(r"\b[a-z]\b", cell)
-            assert letters or cell.strip() == "not tested", cell
-            used |= set(letters)
-    assert used == set(named)
+    table, letters = re.split(r"\n\n(?=- a `test_)", text.split("\n## Families\n")[1], maxsplit=1)
+    _, _, *rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    used = [re.findall(r"\b[a-z]\b", cell) for row in rows for cell in row[1:] if cell.strip() != "not tested"]
+    assert len(rows) == 6 and all(used)
+    assert set(sum(used, [])) == set(re.findall(r"^- (\w) `\S+?::\w+`", letters, re.MULTILINE))
 
 
-def test_the_diagnostics_run(make_tiny):
-    peft_model = with_adapter(make_tiny(), scale=0)
-    ids = torch.randint(2, 258, (2, 7))
-    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}]
-    measured = single_loop_activation(peft_model, batches)
-    assert measured.only == (measured.frozen,) * 4  # an untrained adapter changes nothing, in any loop
-    assert readout_losses(peft_model, batches)[-1] == pytest.approx(measured.all_on, abs=1e-5)
-
-
-def test_a_float16_base_trains_under_bfloat16_autocast(make_tiny, config, dataset, tokenizer):
-    trainer = LoopDropoutSFTTrainer(
-        make_tiny().half(), config(bf16=True, max_steps=2), train_dataset=dataset, processing_class=tokenizer
-    )
+def test_a_float16_base_trains_under_bfloat16_autocast(make_tiny, make_trainer):
+    trainer = make_trainer(make_tiny().half(), bf16=True, max_steps=2, save_strategy="no")
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 2 and all(5 < loss < 6.5 for loss in losses)  # log 258 = 5.55

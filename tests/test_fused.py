@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from conftest import randomise, tiny_ouro, trained_parameters, with_adapter
+from conftest import randomise, trained_parameters, with_adapter
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, use_gates
+from loopdropout_trainer import default_peft_config, use_gates
 from loopdropout_trainer.adapters import adapted_layers, add_gates
 from loopdropout_trainer.adapters import fused as fused_module
 from loopdropout_trainer.looped import find_looped_model
@@ -31,11 +31,11 @@ def twins(*adapters):
     model = with_adapter(scale=0.2, r=4).train()
     for name in adapters:
         model.add_adapter(name, default_peft_config(model.get_base_model(), r=4))
-    model = randomise(model, 0.2).double()
-    plain = copy.deepcopy(model)
-    add_gates(model, fused=True)
+    fused = randomise(model, 0.2).double()
+    plain = copy.deepcopy(fused)
+    add_gates(fused, fused=True)
     add_gates(plain)
-    return model, plain
+    return fused, plain
 
 
 def assert_same_loss_and_gradients(fused, plain):
@@ -51,12 +51,10 @@ def assert_same_loss_and_gradients(fused, plain):
 
 
 def step(model):
-    """One step of a loop of one's own; return the loss before it."""
-    loss = model(IDS, labels=IDS).loss
-    loss.backward()
+    """One step of a loop of one's own."""
+    model(IDS, labels=IDS).loss.backward()
     torch.optim.SGD(trained_parameters(model).values(), lr=0.5).step()
     model.zero_grad()
-    return loss.item()
 
 
 def overwrite(model):
@@ -102,36 +100,18 @@ def test_what_changes_between_two_passes_is_followed(change, gates, num_fused):
         assert_same_loss_and_gradients(*models)
 
 
-def test_a_loop_of_one_s_own_over_a_trainer_s_model_sees_true_losses(config, dataset, tokenizer, num_fused):
-    def losses(fused_lora):
-        data = {"train_dataset": dataset, "processing_class": tokenizer}
-        model = LoopDropoutSFTTrainer(tiny_ouro(), config(fused_lora=fused_lora), **data).model.train()
-        return [step(model) for _ in range(4)]
-
-    fused = losses(True)
-    assert num_fused() > 0 and max(fused) - min(fused) > 0.02
-    assert fused == pytest.approx(losses(False), abs=1e-4)
-
-
-def test_modules_with_gates_of_their_own_run_one_by_one(num_fused):
-    fused, plain = twins()
-    gates = torch.rand(4, 4, 14, generator=torch.Generator().manual_seed(0)) * 2
-    with use_gates(fused, gates), use_gates(plain, gates):
-        assert_same_loss_and_gradients(fused, plain)
+def test_nothing_outlives_a_forward_pass_and_gates_of_single_modules_are_not_fused(num_fused):
+    models = twins()
+    each = torch.rand(4, 4, 14, generator=torch.Generator().manual_seed(0)) * 2
+    with use_gates(models[0], each), use_gates(models[1], each):
+        assert_same_loss_and_gradients(*models)
     assert num_fused() == 0
-
-
-def test_nothing_outlives_a_forward_pass():
-    model, _ = twins()
-    state = find_looped_model(model).loop_state
-    for gates in (torch.ones(4), GATES):
-        with use_gates(model, gates):
-            model(IDS, labels=IDS).loss.backward()
-            assert (state.step.prepared, state.step.tokens) == (None, None)
-    with use_gates(model, GATES):
+    state = find_looped_model(models[0]).loop_state
+    with use_gates(models[0], GATES):
+        models[0](IDS, labels=IDS).loss.backward()
+        assert num_fused() > 0 and (state.step.prepared, state.step.tokens) == (None, None)
         state.announce(state.plan.step(3, frozen=True))
-        inner = torch.zeros(4)
-        with use_gates(model, inner):
+        with use_gates(models[0], torch.zeros(4)):
             assert state.gates.tolist() == [[0.0]] * 4 and not state.step.frozen
         assert state.gates is GATES and state.step.frozen and state.loop == 3
     assert state.gates is None and state.loop == 0

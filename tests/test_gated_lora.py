@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from conftest import TINY, randomise, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
+from conftest import TINY, randomise, tiny_hrm, trained_parameters, with_adapter
 from peft import AdaLoraConfig, LoraConfig, PrefixTuningConfig, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora import layer as lora_layer
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, VeloraConfig
@@ -90,15 +90,13 @@ def test_use_gates_puts_back_what_was_there_also_after_an_exception():
     with pytest.raises(RuntimeError, match="stop"), use_gates(model, torch.zeros(4)):
         assert has_gates(model)
         raise RuntimeError("stop")
-    assert state.gates is None
-    assert not has_gates(model)
+    assert state.gates is None and not has_gates(model)
     add_gates(model)
     with use_gates(model, torch.full((4,), 2.0)):
         with use_gates(model, torch.zeros(4)):
             assert not state.gates.any()
         assert bool((state.gates == 2).all())
-    assert state.gates is None
-    assert has_gates(model)
+    assert state.gates is None and has_gates(model)
     remove_gates(model)
     assert not has_gates(model)
 
@@ -113,21 +111,20 @@ def test_use_gates_puts_back_what_was_there_also_after_an_exception():
     ],
 )
 def test_gates_of_a_wrong_shape_are_refused(gates, message):
-    model = adapted()
-    with pytest.raises(ValueError, match=message), use_gates(model, gates):
+    with pytest.raises(ValueError, match=message), use_gates(model := adapted(), gates):
         model(IDS)
 
 
 # Every adapter of every layer
 
 
-def two_adapters(gated_first=True):
+def two_adapters(gated_first=True, **fields):
     """A model with adapters `default` and `second`; the second one reaches modules that the first does not."""
     model = adapted(target_modules=["q_proj", "v_proj"]).eval()
     if gated_first:
         add_gates(model)
-    model.add_adapter("second", default_peft_config(model.get_base_model(), r=4))
-    return randomise(model, 0.05)
+    model.add_adapter("second", default_peft_config(model.get_base_model(), r=4, **fields))
+    return randomise(model, 0.05).eval()
 
 
 def logits(model, gates=None, **inputs):
@@ -137,8 +134,9 @@ def logits(model, gates=None, **inputs):
 
 @pytest.mark.parametrize("gated_first", [True, False], ids=["added to a gated model", "added before"])
 @pytest.mark.parametrize("active", ["second", ["default", "second"]], ids=str)
-def test_whatever_adapter_is_switched_on_is_gated(active, gated_first):
-    model = two_adapters(gated_first)
+@pytest.mark.parametrize("fields", [{}, {"use_rslora": True, "lora_dropout": 0.5}], ids=str)
+def test_whatever_adapter_is_switched_on_is_gated(active, gated_first, fields):
+    model = two_adapters(gated_first, **fields)
     plain = logits(model)
     model.base_model.set_adapter(active)
     with model.disable_adapter():
@@ -151,22 +149,8 @@ def test_whatever_adapter_is_switched_on_is_gated(active, gated_first):
     scaled = copy.deepcopy(model.double())
     for name, parameter in scaled.named_parameters():
         if "lora_B" in name:
-            parameter.data *= 1.7
-    torch.testing.assert_close(logits(model, torch.full((4,), 1.7)), logits(scaled), atol=1e-6, rtol=1e-5)
-
-
-def test_two_adapters_are_compared_loop_by_loop_after_a_training(config, dataset, tokenizer, tmp_path):
-    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
-    trainer.train()
-    trainer.save_model(tmp_path)
-    model = trainer.model.eval()
-    model.load_adapter(str(tmp_path), "again")
-    for gates in torch.eye(4):
-        model.set_adapter("default")
-        want = logits(model, gates)
-        model.set_adapter("again")
-        torch.testing.assert_close(logits(model, gates), want, atol=1e-6, rtol=1e-6)
-    assert not torch.equal(want, logits(model, torch.zeros(4)))
+            parameter.data *= 1.75
+    torch.testing.assert_close(logits(model, torch.full((4,), 1.75)), logits(scaled), atol=1e-6, rtol=1e-5)
 
 
 def test_learned_gates_that_pefts_own_loading_would_drop_are_refused(tmp_path):
@@ -225,9 +209,7 @@ def test_a_layer_that_computes_its_update_itself_is_refused_whatever_it_is():
     model = adapted()
     adapted_layers(model)[3].__class__ = OwnForward
     for apply in (add_gates, lambda model: use_gates(model, torch.ones(4)).__enter__()):
-        with pytest.raises(
-            ValueError, match=r"`model.layers.0.self_attn.o_proj` is a .*OwnForward.* no gate would reach"
-        ):
+        with pytest.raises(ValueError, match="`model.layers.0.self_attn.o_proj` .*OwnForward"):
             apply(model)
 
 
@@ -260,22 +242,16 @@ def test_adapters_without_a_gated_meaning_are_refused_in_one_sentence(model, con
     assert "\n" not in str(error.value)
 
 
-def test_a_variant_that_peft_may_add_is_refused_by_its_mark():
+def test_several_trained_adapters_and_a_variant_that_peft_may_add_are_refused():
     @dataclass
     class Config(LoraConfig):
         brand_new: bool = field(default=True, metadata={"is_lora_variant": True})
 
-    with pytest.raises(ValueError, match="`brand_new` .*a forward of its own"):
+    with pytest.raises(ValueError, match="`brand_new`"):
         check_peft_config(Config())
-
-
-def test_an_adapter_that_is_there_already_is_checked_as_well(model):
-    ada = get_peft_model(model, AdaLoraConfig(total_step=10, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="AdaLoraConfig"):
-        add_gates(ada)
     peft_model = two_adapters()
     peft_model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(ValueError, match="Exactly one adapter must be active to be trained"):
+    with pytest.raises(ValueError, match="Exactly one adapter must be active"):
         add_gates(peft_model, rule=make_rule("loop_dropout"))
 
 
@@ -291,10 +267,9 @@ def test_initialisations_that_leave_the_base_alone_are_gated_and_train(init, mak
     before = {name: p.detach().clone() for name, p in peft_model.named_parameters()}
     args = config(max_steps=1, learning_rate=1e-2)
     LoopDropoutSFTTrainer(peft_model, args, train_dataset=dataset, processing_class=tokenizer).train()
-    moved = {
-        name.split(".lora_")[1][0] for name, p in peft_model.named_parameters() if not torch.equal(p, before[name])
-    }
-    assert moved == {"mica": {"A"}, False: {"A", "B"}, "orthogonal": {"A", "B"}}.get(init, {"B"})
+    moved = [name for name, p in peft_model.named_parameters() if not torch.equal(p, before[name])]
+    both = {"mica": {"A"}, False: {"A", "B"}, "orthogonal": {"A", "B"}}
+    assert {name.split(".lora_")[1][0] for name in moved} == both.get(init, {"B"})
 
 
 @pytest.mark.parametrize("make", [*TINY.values(), tiny_hrm], ids=[*TINY, "hrm_text"])
@@ -311,14 +286,3 @@ def test_pefts_default_is_the_recurrent_block_and_torch_save_keeps_the_model(mak
     gates = torch.eye(looped.config.num_loops)[0]
     assert torch.equal(logits(again, gates), logits(peft_model, gates))
     assert find_looped_model(again).loop_state is not looped.loop_state
-
-
-@pytest.mark.parametrize("fields", [{"use_rslora": True}, {"lora_dropout": 0.5}, {"target_modules": ["q_proj"]}])
-def test_what_keeps_the_meaning_is_allowed(fields):
-    model = adapted(**fields).eval()
-    reference = copy.deepcopy(model)
-    for name, parameter in reference.named_parameters():
-        if "lora_B" in name:
-            parameter.data *= 1.7  # W + g Delta, with g folded into Delta by hand
-    with torch.no_grad(), use_gates(model, torch.full((4,), 1.7)):
-        torch.testing.assert_close(model(IDS).logits, reference(IDS).logits, atol=1e-5, rtol=1e-5)

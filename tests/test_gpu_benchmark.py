@@ -14,11 +14,8 @@ import speed
 
 
 def test_every_part_runs_and_a_failure_is_a_row(tmp_path, monkeypatch, capsys):
-    rows, compile_, random_ouro = (
-        [(part, row) for part, row, _ in gpu.tasks(gpu.TINY, "")],
-        torch.compile,
-        speed.random_ouro,
-    )
+    rows = [(part, row) for part, row, _ in gpu.tasks(gpu.TINY, "")]
+    compile_, random_ouro = torch.compile, speed.random_ouro
     attempts = []
 
     def out_of_memory(name, *arguments):

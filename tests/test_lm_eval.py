@@ -4,14 +4,13 @@ import json
 import subprocess
 import sys
 from configparser import ConfigParser
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import tiny_ouro
-from test_evaluation import ENVIRONMENT, saved  # noqa: F401 (a fixture)
+from test_evaluation import ENVIRONMENT, python, saved  # noqa: F401 (a fixture)
 from test_generation import adapted, varied
 
 from loopdropout_trainer import use_gates
@@ -21,14 +20,12 @@ from loopdropout_trainer.looped import find_looped_model
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.api.model import LM  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM  # noqa: E402
 
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
 CONTEXTS = ["Q: 1+1?\nA:", "", "Trailing space ", "A longer context, of more words than the others"]
 PAIRS = [(context, end) for context in CONTEXTS for end in (" 2", " 3", " five six seven")]
 PAIRS.append(PAIRS[0])  # asked twice
@@ -62,86 +59,25 @@ def test_every_kind_of_request_gets_the_answer_of_lm_evals_hf(make_tiny, tokeniz
     model = adapted(varied(make_tiny()))
     want = numbers(HFLM(model, tokenizer=tokenizer, batch_size=1, max_length=max_length))
     assert len({log for log, _ in want[0]}) > 10 and len(set(want[2])) > 1
-    for batch_size in (1, 16):
-        lm = LoopedLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+    for batch_size in (1, 16, "auto"):
+        lm = LoopedLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length, max_batch_size=4)
         assert_same(numbers(lm), want)
-
-
-def full_logits(model, ids, readout=None):
-    """The logits of all tokens, by the loops' own readouts."""
-    readouts = find_looped_model(model).loop_readouts(input_ids=torch.tensor([ids]))
-    return find_looped_model(model).get_output_embeddings()(readouts[-1 if readout is None else readout - 1])[0]
-
-
-@torch.no_grad()
-def direct_numbers(model, tokenizer, gates, readout):
-    """Log-likelihoods and greedy texts, one token and one row at a time, with every logit computed."""
-    likelihoods, texts = [], []
-    with use_gates(model, gates):
-        for context, end in PAIRS:
-            if not context:
-                continue
-            spaces = len(context) - len(context.rstrip())
-            head, end = (context[:-spaces], context[-spaces:] + end) if spaces else (context, end)
-            before, ids = tokenizer(head)["input_ids"], tokenizer(end)["input_ids"]
-            logits = full_logits(model, before + ids, readout)[len(before) - 1 : -1]
-            scores = logits.log_softmax(-1)[range(len(ids)), ids]
-            likelihoods.append((float(scores.sum()), logits.argmax(-1).tolist() == ids))
-        for text in TEXTS:
-            ids = tokenizer(text)["input_ids"]
-            start = len(ids)
-            for _ in range(6):
-                ids.append(int(full_logits(model, ids, readout)[-1].argmax()))
-            texts.append(tokenizer.decode(ids[start:], skip_special_tokens=True))
-    return likelihoods, texts
 
 
 @pytest.mark.parametrize(
     ("num_loops", "gates", "readout"),
-    [(6, None, None), (4, "1-0-0-0", None), (4, "0.5-0-2-1", 3), (6, [0.0] * 6, 2)],
+    [(6, None, None), (4, [1, 0, 0, 0], None), (4, [0.5, 0, 2, 1], 3), (6, [0] * 6, 2)],
 )
-def test_depth_gates_and_readout_are_those_of_a_direct_computation(make_tiny, tokenizer, num_loops, gates, readout):
+def test_depth_gates_and_readout_are_those_of_hf_under_them(make_tiny, tokenizer, num_loops, gates, readout):
     model = adapted(varied(make_tiny())).double()  # in float32 rounding decides near ties
-    find_looped_model(model).config.num_loops = num_loops
-    matrix = [1.0] * num_loops
-    if gates is not None:
-        matrix = [float(gate) for gate in gates.split("-")] if isinstance(gates, str) else gates
-    want = direct_numbers(model, tokenizer, matrix, readout)
-    lm = LoopedLM(model, tokenizer=tokenizer, batch_size=4, gates=gates, readout=readout)
-    pairs = [pair for pair in PAIRS if pair[0]]
-    got = lm.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
-    assert [log for log, _ in got] == pytest.approx([log for log, _ in want[0]], rel=1e-5, abs=2e-4)
-    assert [greedy for _, greedy in got] == [greedy for _, greedy in want[0]]
-    until = [(text, {"until": [], "max_gen_toks": 6}) for text in TEXTS]
-    eos, tokenizer.eos_token = tokenizer.eos_token, None  # the direct computation stops at nothing
-    ends, lm.subject.looped.generation_config.eos_token_id = lm.subject.looped.generation_config.eos_token_id, None
-    try:
-        assert lm.generate_until(requests("generate_until", until), disable_tqdm=True) == want[1]
-    finally:
-        tokenizer.eos_token, lm.subject.looped.generation_config.eos_token_id = eos, ends
-    assert find_looped_model(model).config.num_loops == num_loops and lm.subject.looped.loop_state.gates is None
-
-
-def test_no_logits_of_the_prompt_are_computed_and_choices_share_a_row(tokenizer):
-    model = tiny_ouro().eval()
-    heads, rows = [], []
-    model.lm_head.register_forward_hook(lambda module, args, output: heads.append(output.numel() // output.shape[-1]))
-    model.model.register_forward_hook(
-        lambda module, args, kwargs, out: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    lm = LoopedLM(model, tokenizer=tokenizer, batch_size=16)
-    letters = [("Which one? " * 9 + "Answer:", letter) for letter in "ABCD"]
-    lm.loglikelihood(requests("loglikelihood", letters), disable_tqdm=True)
-    assert (rows, heads) == ([1], [1])
-    lm.loglikelihood(requests("loglikelihood", [*letters, ("Which one?", " four")]), disable_tqdm=True)
-    assert (rows, sum(heads)) == ([1, 2], 1 + 6)
-
-
-def test_the_batch_size_can_be_found(tokenizer):
-    model = adapted(varied(tiny_ouro()))
-    lm = LoopedLM(model, tokenizer=tokenizer, batch_size="auto", max_batch_size=4)
-    assert_same(numbers(lm), numbers(LoopedLM(model, tokenizer=tokenizer, batch_size=4)))
-    assert set(lm.batch_sizes.values()) == {4}
+    config = find_looped_model(model).config
+    config.num_loops = num_loops
+    text = gates and "-".join(map(str, gates))
+    got = numbers(LoopedLM(model, tokenizer=tokenizer, batch_size=4, gates=text, readout=readout))
+    assert config.num_loops == num_loops and find_looped_model(model).loop_state.gates is None
+    config.num_loops = readout or num_loops  # the readout after loop t is a run of t loops
+    with use_gates(model, (gates or [1.0] * num_loops)[: config.num_loops]):
+        assert_same(got, numbers(HFLM(model, tokenizer=tokenizer, batch_size=1)))
 
 
 def test_sampling_and_other_options_go_to_transformers_and_run_as_asked(tokenizer):
@@ -163,7 +99,7 @@ def test_what_a_model_does_not_have_is_refused_in_one_sentence(tokenizer):
         ({"gates": "1-0"}, "`gates` .* 4 loops.*; got '1-0'"),
         ({"gates": "1-x-0-0"}, "got '1-x-0-0'"),
         ({"gates": "1-0-0-0"}, "the model has no adapter"),
-        ({"readout": 5}, "`readout` must be one of the loops 1 to 4; got 5"),
+        ({"readout": 5}, "`readout` must be an integer from 1 to 4; got 5"),
     ):
         with pytest.raises(ValueError, match=message):
             LoopedLM(model, tokenizer=tokenizer, **fields)
@@ -195,25 +131,14 @@ def tasks(tmp_path_factory):
     return folder
 
 
-def run_lm_eval(tasks, model_args, folder, *flags, launcher=()):
+def run_lm_eval(tasks, model_args, folder, *flags, processes=1):
     """Run lm-eval's command line; return the table of its results, and the responses by task."""
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "loopdropout_trainer.lm_eval",
-        "--model",
-        "looped",
-        "--batch_size",
-        "2",
-    ]
+    command = ["-m", "loopdropout_trainer.lm_eval", "--model", "looped", "--batch_size=2"]
     command += ["--model_args", model_args, "--tasks", "own_choice,own_text,own_rolling", "--include_path", str(tasks)]
     command += ["--log_samples", "--output_path", str(folder), *flags]
     cache = {"HF_DATASETS_CACHE": str(tasks / "datasets"), "HF_HOME": str(tasks)}
-    done = subprocess.run(
-        command, env={**ENVIRONMENT, **cache}, capture_output=True, text=True, timeout=600, cwd=tasks
-    )
-    assert done.returncode == 0 and "own_choice" in done.stdout and "looped" in done.stdout, done.stderr
+    printed = python(*command, processes=processes, env={**ENVIRONMENT, **cache}, cwd=tasks)
+    assert "own_choice" in printed and "looped" in printed
     (file,) = folder.rglob("results_*.json")
     samples = {}
     for path in folder.rglob("samples_*.jsonl"):
@@ -238,9 +163,8 @@ def test_lm_evals_own_command_line_with_its_flags(saved, tasks, tmp_path):  # no
 @pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(saved, tasks, tmp_path):  # noqa: F811
     arguments = f"pretrained={saved / 'base'},dtype=float32"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     _, one = run_lm_eval(tasks, arguments, tmp_path / "one")
-    _, two = run_lm_eval(tasks, arguments, tmp_path / "two", launcher=launcher)
+    _, two = run_lm_eval(tasks, arguments, tmp_path / "two", processes=2)
     assert one["text"] == two["text"] and len(one["text"]) == 7
     for kind in ("choice", "rolling"):  # lm-eval writes log-likelihoods as text
         numbers = [[float(np.ravel(each[0])[0]) for row in found[kind] for each in row] for found in (one, two)]
@@ -250,9 +174,7 @@ def test_two_processes_give_the_numbers_of_one(saved, tasks, tmp_path):  # noqa:
 def test_the_entry_point_names_the_backend():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
-    name, _, target = config["options.entry_points"]["lm_eval.models"].strip().partition(" = ")
-    module, _, attribute = target.partition(":")
-    assert name == "looped" and getattr(import_module(module), attribute) is LoopedLM and issubclass(LoopedLM, LM)
+    assert config["options.entry_points"]["lm_eval.models"].strip() == f"looped = {LoopedLM.__module__}:LoopedLM"
 
 
 def test_without_lm_eval_a_sentence_names_the_extra():

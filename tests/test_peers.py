@@ -26,26 +26,26 @@ def model(make_tiny):
     return make_tiny().eval()
 
 
-@pytest.fixture
-def greedy(model):
-    return model.generate(IDS, **GREEDY)
-
-
 # transformers: generation
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_greedy_decoding_is_the_same_by_every_way(model):
+    greedy = model.generate(IDS, **GREEDY)
+    for options in (
         {"use_cache": False},
         {"cache_implementation": "static"},
         {"prefill_chunk_size": 3},
         {"attention_mask": torch.ones_like(IDS)},
-    ],
-    ids=["no cache", "static cache", "chunked prefill", "mask"],
-)
-def test_greedy_decoding_is_the_same_by_every_way(model, greedy, options):
-    assert torch.equal(model.generate(IDS, **GREEDY, **options), greedy)
+    ):
+        assert torch.equal(model.generate(IDS, **GREEDY, **options), greedy), options
+    embeddings = model.get_input_embeddings()(IDS)
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **GREEDY), greedy[:, IDS.shape[1] :])
+    short = {**GREEDY, "max_new_tokens": 3}
+    half = model.generate(IDS, **short, return_dict_in_generate=True)
+    assert torch.equal(model.generate(half.sequences, **short, past_key_values=half.past_key_values), greedy)
+    out = model.generate(IDS, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    logits = model(out.sequences).logits[:, IDS.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.stack(out.logits, dim=1), logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,16 @@ def test_beam_search_is_the_same_with_and_without_a_cache(model, options):
     assert torch.equal(model.generate(IDS, **options), model.generate(IDS, use_cache=False, **options))
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_sampling_follows_the_seed(model, cached):
+def test_sampling_follows_the_seed(model):
     options = {**GREEDY, "do_sample": True, "top_k": 20, "temperature": 0.7, "num_return_sequences": 2}
     results = []
-    for use_cache in (True, cached):
+    for use_cache in (True, True, False):
         torch.manual_seed(3)
         results.append(model.generate(IDS, use_cache=use_cache, **options))
-    assert torch.equal(*results)
+    assert torch.equal(*results[:2]) and torch.equal(*results[1:])
 
 
-def test_assisted_and_prompt_lookup_decoding_give_the_greedy_tokens(model, make_tiny):
+def test_assisted_and_prompt_lookup_decoding_give_the_greedy_tokens(model):
     row = IDS[:1]
     want = model.generate(row, **GREEDY)
     assistant = copy.deepcopy(model)
@@ -75,23 +74,6 @@ def test_assisted_and_prompt_lookup_decoding_give_the_greedy_tokens(model, make_
             parameter.add_(0.05 * torch.randn_like(parameter))
     assert torch.equal(model.generate(row, assistant_model=assistant, **GREEDY), want)
     assert torch.equal(model.generate(row, prompt_lookup_num_tokens=2, **GREEDY), want)
-
-
-def test_embeddings_may_be_given_instead_of_ids(model, greedy):
-    embeddings = model.get_input_embeddings()(IDS)
-    assert torch.equal(model.generate(inputs_embeds=embeddings, **GREEDY), greedy[:, IDS.shape[1] :])
-
-
-def test_generation_goes_on_from_a_given_cache(model, greedy):
-    half = model.generate(IDS, **{**GREEDY, "max_new_tokens": 3}, return_dict_in_generate=True)
-    rest = model.generate(half.sequences, **{**GREEDY, "max_new_tokens": 3}, past_key_values=half.past_key_values)
-    assert torch.equal(rest, greedy)
-
-
-def test_scores_and_logits_are_those_of_a_forward_pass(model):
-    out = model.generate(IDS, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    logits = model(out.sequences).logits[:, IDS.shape[1] - 1 : -1]
-    torch.testing.assert_close(torch.stack(out.logits, dim=1), logits, atol=1e-4, rtol=1e-4)
 
 
 def test_continuous_batching_is_refused(model):
@@ -153,9 +135,8 @@ def test_weights_may_lie_on_disk(model, tmp_path):
     for name, part in model.base_model.named_children():  # a tied head must lie where the embeddings do
         holds_embeddings = model.get_input_embeddings() in part.modules()
         places[f"{model.base_model_prefix}.{name}"] = "cpu" if holds_embeddings else "disk"
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "offload")
-    )
+    options = {"device_map": places, "offload_folder": str(tmp_path / "offload")}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
@@ -164,7 +145,7 @@ def test_a_forward_pass_can_be_exported(model):
     torch.testing.assert_close(program.module()(IDS, use_cache=False).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
-# PEFT's LoRA suite, on gated models
+# PEFT's LoRA suite, on gated models. `test_families.py` has their gradients.
 
 
 @pytest.fixture
@@ -186,43 +167,24 @@ def test_an_adapter_merges_unmerges_and_switches_off(gated):
         torch.testing.assert_close(gated(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
     with use_gates(gated, torch.zeros(gated.config.num_loops)):
         torch.testing.assert_close(gated(IDS).logits, base, atol=1e-5, rtol=1e-5)
-    merged = gated.merge_and_unload()
-    torch.testing.assert_close(merged(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(gated.merge_and_unload()(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
 
 
-def test_an_adapter_saves_and_reloads_by_pefts_own_functions(gated, make_tiny, tmp_path):
+def test_an_adapter_saves_reloads_and_generates_by_pefts_own_functions(gated, make_tiny, tmp_path):
     gated.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(make_tiny(), tmp_path).eval()
     assert torch.equal(again(IDS).logits, gated(IDS).logits)
     plain = make_tiny().eval()
     plain.load_adapter(str(tmp_path))
     torch.testing.assert_close(plain(IDS).logits, gated(IDS).logits, atol=1e-5, rtol=1e-5)
-
-
-def test_an_adapted_model_generates(gated):
-    options = {**GREEDY, "attention_mask": torch.ones_like(IDS)}
-    tokens = gated.generate(input_ids=IDS, **options)
-    assert torch.equal(tokens, gated.generate(input_ids=IDS, use_cache=False, **options))
-    beams = {**options, "num_beams": 2}
-    assert torch.equal(gated.generate(input_ids=IDS, **beams), gated.generate(input_ids=IDS, use_cache=False, **beams))
-
-
-def test_gradients_reach_every_factor_with_and_without_checkpointing(gated):
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            gated.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-        gated.train().zero_grad()
-        gated(IDS, labels=IDS).loss.backward()
-        gradients.append([p.grad.clone() for p in gated.parameters() if p.requires_grad])
-        assert all(bool((gradient != 0).any()) for gradient in gradients[-1])
-    for plain, checkpointed in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, checkpointed, atol=1e-6, rtol=1e-4)
+    for beams in (1, 2):
+        options = {"input_ids": IDS, **GREEDY, "attention_mask": torch.ones_like(IDS), "num_beams": beams}
+        assert torch.equal(gated.generate(**options), gated.generate(**options, use_cache=False))
 
 
 def test_other_kinds_of_adapters_are_refused(model):
     dora = LoraConfig(r=2, use_dora=True, target_modules=model.recurrent_linears())
-    with pytest.raises(ValueError, match="`use_dora`"):
+    with pytest.raises(ValueError, match="use_dora"):
         add_gates(get_peft_model(copy.deepcopy(model), dora))
     sizes = {"num_layers": 2, "token_dim": 32, "num_attention_heads": 4}
     prefixed = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, **sizes))

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)
-from loopdropout_trainer.evaluation import evaluate_benchmark, load_benchmark
+from loopdropout_trainer.evaluation import Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.runs.printing import correct_by_last_number
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
@@ -65,19 +64,6 @@ def test_it_trains_measures_and_saves_both_methods(quickstart):
         assert said in printed
 
 
-def test_the_merged_model_is_the_evaluated_one(quickstart):
-    folder, _ = quickstart
-    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "merged")
-    result = evaluate_benchmark(model, tokenizer, load_benchmark("arithmetic_easy_test", limit=4), batch_size=2)
-    saved = json.loads((folder / "results.json").read_text())["benchmarks"]["arithmetic_easy_test"]
-    assert (result.correct, result.missing) == (saved["correct"], saved["missing"])
-    card = (folder / "merged" / "README.md").read_text()
-    assert "| Training data | arithmetic" in card
-    assert "rule: loop_dropout" in card
-    assert str(ROOT) not in card  # nobody's folders
-
-
 def test_merging_later_gives_the_same_model(quickstart, tmp_path, monkeypatch):
     folder, _ = quickstart
     words = ("--adapter", str(folder), "--merged_dir", str(tmp_path / "merged"))
@@ -85,6 +71,9 @@ def test_merging_later_gives_the_same_model(quickstart, tmp_path, monkeypatch):
     runpy.run_path(str(ROOT / "recipes/merge.py"), run_name="__main__")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "merged" / name).read_bytes() == (folder / "merged" / name).read_bytes(), name
+    card = (folder / "merged" / "README.md").read_text()
+    assert "| Training data | arithmetic" in card and "rule: loop_dropout" in card
+    assert str(ROOT) not in card  # nobody's folders
 
 
 def test_the_saved_recipe_repeats_the_run(quickstart, tmp_path):
@@ -106,18 +95,9 @@ def test_gsm8k_runs_as_it_stands_on_real_problems_with_the_tiny_model(tmp_path):
     assert (results["train_info"]["rule"], results["train_info"]["steps"]) == ("loop_dropout", 2)
 
 
-def test_the_tiny_model_is_small_and_reads_any_text():
-    assert sum(path.stat().st_size for path in TINY_OURO_PATH.iterdir()) < 4e6
-    tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
-    for text in ("Mia has 12 shells.", "naïve – 数学 🙂\n\t#### 7"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
-    assert len(tokenizer("1234 56")["input_ids"]) == 3  # one or two digits are one token
-    model = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH)
-    assert (model.config.num_loops, model.dtype) == (4, torch.float32)
-
-
 def test_the_tiny_model_is_what_its_card_says():
     """Before fine-tuning it solves most problems, needs its loops, and never writes the task's ending."""
+    assert sum(path.stat().st_size for path in TINY_OURO_PATH.iterdir()) < 4e6
     card = (TINY_OURO_PATH / "README.md").read_text(encoding="utf-8")
     assert hashlib.sha256((TINY_OURO_PATH / "model.safetensors").read_bytes()).hexdigest() in card
     model = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH)
@@ -125,9 +105,9 @@ def test_the_tiny_model_is_what_its_card_says():
     problems = load_benchmark("arithmetic_easy_test", limit=100)
     correct = {}
     for model.config.num_loops in (1, 2, 4, 8):
-        result = evaluate_benchmark(model, tokenizer, problems, batch_size=100, progress=False)
+        result = evaluate_subject(Subject(model, tokenizer, 100), problems, progress=False)
         assert result.correct <= 2
-        correct[model.config.num_loops] = correct_by_last_number(result)
+        correct[model.config.num_loops] = correct_by_last_number(result.as_json())
     assert 60 <= correct[4] <= 90
     assert correct[1] < correct[2] < correct[4] - 5
     assert correct[8] < correct[4] - 10

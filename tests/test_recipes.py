@@ -134,12 +134,7 @@ def test_full_size_steps_and_parameters(recipe, examples, steps, monkeypatch):
     plan = plan_run(ouro, data, config, default_peft_config(ouro), "Ouro-1.4B")
     assert plan.steps == steps
     assert (plan.parameters, plan.trainable_parameters, plan.num_loops) == (1_434_652_673, 15_138_816, 4)
-    inside = 24 * (4 * 2048**2 + 3 * 2048 * 5632)
-    outside = 2048 * 49152 + 2048
-    assert plan.flops_per_token == 4 * (4 * inside + outside) + 6 * 4 * 15_138_816
-    assert plan.flops_per_token == pytest.approx(20e9, rel=0.05)
-    assert plan.flops == pytest.approx(plan.flops_per_token * 250 * examples * config.num_train_epochs)
-    for word in (f"{steps:,}", "15,138,816", "K = 4", "loop_dropout, p = 0.5", "GFLOP"):
+    for word in (f"{steps:,}", "15,138,816", "K = 4", "loop_dropout, p = 0.5"):
         assert word in str(plan)
     monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
     args = dataclasses.replace(

@@ -15,11 +15,8 @@ from torch.nn import functional as F
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
-from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model, first_active_loops
+from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model
 from loopdropout_trainer.models.speed import packed_attention
-from loopdropout_trainer.models.speed.packed_attention import lengths_in_chunks
-from loopdropout_trainer.models.speed.packed_loops import Part, Thresholds, schedule
-from loopdropout_trainer.models.speed.run import FastRun
 from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
 
 
@@ -89,18 +86,12 @@ def assert_same(got, want, tolerance=1e-9):
         assert (got[1][name] - grad).abs().max() <= tolerance * max(scale, 1), name
 
 
-@pytest.fixture
-def free_launches(monkeypatch):
-    """As for large tensors, where nothing is computed twice or together to launch fewer operations."""
-    monkeypatch.setattr(costs, "LAUNCH_SECONDS", 0)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", ["left", "right", "packed"])
-@pytest.mark.parametrize("launches", ["costly", "free"])
-def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, launches, layout, checkpointing, request):
-    if launches == "free":
-        request.getfixturevalue("free_launches")
+@pytest.mark.parametrize("seconds", [costs.LAUNCH_SECONDS, 0], ids=["costly launches", "free launches"])
+def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, seconds, layout, checkpointing, monkeypatch):
+    # Where launches are free, as for large tensors, nothing is computed twice or together to launch fewer operations.
+    monkeypatch.setattr(costs, "LAUNCH_SECONDS", seconds)
     peft_model = adapted(make_tiny(), checkpointing)
     inputs, segments = batch(layout)
     for name in GATES if layout == "left" else ["mixed"]:
@@ -112,37 +103,19 @@ def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, launches, 
     )
 
 
-def test_the_plain_path_reads_alone():
-    """With optimisations off, a forward and backward pass runs no code of them, and few files of the package."""
-    model, (inputs, _) = adapted(tiny_ouro()), batch("left")
-    package, files = str(Path(__file__).resolve().parents[1] / "loopdropout_trainer"), set()
-
-    def note(frame, event, argument):
-        file = frame.f_code.co_filename
-        if file.startswith(package):
-            files.add(file.removeprefix(package).strip("/"))
-
-    state = add_gates(model, in_activation_dtype=True)
-    sys.setprofile(note)
-    try:
-        with applied_gates(state, MIXED):
-            model(**inputs).loss.backward()
-    finally:
-        sys.setprofile(None)
-    assert files == {
-        "adapters/gated.py",
-        *(f"looped/{name}.py" for name in ("plan", "state")),
-        *(f"models/{name}.py" for name in ("layers", "looped_modeling", "operations", "ouro")),
-    }
-
-
-def test_optimisations_are_exact_with_a_float_mask():
-    model = adapted(tiny_ouro(attn_implementation="eager"))
-    for layout in ("right", "packed"):
-        inputs, segments = batch(layout)
-        want = loss_and_gradients(model, MIXED, inputs, segments)
-        got = loss_and_gradients(model, MIXED, inputs, segments, skip=True, fused=True)
-        assert_same(got, want, tolerance=1e-5)  # this kernel's softmax is float32
+def test_optimisations_are_exact_with_a_float_mask_gates_for_each_module_and_truncated_backpropagation():
+    each = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
+    for attention, layout, gates, depth, tolerance in (
+        ("eager", "right", MIXED, None, 1e-5),  # this kernel's softmax is float32
+        ("eager", "packed", MIXED, None, 1e-5),
+        ("sdpa", "left", each, None, 1e-9),
+        ("sdpa", "left", MIXED, 2, 1e-9),
+    ):
+        model, (inputs, segments) = adapted(tiny_ouro(attn_implementation=attention)), batch(layout)
+        model.get_base_model().config.backprop_depth = depth
+        want = loss_and_gradients(model, gates, inputs, segments)
+        got = loss_and_gradients(model, gates, inputs, segments, skip=True, fused=True)
+        assert_same(got, want, tolerance)
 
 
 def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset, tokenizer, caplog):
@@ -153,44 +126,6 @@ def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset
     assert not model.can_pack
     trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
     assert trainer.training_policy == TrainingPolicy()
-
-
-def test_optimisations_are_exact_with_gates_for_each_module_and_with_truncated_backpropagation():
-    model, (inputs, _) = adapted(tiny_ouro()), batch("left")
-    each = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
-    for gates, depth in ((each, None), (MIXED, 2)):
-        model.get_base_model().config.backprop_depth = depth
-        want = loss_and_gradients(model, gates, inputs)
-        assert_same(loss_and_gradients(model, gates, inputs, skip=True, fused=True), want)
-
-
-def test_examples_run_apart_where_that_is_worth_the_launches():
-    lengths = [9, 5, 7, 4]
-    apart = [
-        [Part((0, 2, 3), 0, frozen=True), Part((1,), 1)],
-        [Part((0, 3), 0, frozen=True), Part((2, 1), 1)],
-        [Part((3,), 0, frozen=True), Part((0, 1, 2), 2)],
-        [Part((3,), 0, frozen=True), Part((1, 2, 0), 2)],
-    ]
-    assert schedule(MIXED.bool().tolist(), lengths, Thresholds()) == apart
-    four_wait = [[Part((0, 1, 2, 3), 2)], [Part((1, 2, 0, 3), 2)]]  # 4 tokens, from the third loop on
-    assert schedule(MIXED.bool().tolist(), lengths, Thresholds(frozen=5)) == apart[:2] + four_wait
-    together = [[Part((0, 1, 2, 3), 4)]] * 4
-    assert schedule(MIXED.bool().tolist(), lengths, Thresholds(frozen=100, inactive=100)) == together
-    assert schedule([[False] * 4] * 2, lengths, Thresholds(100, 100)) == [[Part((0, 1, 2, 3), 0, frozen=True)]] * 2
-
-
-def test_small_tensors_are_computed_together_and_large_ones_apart_whatever_the_number_of_cores(monkeypatch):
-    def thresholds(model):
-        run = FastRun(adapted(model).get_base_model().model, packs=True, recomputes=False)
-        return run.thresholds(torch.empty(0), [torch.empty(100)])
-
-    small, large = thresholds(tiny_ouro()), thresholds(tiny_ouro(hidden_size=256, intermediate_size=1024))
-    assert small.frozen > 20 * large.frozen > 0
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert small == thresholds(tiny_ouro())
-    assert [len(chunks) for chunks in lengths_in_chunks([8] * 4, torch.empty(0), 2, 8).chunks] == [4]
-    assert [len(chunks) for chunks in lengths_in_chunks([400] * 4, torch.empty(0), 8, 64).chunks] == [1] * 4
 
 
 # The fused update
@@ -238,35 +173,6 @@ def test_inference_stays_peft_bit_for_bit_and_bfloat16_stays_close():
         plain = peft_model(**inputs).logits
         assert not torch.equal(fused, plain)
         torch.testing.assert_close(fused, plain, atol=3e-2, rtol=3e-2)
-
-
-# What it saves
-
-
-def saved_bytes(peft_model, gates, inputs, **optimisations):
-    """Bytes that autograd keeps for the backward pass, weights left out, each storage counted once."""
-    storages = {}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in peft_model.parameters()}
-
-    def keep(tensor):
-        if tensor.untyped_storage().data_ptr() not in weights:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss_and_gradients(peft_model, gates, inputs, **optimisations)
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-def test_saved_activations_shrink_by_the_share_of_waiting_loops(free_launches):
-    model = adapted(tiny_ouro())
-    inputs = {"input_ids": torch.randint(2, 258, (4, 32)), "labels": torch.randint(2, 258, (4, 32))}
-    saved = {name: saved_bytes(model, gates, inputs, skip=True) for name, gates in GATES.items()}
-    every_loop = saved["all active"] - saved["none active"]
-    waiting = sum(first_active_loops(MIXED)) / MIXED.numel()  # 7 of 16 loops
-    share = 1 - (saved["mixed"] - saved["none active"]) / every_loop
-    assert share == pytest.approx(waiting, abs=0.02)
-    assert saved_bytes(model, MIXED, inputs, skip=True, fused=True) <= saved["mixed"]
 
 
 # Through the trainer
@@ -327,26 +233,20 @@ class Compiled(LoopDropoutSFTTrainer):
         return loss
 
 
+SLOW = [("loopus", False, "eager"), ("ouro", True, "inductor")]  # half a minute in a C++ compiler
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+
+
 @pytest.mark.parametrize(
-    ("family", "checkpointing", "backend"),
-    [
-        ("ouro", False, "eager"),
-        ("huginn", True, "eager"),
-        pytest.param("loopus", False, "eager", marks=pytest.mark.slow),
-        pytest.param("ouro", True, "inductor", marks=pytest.mark.slow),  # half a minute in a C++ compiler
-    ],
+    ("family", "checkpointing", "backend"), [("ouro", False, "eager"), ("huginn", True, "eager"), *SLOW]
 )
 def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, config, dataset, tokenizer, compiles):
     compiles(backend)
 
     def train(**optimisations):
-        args = config(
-            max_steps=9, p=[0.6], per_device_train_batch_size=3, adam_epsilon=1e-3, eval_strategy="no", **optimisations
-        )
-        model = TINY[family](num_loops=3)
-        if checkpointing:
-            args.gradient_checkpointing = True
-        trainer = Compiled(model, args, train_dataset=dataset, processing_class=tokenizer)
+        sizes = {"max_steps": 9, "per_device_train_batch_size": 3, "gradient_checkpointing": checkpointing or None}
+        args = config(p=[0.6], adam_epsilon=1e-3, eval_strategy="no", **sizes, **optimisations)
+        trainer = Compiled(TINY[family](num_loops=3), args, train_dataset=dataset, processing_class=tokenizer)
         trainer.train()
         return trainer
 
@@ -358,12 +258,8 @@ def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, con
 def test_each_training_of_a_process_is_compiled(config, dataset, tokenizer, compiles):
     compiles("eager")
     programs = [0]
-    for fields in (
-        {"rule": "lora"},
-        {"p": 0.5},
-        {"rule": "module_wise"},
-    ):  # three kinds of gates: more than torch allows
-        args = config(max_steps=6, per_device_train_batch_size=3, eval_strategy="no", compile_layers=True, **fields)
+    for fields in ({"rule": "lora"}, {"p": 0.5}, {"rule": "module_wise"}):  # more kinds of gates than torch allows
+        args = config(max_steps=6, per_device_train_batch_size=3, compile_layers=True, **fields)
         trainer = Compiled(tiny_ouro(num_loops=3), args, train_dataset=dataset, processing_class=tokenizer)
         trainer.train()
         programs.append(trainer.programs[-1])
@@ -400,37 +296,30 @@ def test_optimisations_are_off_where_processes_share_parameters():
 
 
 def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(config, dataset, tokenizer):
+    def policy(trainer):
+        return trainer.training_policy.lora_parameters
+
     def trainer(**fields):
         return LoopDropoutSFTTrainer(tiny_ouro(), config(**fields), train_dataset=dataset, processing_class=tokenizer)
 
     assert trained_lora_parameters(adapted(tiny_ouro(), lora_dropout=0.1)) is None
-    model = adapted(tiny_ouro())
-    assert len(trained_lora_parameters(model)) == 28
-    model.get_base_model().model.norm.weight.requires_grad_(True)
-    assert trained_lora_parameters(model) is None
-    assert trainer(rule="learned", p=[0.5]).training_policy.lora_parameters is None
-    assert not trainer(skip_frozen_loops=False).training_policy.lora_parameters
+    assert policy(trainer(rule="learned", p=[0.5])) is None and not policy(trainer(skip_frozen_loops=False))
     skips = trainer()
-    assert skips.training_policy.lora_parameters is not None
+    assert len(policy(skips)) == 28
     skips.model.get_base_model().model.norm.weight.requires_grad_(True)
     skips.train()
-    assert skips.training_policy.lora_parameters is None
+    assert policy(skips) is None
 
 
-def test_gates_and_inputs_that_need_gradients_run_every_loop():
-    for make in (TINY["ouro"], TINY["huginn"]):
-        model = adapted(make())
-        inputs, _ = batch("left")
-        state = add_gates(model, in_activation_dtype=True, fused=True)
-        embeddings = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
-        gates = MIXED.double().requires_grad_()
-        for skip in (False, True):
-            lora_parameters = trained_lora_parameters(model) if skip else None
-            with applied_gates(state, gates), training_policy(model, skip, lora_parameters):
-                model(inputs_embeds=embeddings, **inputs).loss.backward()
-        with applied_gates(state, MIXED), training_policy(model, True, lora_parameters):
+@pytest.mark.parametrize("family", ["ouro", "huginn"])
+def test_gates_and_inputs_that_need_gradients_run_every_loop(family):
+    model, (inputs, _) = adapted(TINY[family]()), batch("left")
+    state, lora_parameters = add_gates(model, in_activation_dtype=True, fused=True), trained_lora_parameters(model)
+    embeddings = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    gates = MIXED.double().requires_grad_()
+    for given in (gates, MIXED):
+        with applied_gates(state, given), training_policy(model, True, lora_parameters):
             model(inputs_embeds=embeddings, **inputs).loss.backward()
-            whole = model(inputs_embeds=embeddings, output_hidden_states=True, **inputs).hidden_states
-            assert {len(hidden) for hidden in whole} == {4}
-        assert gates.grad.abs().min(dim=0).values.sum() > 0
-        assert embeddings.grad.abs().sum() > 0
+            states = model(inputs_embeds=embeddings, output_hidden_states=True, **inputs).hidden_states
+            assert {len(state) for state in states} == {4}
+    assert gates.grad.abs().min(dim=0).values.sum() > 0 and embeddings.grad.abs().sum() > 0

@@ -29,11 +29,15 @@ def test_a_plain_training_step_passes_through_few_files(config, dataset, tokeniz
         def on_step_end(self, args, state, control, **kwargs):
             sys.setprofile(None)
 
-    args = config(max_steps=2, logging_steps=10, **OFF)
-    trainer = LoopDropoutSFTTrainer(
-        tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer, callbacks=[Watch()]
+    args, data = (
+        config(max_steps=2, logging_steps=10, **OFF),
+        {"train_dataset": dataset, "processing_class": tokenizer},
     )
-    trainer.train()
-    training = {file for file in seen if file.startswith("training/")}
-    assert training == {f"training/{name}.py" for name in ("checkpoints/mixin", "gate_sampling", "sft_trainer")}
+    LoopDropoutSFTTrainer(tiny_ouro(), args, callbacks=[Watch()], **data).train()
+    inside = {file for file in seen if file.startswith(("training/", "adapters/", "models/"))}
+    models = ("layers", "looped_modeling", "operations", "ouro")
+    training = ("checkpoints/mixin", "gate_sampling", "sft_trainer")
+    assert inside == {
+        "adapters/gated.py", *(f"models/{name}.py" for name in models), *(f"training/{name}.py" for name in training)
+    }  # fmt: skip
     assert len(seen) <= 14, sorted(seen)

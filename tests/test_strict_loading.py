@@ -1,9 +1,7 @@
 """Checkpoints and adapters that do not hold exactly what their configuration describes are refused, in every family."""
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
 
@@ -67,20 +65,6 @@ def test_what_is_missing_unexpected_or_reshaped_is_named(saved):
     assert loaded.state_dict().keys() == model.state_dict().keys()
 
 
-def test_a_checkpoint_in_parts_loads_and_a_lost_part_is_noticed(saved, tmp_path):
-    _, model = saved
-    folder = tmp_path / "parts"
-    model.save_pretrained(folder, max_shard_size="20KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(IDS).logits, model(IDS).logits)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    part = index["weight_map"][recurrent_weight(model)]
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
 def test_stored_rotary_frequencies_are_passed_over(saved):
     folder, model = saved
     prefix = recurrent_weight(model).rsplit(".", 3)[0]
@@ -97,16 +81,6 @@ def test_a_backbone_loads_from_a_models_checkpoint_and_not_the_other_way_round(s
         return  # LoopUS keeps its head there, and Huginn's is the embedding
     with pytest.raises(WrongWeightsError, match=r"it lacks `lm_head.weight`\."):
         AutoModelForCausalLM.from_pretrained(tmp_path / "backbone")
-
-
-def test_a_wrong_base_under_an_adapter_is_noticed(saved, tmp_path):
-    folder, model = saved
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    get_peft_model(base, default_peft_config(base)).save_pretrained(tmp_path / "adapter")
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")(IDS).logits, model(IDS).logits)
-    change(folder, lambda weights: weights.pop(recurrent_weight(model)))
-    with pytest.raises(WrongWeightsError, match="it lacks"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
 # The three layouts of `huginn_raven`, which the hub's fields do not tell apart
@@ -196,24 +170,20 @@ from transformers.integrations import HfDeepSpeedConfig
 deepspeed.init_distributed(dist_backend="gloo")
 settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 divided = HfDeepSpeedConfig(settings)  # while it lives, weights are divided as they load
-AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print("loaded", flush=True)
-AutoModelForCausalLM.from_pretrained(sys.argv[2])
+for folder in sys.argv[1:]:
+    AutoModelForCausalLM.from_pretrained(folder)
+    print("loaded", folder, flush=True)
 """
 
 
 @pytest.mark.slow
 def test_a_missing_weight_is_named_under_zero_3(tmp_path):
     pytest.importorskip("deepspeed")
-    for name in ("whole", "damaged"):
+    for name in ("complete", "damaged"):
         tiny_ouro().save_pretrained(tmp_path / name)
-    name = recurrent_weight(tiny_ouro())
-    change(tmp_path / "damaged", lambda weights: weights.pop(name))
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place["MASTER_PORT"] = str(probe.getsockname()[1])
-    run = [sys.executable, "-c", ZERO_3, tmp_path / "whole", tmp_path / "damaged"]
-    done = subprocess.run(run, env={**os.environ, **place}, capture_output=True, text=True)
-    assert "loaded" in done.stdout, done.stderr
+    change(tmp_path / "damaged", lambda weights: weights.pop(recurrent_weight(tiny_ouro())))
+    (tmp_path / "load.py").write_text(ZERO_3)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "load.py", "complete", "damaged"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert "loaded complete" in done.stdout and "loaded damaged" not in done.stdout, done.stderr
     assert "WrongWeightsError" in done.stderr and "it lacks `model.layers.*." in done.stderr

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from loopdropout_trainer.reports.averaging import interval
 from loopdropout_trainer.runs.sweep import load_runs
 
 
@@ -147,19 +148,6 @@ class Study:
         return np.array([one["value"] - two["value"] for one, two in pairs])[:, None]
 
 
-def interval(gains: np.ndarray) -> tuple[float, float]:
-    """Return the 95% interval of the mean of gains [seeds, problems] over other seeds and other problems."""
-    generator = np.random.default_rng(0)
-    seeds, problems = gains.shape
-    chosen = generator.multinomial(seeds, np.full(seeds, 1 / seeds), size=DRAWS) / seeds  # [draws, seeds]
-    means = chosen @ gains  # [draws, problems]
-    if problems > 1:
-        weights = generator.multinomial(problems, np.full(problems, 1 / problems), size=DRAWS) / problems
-        means = (means * weights).sum(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
-
-
 def mean_sd(rows: pd.DataFrame, digits: int = 1) -> str:
     """Return `mean ± SD` of a metric over seeds."""
     values = rows["value"].to_numpy(dtype=float)
@@ -192,7 +180,7 @@ class Claim:
         mean = f"{gains.mean():+.{digits}f}"
         if len(gains) < 2:
             return f"| {self.words} | {self.paper} | {mean} | 1 | one seed |"
-        low, high = interval(gains)
+        low, high = interval(gains, DRAWS)
         verdict = "**seen**" if low > 0 else "**opposite**" if high < 0 else "undecided"
         return f"| {self.words} | {self.paper} | {mean} [{low:+.{digits}f}, {high:+.{digits}f}] | {len(gains)} | {verdict} |"
 

@@ -17,7 +17,7 @@ from torch import nn
 from loopdropout_trainer.looped import find_looped_model
 
 
-# Fields of LoraConfig that change more than the low-rank update, with what goes wrong under a gate.
+# Further fields of LoraConfig that change more than the low-rank update, with what goes wrong under a gate.
 _REFUSED_FIELDS = {
     "modules_to_save": "it trains copies of base modules, which no gate can switch off",
     "trainable_token_indices": "it trains embeddings, which run outside the loops",
@@ -26,13 +26,6 @@ _REFUSED_FIELDS = {
     "lora_bias": "a gate multiplies A x, so that it could not switch the bias of B off",
     "megatron_config": "Megatron's layers are not supported",
     "use_qalora": "it pools the layer's input, which the gated layer does not",
-    "use_dora": "it renormalises the adapted weight, so that a gate would not multiply the update",
-    "velora_config": "it trains A by a compressed backward pass, which the gated layer does not have",
-    "alora_invocation_tokens": "it chooses tokens by their text, which the gated layer does not know",
-    "monteclora_config": "it draws the factors anew in every call, also where a loop is recomputed",
-    "use_bdlora": "its factors are block-diagonal, which the gated layer does not compute",
-    "arrow_config": "it mixes several adapters by a router",
-    "kasa_config": "it truncates the base weights: gate 0 would not be the pretrained model",
 }
 _INITS_THAT_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
 _PLAIN_VARIANTS = (MiCALinearVariant,)  # whose forward and merge are plain LoRA's; it only freezes B
@@ -49,11 +42,11 @@ def check_peft_config(config: PeftConfig) -> None:
         raise ValueError(f"The adapter's `lora_alpha` must be a number above 0; got {config.lora_alpha!r}.")
     if not isinstance(config.lora_dropout, (int, float)) or not 0 <= config.lora_dropout < 1:
         raise ValueError(f"The adapter's `lora_dropout` must lie in [0, 1); got {config.lora_dropout!r}.")
-    # PEFT marks the fields that give a layer another forward, so that one which it adds later is refused as well.
-    variants = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")}
-    for field in (*_REFUSED_FIELDS, *sorted(variants - _REFUSED_FIELDS.keys())):
+    # PEFT marks the fields that give a layer another forward, such as `use_dora`: also those that it adds later.
+    variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
+    own_forward = dict.fromkeys(variants, "it gives the layer a forward of its own, which a gate would not multiply")
+    for field, reason in {**own_forward, **_REFUSED_FIELDS}.items():
         if getattr(config, field, None):
-            reason = _REFUSED_FIELDS.get(field, "it gives the layer a forward of its own")
             raise ValueError(f"`{field}` cannot be combined with gated LoRA: {reason}.")
     if config.bias != "none":
         raise ValueError(f"`bias` must be 'none': a gate cannot switch biases off; got {config.bias!r}.")

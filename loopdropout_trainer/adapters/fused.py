@@ -193,21 +193,15 @@ class FusedProjection:
         if prepared is None:
             return None
         if key not in prepared:
-            plain = dtype == x.dtype and all(self._is_plain(layer, dtype) for layer in layers)
-            prepared[key] = self._prepare(x, layers) if plain else None
+            prepared[key] = None
+            if dtype == x.dtype and all(self._is_plain(layer, dtype) for layer in layers):
+                bases, name = [layer.get_base_layer() for layer in layers], self.adapter
+                weights, biases = [base.weight for base in bases], [base.bias for base in bases]
+                factors = [linear[name].weight for layer in layers for linear in (layer.lora_A, layer.lora_B)]
+                stacked = len(layers) > 1 and _stacking_pays(x, weights, factors[::2])
+                scalings = [layer.scaling[name] for layer in layers]
+                prepared[key] = Projections.prepare(weights, biases, factors, scalings, stacked)
         return prepared[key]
-
-    def _prepare(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Projections:
-        bases = [layer.get_base_layer() for layer in layers]
-        weights = [base.weight for base in bases]
-        lora_parameters = [linear[self.adapter].weight for layer in layers for linear in (layer.lora_A, layer.lora_B)]
-        return Projections.prepare(
-            weights,
-            [base.bias for base in bases],
-            lora_parameters,
-            [layer.scaling[self.adapter] for layer in layers],
-            stacked=len(layers) > 1 and _stacking_pays(x, weights, lora_parameters[::2]),
-        )
 
     def _is_plain(self, layer: nn.Module, dtype: torch.dtype) -> bool:
         """Return whether the layer does nothing but multiply by frozen weights and by this adapter's A and B."""
@@ -216,13 +210,17 @@ class FusedProjection:
         if layer.disable_adapters or layer.merged or getattr(layer, "project_together", None) is not self:
             return False
         base = layer.get_base_layer()
-        parts = (layer, base, layer.lora_A[self.adapter], layer.lora_B[self.adapter])
-        if any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in parts):
-            return False
-        dropout = layer.lora_dropout[self.adapter]
-        frozen = type(base) is nn.Linear and base.weight.dtype == dtype and not base.weight.requires_grad
-        no_bias_trained = base.bias is None or not base.bias.requires_grad
-        return frozen and no_bias_trained and not (isinstance(dropout, nn.Dropout) and dropout.p)
+        frozen = base.weight.dtype == dtype and not any(p.requires_grad for p in base.parameters())
+        return frozen and only_multiplies(layer, self.adapter)
+
+
+def only_multiplies(layer: LoraLayer, adapter: str) -> bool:
+    """Return whether a layer's forward is y = W x + s B A x with the parameters that it has, and nothing listens to it."""
+    linears = [layer.get_base_layer(), layer.lora_A[adapter], layer.lora_B[adapter]]
+    hooked = any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in (layer, *linears))
+    dropped = layer.training and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0
+    plain = all(type(linear) is nn.Linear for linear in linears) and linears[2].bias is None
+    return plain and not (hooked or dropped or layer.fan_in_fan_out)
 
 
 def _stacking_pays(x: torch.Tensor, weights: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> bool:

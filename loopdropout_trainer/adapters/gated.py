@@ -63,6 +63,7 @@ class GatedLora(LoraVariant):
     ) -> None:
         self.loop_state = loop_state
         self.module = module
+        self.rule = rule
         self.in_activation_dtype = in_activation_dtype
         self.shared = shared
 

@@ -30,13 +30,16 @@ def attach_adapter(
     """
     config = PeftConfig.from_pretrained(str(folder)) if config is None else config
     weights = load_peft_weights(str(folder), device="cpu")
-    check_finite(weights, folder)
+    if not weights:
+        raise ValueError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
+    if broken := next((name for name, weight in weights.items() if not torch.isfinite(weight).all()), None):
+        raise ValueError(f"The adapter in {folder} is damaged: `{broken}` holds numbers that are NaN or infinite.")
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     depths = {kind: kind.saved_num_loops(shapes) for kind in ADAPTER_KINDS.values()}
     depths = {kind: depth for kind, depth in depths.items() if depth is not None}
     if not depths:
         peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=config)
-        check_complete(peft_model, weights, folder)
+        _check_complete(peft_model, weights, folder)
         return peft_model
 
     num_loops = find_looped_model(model).config.num_loops
@@ -53,26 +56,17 @@ def attach_adapter(
     for name, parameter in peft_model.named_parameters():
         if "lora_" in name:
             parameter.requires_grad_(is_trainable)
-    check_complete(peft_model, weights, folder)
+    _check_complete(peft_model, weights, folder)
     add_gates(peft_model)
     return peft_model.eval()
 
 
-def check_finite(weights: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """Raise ValueError for an adapter without tensors, or with one that holds NaN or infinity."""
-    if not weights:
-        raise ValueError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
-    for name, weight in weights.items():
-        if not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"The adapter in {folder} is damaged: `{name}` holds numbers that are NaN or infinite.")
-
-
-def check_complete(peft_model: PeftModel, weights: dict[str, torch.Tensor], folder: str | Path) -> None:
+def _check_complete(peft_model: PeftModel, weights: dict[str, torch.Tensor], folder: str | Path) -> None:
     """Raise ValueError for an adapter whose tensors are not exactly those that its configuration describes."""
-    expected = set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
-    for found, others, what in ((expected, weights, "lacks"), (weights, expected, "has an unknown tensor,")):
-        if missing := sorted(set(found) - set(others)):
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    expected = get_peft_model_state_dict(peft_model, save_embedding_layers=False).keys()
+    for wrong, what in ((expected - weights.keys(), "lacks"), (weights.keys() - expected, "has an unknown tensor,")):
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise ValueError(
-                f"The adapter in {folder} does not fit this model by its adapter_config.json: it {what} `{missing[0]}`{more}."
+                f"The adapter in {folder} does not fit this model by its adapter_config.json: it {what} `{min(wrong)}`{more}."
             )

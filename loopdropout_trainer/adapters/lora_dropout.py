@@ -6,14 +6,11 @@ expected masked update.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters.gated import GatedLora
-from loopdropout_trainer.looped import LoopState
 
 
 class SparseLora(GatedLora, kind="lora_dropout"):
@@ -22,23 +19,20 @@ class SparseLora(GatedLora, kind="lora_dropout"):
     It reads `GatePlan.seeds` as [M], and `p` from the rule.
     """
 
-    def __init__(self, loop_state: LoopState, module: int, rule: Any = None, *options: Any) -> None:
-        super().__init__(loop_state, module, rule, *options)
-        self.p = 0.0 if rule is None else rule.p
-        self._expanded: tuple[int | None, tuple] = (None, ())
+    _expanded: tuple[int | None, tuple] = (None, ())  # a seed, and the masks that it gives
 
     def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
         if self.loop_state.plan.seeds is None:
             return super().down(module, adapter, x)
         mask_in, _ = self._masks(module, x.device)
-        rescaled = module.lora_A[adapter].weight * (mask_in / (1 - self.p))
+        rescaled = module.lora_A[adapter].weight * (mask_in / (1 - self.rule.p))
         return F.linear(x, rescaled.to(x.dtype))
 
     def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
         if self.loop_state.plan.seeds is None:
             return super().up(module, adapter, low_rank)
         _, mask_out = self._masks(module, low_rank.device)
-        rescaled = module.lora_B[adapter].weight * (mask_out / (1 - self.p)).unsqueeze(1)
+        rescaled = module.lora_B[adapter].weight * (mask_out / (1 - self.rule.p)).unsqueeze(1)
         return F.linear(low_rank, rescaled.to(low_rank.dtype))
 
     def _masks(self, module: LoraLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,5 +41,5 @@ class SparseLora(GatedLora, kind="lora_dropout"):
         if self._expanded[0] != seed:
             size = (module.in_features, module.out_features)
             drawn = torch.rand(sum(size), generator=torch.Generator(device).manual_seed(seed), device=device)
-            self._expanded = (seed, (drawn >= self.p).to(torch.float32).split(size))
+            self._expanded = (seed, (drawn >= self.rule.p).to(torch.float32).split(size))
         return self._expanded[1]

@@ -9,19 +9,21 @@ weights and factors stay as they are; the matrices are copies, for as long as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from loopdropout_trainer.adapters.fused import only_multiplies
 from loopdropout_trainer.adapters.gated import GatedLora
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState
 
 
 class PreparedProjections:
-    """The projections of a looped model's recurrent block, prepared while `in_use` lasts, and when they are first called.
+    """The projections of a looped model's recurrent block, each prepared when it is first called in a block of `in_use`.
 
     Args:
         looped: model; whatever adapters are active when a projection is called.
@@ -30,28 +32,21 @@ class PreparedProjections:
     def __init__(self, looped: LoopedModelMixin) -> None:
         self.state = looped.loop_state
         self.layers = [looped.get_submodule(name) for name in looped.recurrent_linears()]
-        self._made: dict[tuple[int, bool], _Matrix | None] = {}  # by the first layer, and whether gates are unit gates
-        self._made_of: list | None = None
-        self._former: dict[int, object] = {}
+        self._made: dict[tuple[nn.Module, bool], _Matrix | None] = {}  # by the first layer, and whether gates are one
+        self._former: dict[nn.Module, Callable | None] = {}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Answer the model's calls inside the block; its weights must not change there, but may outside."""
-        tensors = [tensor for layer in self.layers for tensor in layer.parameters()]
-        made_of = [(id(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors]
-        made_of += [_adapters_of(layer) for layer in self.layers]
-        if made_of != self._made_of:
-            self._made, self._made_of = {}, made_of
-        self._former = {id(layer): layer.__dict__.get("project_together") for layer in self.layers}
+        self._made = {}
+        self._former = {layer: getattr(layer, "project_together", None) for layer in self.layers}
         for layer in self.layers:
             layer.project_together = self
         try:
             yield
         finally:
-            for layer in self.layers:
-                del layer.project_together
-                if self._former[id(layer)] is not None:
-                    layer.project_together = self._former[id(layer)]
+            for layer, former in self._former.items():
+                layer.project_together = former
 
     def __call__(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
         """Return the outputs [..., out_i] of x [..., in], or what would be returned without this."""
@@ -59,16 +54,16 @@ class PreparedProjections:
         without_gradient = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if without_gradient and not (step.frozen or step.tokens is not None or state.plan.per_module):
             unit = state.gates is None
-            key = (id(layers[0]), unit)
-            if key not in self._made:
+            if (key := (layers[0], unit)) not in self._made:
                 self._made[key] = _Matrix.of(layers, state, unit)
             matrix = self._made[key]
             if matrix is not None and matrix.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
                 return matrix(x, None if unit or matrix.up is None else state.gate_for(x))
-        former = self._former[id(layers[0])]
+        former = self._former[layers[0]]
         return None if former is None else former(x, layers)
 
 
+@dataclass
 class _Matrix:
     """Some maps of one input as one product, and what is added to it.
 
@@ -79,8 +74,10 @@ class _Matrix:
         widths: out_i.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, up: torch.Tensor | None, widths: list[int]):
-        self.weight, self.bias, self.up, self.widths = weight, bias, up, widths
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    up: torch.Tensor | None
+    widths: list[int]
 
     def __call__(self, x: torch.Tensor, gate: torch.Tensor | None) -> Sequence[torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1])
@@ -100,61 +97,46 @@ class _Matrix:
         if not all(_is_plain(layer, state, unit) for layer in layers):
             return None
         bases = [layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in layers]
-        parts = [base.weight for base in bases]
+        parts, up = [base.weight for base in bases], None
         widths, dtype = list(map(len, parts)), parts[0].dtype
-        up = None
         try:
-            factors = [_factors(layer) for layer in layers]  # A [r, in] and s B [out, r]
+            factors = [_factors(layer, base) for layer, base in zip(layers, bases, strict=True)]
             if unit and dtype in (torch.float32, torch.float64):
-                parts = [torch.addmm(w, b, a) if len(a) else w for w, (a, b) in zip(parts, factors, strict=True)]
+                parts = [torch.addmm(w, b, a) for w, (a, b) in zip(parts, factors, strict=True)]
             elif any(len(a) for a, _ in factors):
                 parts = parts + [a for a, _ in factors]
                 up = torch.block_diag(*(b.T for _, b in factors))
-            weight = torch.cat(parts).T.contiguous()
-            bias = None
+            weight, bias = torch.cat(parts).T.contiguous(), None
             if any(base.bias is not None for base in bases):
-                bias = weight.new_zeros(weight.shape[1])
-                for piece, base in zip(bias.split([*widths, len(bias) - sum(widths)]), bases, strict=False):
-                    if base.bias is not None:
-                        piece.copy_(base.bias)
+                biases = [w.new_zeros(len(w)) for w in parts]
+                biases[: len(bases)] = [
+                    zeros if b.bias is None else b.bias for zeros, b in zip(biases, bases, strict=False)
+                ]
+                bias = torch.cat(biases)
             return cls(weight, bias, up, widths)
         except torch.OutOfMemoryError:
             return None
 
 
-def _adapters_of(layer: nn.Module) -> tuple | None:
-    if not isinstance(layer, LoraLayer):
-        return None
-    active = tuple(layer.active_adapters)
-    scalings = tuple(layer.scaling.get(name) for name in active)
-    return active, layer.disable_adapters, tuple(layer.merged_adapters), scalings, layer.training
-
-
-def _factors(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(layer: nn.Module, base: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A [r, in] and s B [out, r] of a layer in its dtype; r = 0 where it has no adapter in use."""
-    if not isinstance(layer, LoraLayer) or layer.disable_adapters or layer.merged:
-        weight = layer.get_base_layer().weight if isinstance(layer, LoraLayer) else layer.weight
-        return weight.new_empty(0, weight.shape[1]), weight.new_empty(len(weight), 0)
-    (adapter,), dtype = layer.active_adapters, layer.get_base_layer().weight.dtype
+    if layer is base or layer.disable_adapters or layer.merged:
+        return base.weight.new_empty(0, base.in_features), base.weight.new_empty(base.out_features, 0)
+    (adapter,) = layer.active_adapters
     scaled = layer.lora_B[adapter].weight * layer.scaling[adapter]
-    return layer.lora_A[adapter].weight.to(dtype), scaled.to(dtype)
+    return layer.lora_A[adapter].weight.to(base.weight.dtype), scaled.to(base.weight.dtype)
 
 
 def _is_plain(layer: nn.Module, state: LoopState, unit: bool) -> bool:
     """Return whether a layer is a linear map with at most one shared LoRA pair, in the same precision and of these gates."""
-    adapted = isinstance(layer, LoraLayer)
-    base = layer.get_base_layer() if adapted else layer
-    parts = [layer, base]
-    if adapted and not (layer.disable_adapters or layer.merged):
-        if len(layer.active_adapters) != 1 or (adapter := layer.active_adapters[0]) not in layer.lora_A:
-            return False
-        variant, down, up = layer.lora_variant.get(adapter), layer.lora_A[adapter], layer.lora_B[adapter]
-        parts += [down, up]
-        gated = isinstance(variant, GatedLora) and variant.is_plain() and variant.loop_state is state
-        dropped = layer.training and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0
-        cast = layer.cast_input_dtype_enabled and down.weight.dtype != base.weight.dtype
-        linear = type(down) is type(up) is nn.Linear and up.bias is None and not layer.fan_in_fan_out
-        if not (gated or (variant is None and unit)) or dropped or cast or not linear:
-            return False
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-    return type(base) is nn.Linear and not hooked
+    if not isinstance(layer, LoraLayer) or layer.disable_adapters or layer.merged:
+        parts = [layer, layer.get_base_layer() if isinstance(layer, LoraLayer) else layer]
+        return type(parts[1]) is nn.Linear and not any(
+            part._forward_hooks or part._forward_pre_hooks for part in parts
+        )
+    if len(layer.active_adapters) != 1 or (adapter := layer.active_adapters[0]) not in layer.lora_A:
+        return False
+    variant, dtypes = layer.lora_variant.get(adapter), (layer.lora_A[adapter].weight.dtype, layer.weight.dtype)
+    gated = isinstance(variant, GatedLora) and variant.is_plain() and variant.loop_state is state
+    cast = layer.cast_input_dtype_enabled and len(set(dtypes)) > 1
+    return (gated or (variant is None and unit)) and not cast and only_multiplies(layer, adapter)

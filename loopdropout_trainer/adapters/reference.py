@@ -16,23 +16,17 @@ from peft import PeftModel
 from torch import nn
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS, GatedLora, adapted_layers
-from loopdropout_trainer.looped import LoopState, find_looped_model
-from loopdropout_trainer.looped.plan import UNIT_GATES, GatePlan
+from loopdropout_trainer.looped import UNIT_GATES, LoopState, find_looped_model
 
 
 class UnitGatesView(LoopState):
     """The running loop of another `LoopState`, at unit gates whatever gates are in force there."""
 
+    plan = UNIT_GATES
+    loop = property(lambda self: self.state.loop)
+
     def __init__(self, state: LoopState) -> None:
         self.state = state
-
-    @property
-    def plan(self) -> GatePlan:
-        return UNIT_GATES
-
-    @property
-    def loop(self) -> int:
-        return self.state.loop
 
     def gate_for(self, hidden_states: torch.Tensor, module: int = 0) -> None:
         return None

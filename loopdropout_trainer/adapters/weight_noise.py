@@ -8,14 +8,11 @@ ever formed, neither for it nor for the norm of the update:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters.gated import GatedLora
-from loopdropout_trainer.looped import LoopState
 
 
 class NoisyLora(GatedLora, kind="weight_noise"):
@@ -23,10 +20,6 @@ class NoisyLora(GatedLora, kind="weight_noise"):
 
     It reads `GatePlan.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
     """
-
-    def __init__(self, loop_state: LoopState, module: int, rule: Any = None, *options: Any) -> None:
-        super().__init__(loop_state, module, rule, *options)
-        self.rule = rule
 
     def forward(
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs

@@ -1,4 +1,4 @@
-"""Token ids of a prompt and its completion with a boundary between them: training sees the prompt as evaluation does.
+"""The one tokenisation of examples, with a boundary between prompt and completion: training sees a prompt as evaluation does.
 
 Tokenised as one text, the end of a prompt may merge with the completion's start: of "Answer:" and "The" some tokenizers
 make the token ":The", which no answer to the prompt can begin with.
@@ -6,16 +6,60 @@ make the token ":The", which no answer to the prompt can begin with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
+from trl import get_training_chat_template
 
 from loopdropout_trainer.data.rows import DataError
 from loopdropout_trainer.data.templates import apply_chat_template
+
+
+def tokenise(
+    batch: Mapping[str, list[Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+) -> dict[str, list[list[int]]]:
+    """Return `input_ids` and `labels` (-100: no target) of rows in one of TRL's formats, as the SFT trainer makes them.
+
+    Args:
+        batch: columns: `prompt` and `completion` (texts or messages), `messages`, or `text`; texts get the end token.
+        tokenizer: with the chat template that training uses.
+        completion_only_loss: whether targets are the completion alone; default: for rows that have one.
+        assistant_only_loss: whether targets are what the chat template marks as the assistant's.
+    """
+    prompts = batch.get("prompt")
+    texts = next(batch[name] for name in ("completion", "messages", "text") if name in batch)
+    if isinstance(texts[0], str):
+        texts = [text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token for text in texts]
+        if prompts is None:
+            ids = labels = tokenizer(texts, verbose=False)["input_ids"]
+        else:
+            ids, lengths = prompt_completion_ids(tokenizer, prompts, texts)
+            labels = ids
+    else:
+        if tokenizer.chat_template is None:
+            raise DataError("The rows are conversations, and the tokenizer has no chat template: set `chat_template`.")
+        options: dict[str, Any] = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+        if assistant_only_loss and "generation" not in tokenizer.chat_template:
+            options["chat_template"] = get_training_chat_template(tokenizer)
+        turns = texts if prompts is None else [first + rest for first, rest in zip(prompts, texts, strict=True)]
+        found = apply_chat_template(tokenizer, turns, return_assistant_tokens_mask=assistant_only_loss, **options)
+        ids = labels = found["input_ids"]
+        if assistant_only_loss:
+            pairs = [zip(*pair, strict=True) for pair in zip(ids, found["assistant_masks"], strict=True)]
+            labels = [[token if marked else -100 for token, marked in pair] for pair in pairs]
+        if prompts is not None:
+            of_prompts = apply_chat_template(tokenizer, prompts, add_generation_prompt=True, **options)["input_ids"]
+            lengths = list(map(common_prefix, of_prompts, ids))
+    if prompts is not None and completion_only_loss is not False:
+        labels = [[-100] * length + row[length:] for row, length in zip(labels, lengths, strict=True)]
+    return {"input_ids": ids, "labels": labels}
 
 
 def prompt_completion_ids(
@@ -51,27 +95,12 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def token_lengths(examples: Dataset, tokenizer: PreTrainedTokenizerBase, batch_size: int = 512) -> np.ndarray:
-    """Return the number of tokens [N] of each example, as `SFTTrainer` tokenises it, with the end token that it appends."""
+    """Return the number of tokens [N] of each example; of a preference pair, that of the longer of its two answers."""
     lengths: list[int] = []
     for start in tqdm(range(0, len(examples), batch_size), "Counting tokens", unit="batch", disable=None):
         batch = examples[start : start + batch_size]
-        if "chosen" in batch:  # a pair is as long as the longer of its two answers
-            pairs = [_lengths(batch.get("prompt"), batch[name], tokenizer) for name in ("chosen", "rejected")]
-            lengths += map(max, *pairs)
-        else:
-            texts = next(batch[name] for name in ("completion", "messages", "text") if name in batch)
-            lengths += _lengths(batch.get("prompt"), texts, tokenizer)
+        answers = [batch[name] for name in ("chosen", "rejected") if name in batch]
+        batches = [{**batch, "completion": each} for each in answers] or [batch]
+        found = [map(len, tokenise(each, tokenizer)["input_ids"]) for each in batches]
+        lengths += map(max, *found) if answers else found[0]
     return np.array(lengths, dtype=np.int64)
-
-
-def _lengths(prompts: list[Any] | None, texts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if isinstance(texts[0], str):
-        texts = [text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token for text in texts]
-        if prompts is None:
-            return list(map(len, tokenizer(texts, verbose=False)["input_ids"]))
-        return list(map(len, prompt_completion_ids(tokenizer, prompts, texts)[0]))
-    if tokenizer.chat_template is None:
-        raise DataError("The rows are conversations, and the tokenizer has no chat template: set `chat_template`.")
-    if prompts is not None:
-        texts = [prompt + completion for prompt, completion in zip(prompts, texts, strict=True)]
-    return list(map(len, apply_chat_template(tokenizer, texts, tokenizer_kwargs={"verbose": False})["input_ids"]))

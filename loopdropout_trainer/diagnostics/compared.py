@@ -47,47 +47,34 @@ class ComparedModel:
     @property
     def facts(self) -> dict[str, Any]:
         """What stands in the results beside the measurement."""
-        seed, depth = self.settings.get("seed"), self.trained.get("num_loops")
-        of = {name: self.trained.get(name, self.settings.get(name)) for name in ("rule", "p")}
-        found = {"method": self.method, "kind": self.kind, "path": self.path, "seed": seed, **of}
-        return {**found, "train_num_loops": depth}
+        facts = {name: getattr(self, name) for name in ("method", "kind", "path")} | {
+            "seed": self.settings.get("seed")
+        }
+        facts |= {name: self.trained.get(name, self.settings.get(name)) for name in ("rule", "p")}
+        return {**facts, "train_num_loops": self.trained.get("num_loops")}
 
 
 def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel]:
-    """Return the base model, then the adapters and merged models that are given as `name=path`.
-
-    Args:
-        arguments: what is given.
-        base: name or folder of the base model.
-
-    Raises:
-        RecipeError, SetupError: for another form, a name of the base's, something that is no adapter or is given twice, or
-            adapters that cannot be compared.
-    """
+    """Return the base model, by its name or folder, then the adapters and merged models that are given as `name=path`."""
     found = [ComparedModel("base", "base", settings={"model_name_or_path": base})]
     for option, kind in (("adapters", "adapter"), ("models", "merged")):
         for given in getattr(arguments, option):
             method, _, path = (part.strip() for part in given.partition("="))
             if not (method and path) or any(each.method == method and each.kind != kind for each in found):
                 raise RecipeError(f"`{option}` takes name=path, with a name that no other kind has; got {given!r}.")
-            model = _read(method, kind, path)
+            folder, pattern = Path(path), "*.safetensors"
+            model = ComparedModel(method, kind, path)
+            if kind == "adapter":
+                model.trained, folder, pattern = train_info(path), adapter_folder(path), "adapter_model.safetensors"
+            results = folder / "results.json"
+            if results.is_file():
+                with user_supplied(f"{results} is not the results file of a training"):
+                    model.settings = dict(json.loads(results.read_bytes())["run_info"]["settings"])
+            model.weights = sha256(folder.glob(pattern)) if folder.is_dir() else path
             for other in found:
                 _check_comparable(other, model)
             found.append(model)
     return found
-
-
-def _read(method: str, kind: str, path: str) -> ComparedModel:
-    """Return what the folder of an adapter or a merged model tells."""
-    trained = train_info(path) if kind == "adapter" else {}
-    folder = adapter_folder(path) if kind == "adapter" else Path(path)
-    pattern = "adapter_model.safetensors" if kind == "adapter" else "*.safetensors"
-    results, settings = folder / "results.json", {}
-    if results.is_file():
-        with user_supplied(f"{results} is not the results file of a training"):
-            settings = dict(json.loads(results.read_bytes())["run_info"]["settings"])
-    weights = sha256(folder.glob(pattern)) if folder.is_dir() else path
-    return ComparedModel(method, kind, path, settings, trained, weights)
 
 
 def _check_comparable(other: ComparedModel, model: ComparedModel) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import combinations
 from typing import Any
 
-from torch import nn
-
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
 from loopdropout_trainer.diagnostics.scores import reduction, score_readouts, single_loop_activation
 from loopdropout_trainer.evaluation.subject import run_as
-from loopdropout_trainer.looped import find_looped_model
 
 
 class SingleLoop(Diagnostic):
@@ -24,7 +20,7 @@ class SingleLoop(Diagnostic):
 
     def measure(self, context: Context) -> dict[str, Any]:
         found = single_loop_activation(context.model, context.batches, over_processes=True)
-        all_on = found.reduction(found.all_on)
+        all_on = reduction(found.frozen, found.all_on)
         return {**asdict(found), "reductions_percent": found.reductions, "all_on_reduction_percent": all_on}
 
 
@@ -93,25 +89,6 @@ class Depth(Diagnostic):
                 scores.append(context.scores())
         return {
             "depths": list(context.depths),
-            "relative_compute": relative_compute(context.model, context.depths),
             "losses": [each.loss for each in scores],
             "accuracies_percent": [each.accuracy_percent for each in scores],
         }
-
-
-def relative_compute(model: nn.Module, depths: Sequence[int]) -> list[float]:
-    """Return the work of a forward pass at each depth, 1 at the model's own.
-
-    Counted are the linear layers, which a pass through the recurrent block repeats and the rest runs once; attention
-    scores and the adapter are left out.
-    """
-    looped = find_looped_model(model)
-    recurrent = set(looped.recurrent_linears())
-    sizes = {
-        name.removesuffix(".base_layer"): module.weight.numel()
-        for name, module in looped.named_modules()
-        if isinstance(module, nn.Linear) and ".lora_" not in name
-    }
-    inside = sum(size for name, size in sizes.items() if name in recurrent)
-    outside = sum(sizes.values()) - inside
-    return [(depth * inside + outside) / (looped.config.num_loops * inside + outside) for depth in depths]

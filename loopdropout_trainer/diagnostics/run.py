@@ -36,8 +36,8 @@ FOLDER = "diagnostics"
 SCHEMA = 1
 
 
-def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: DiagnosticArguments) -> list[dict[str, Any]]:
-    """Run the diagnostics over all processes, write their files, and return the content of these.
+def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: DiagnosticArguments) -> None:
+    """Run the diagnostics over all processes, and write a file for each.
 
     What an earlier run in the same folder measured of the same models on the same rows is not measured again.
 
@@ -52,50 +52,35 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
             batches, row_facts = load_rows_to_score(rows, load_tokenizer(model))
     log = AnswerLog(folder / "parts", processes.process_index)
     log.found = from_main_process(lambda: log.read({}))
-    contents: dict[str, dict[str, Any]] = {
-        each.name: {
-            "schema": SCHEMA,
-            "diagnostic": each.name,
-            "title": each.title,
-            "settings": {},
-            "runs": [],
-            "left_out": [],
-            "versions": library_versions(),
-            "device": device_name(),
-            "num_processes": processes.num_processes,
-        }
-        for each in diagnostics
-    }
+    runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in diagnostics}
+    left_out: dict[str, list[dict[str, Any]]] = {each.name: [] for each in diagnostics}
+    of_base: dict[str, Any] = {}
     for compared in tqdm(models, unit="model", disable=not processes.is_main_process):
         context, settings = _load(compared, model, arguments, batches, row_facts)
+        of_base = of_base or settings  # which comes first
         for each in diagnostics:
-            content, reason = contents[each.name], each.skip_reason(context)
-            content["settings"] = content["settings"] or settings  # of the base model, which comes first
+            reason = each.skip_reason(context)
             if reason is not None:
-                content["left_out"].append({**compared.facts, "reason": reason})
+                left_out[each.name].append({**compared.facts, "reason": reason})
                 continue
             key = sha256_of_json([each.name, settings, context.depths if each.runs_at_depths else None])
             if key not in log.found:
                 began = time.perf_counter()
                 measured = each.measure(context)
                 log.keep([(key, {"seconds": round(time.perf_counter() - began, 2), "measured": measured})])
-            content["runs"].append({**compared.facts, **log.found[key]})
+            runs[each.name].append({**compared.facts, **log.found[key]})
         del context
         gc.collect()
         torch.cuda.empty_cache()
-    found = [content for content in contents.values() if content["runs"]]
-    for content in found if processes.is_main_process else ():
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(folder / f"{content['diagnostic']}.json", text)
-    return found
+    where = {"versions": library_versions(), "device": device_name(), "num_processes": processes.num_processes}
+    for each in (each for each in diagnostics if runs[each.name] and processes.is_main_process):
+        content = {"schema": SCHEMA, "diagnostic": each.name, "title": each.title, "settings": of_base}
+        content |= {"runs": runs[each.name], "left_out": left_out[each.name], **where}
+        write_atomically(folder / f"{each.name}.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def choose(arguments: DiagnosticArguments) -> list[Diagnostic]:
-    """Import the user's own files, and return the diagnostics that are asked for.
-
-    Raises:
-        RecipeError, SetupError: for a file that cannot be imported, or an unknown name.
-    """
+    """Import the user's own files, and return the diagnostics that are asked for."""
     for given in arguments.imports:
         with user_supplied(f"`import` names {given}, which cannot be imported"):
             runpy.run_path(given) if given.endswith(".py") else importlib.import_module(given)
@@ -113,10 +98,8 @@ def _load(
     row_facts: dict[str, Any],
 ) -> tuple[Context, dict[str, Any]]:
     """Return a model with what it is measured on, and all that a measurement depends on."""
-    state = all_processes()
-    adapter, of_model = (compared.path, base) if compared.kind == "adapter" else (None, base)
-    if compared.kind == "merged":
-        of_model = replace(base, model_name_or_path=compared.path)
+    state, adapter = all_processes(), compared.path if compared.kind == "adapter" else None
+    of_model = replace(base, model_name_or_path=compared.path) if compared.kind == "merged" else base
     with state.main_process_first():
         model, _ = load_model(of_model, adapter)
     identity = from_main_process(lambda: model_identity(of_model, model, adapter))

@@ -51,11 +51,7 @@ class SingleLoopActivation:
     @property
     def reductions(self) -> tuple[float, ...]:
         """rho_t = 100 (CE(0) - CE(e_t)) / CE(0) for t = 1..K, in percent."""
-        return tuple(map(self.reduction, self.only))
-
-    def reduction(self, loss: float) -> float:
-        """Return by how much a loss is below the frozen model's, in percent."""
-        return reduction(self.frozen, loss)
+        return tuple(reduction(self.frozen, loss) for loss in self.only)
 
 
 def reduction(frozen: float, loss: float) -> float:
@@ -106,23 +102,38 @@ def score(
     over_processes: bool = False,
 ) -> Scores:
     """Return the final loop's scores under gates [K]; None: those in force."""
-
-    def of_batch(batch: Batch) -> np.ndarray:
-        looped, inputs, labels = split_batch(model, batch)
-        return _sums(looped, [looped.base_model(**inputs, use_cache=False).last_hidden_state], labels)
-
+    final = lambda looped, inputs: [looped.base_model(**inputs, use_cache=False).last_hidden_state]
     with nullcontext() if gates is None else use_gates(model, gates):
-        return _means(over_batches(model, batches, of_batch, over_processes))[0]
+        return _scores(model, batches, final, over_processes)[0]
 
 
 def score_readouts(model: nn.Module, batches: Iterable[Batch], over_processes: bool = False) -> list[Scores]:
     """Return the scores of every loop's readout, all K from one forward pass."""
+    return _scores(model, batches, lambda looped, inputs: looped.loop_readouts(**inputs), over_processes)
 
-    def of_batch(batch: Batch) -> np.ndarray:
+
+def _scores(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    readouts_of: Callable[[nn.Module, Batch], Sequence[torch.Tensor]],
+    over_processes: bool,
+) -> list[Scores]:
+    """Return the means over all target tokens of each readout; those of single batches would weigh tokens differently."""
+
+    def sums_of(batch: Batch) -> np.ndarray:  # [readouts, 3]: losses, most probable targets, targets
         looped, inputs, labels = split_batch(model, batch)
-        return _sums(looped, looped.loop_readouts(**inputs), labels)
+        is_target = labels != -100
+        targets, sums = labels[is_target], []  # [n]
+        for readout in readouts_of(looped, inputs):
+            logits = looped.get_output_embeddings()(readout[:, :-1][is_target]).float()  # [n, V]
+            losses = F.cross_entropy(logits, targets, reduction="none").double().sum()
+            sums.append([losses.item(), (logits.argmax(dim=-1) == targets).sum().item(), len(targets)])
+        return np.array(sums)
 
-    return _means(over_batches(model, batches, of_batch, over_processes))
+    sums = sum(over_batches(model, batches, sums_of, over_processes), np.zeros((1, 3)))
+    if not sums[0, 2]:
+        raise ValueError("The batches hold no target token: every label is -100.")
+    return [Scores(losses / tokens, 100 * most_probable / tokens) for losses, most_probable, tokens in sums.tolist()]
 
 
 def over_batches(
@@ -149,23 +160,3 @@ def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch
     inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
     inputs = dict(looped.complete_batch(inputs))  # as in training: what else the model reads of a batch with labels
     return looped, inputs, inputs.pop("labels")[:, 1:]
-
-
-def _sums(looped: nn.Module, readouts: Sequence[torch.Tensor], labels: torch.Tensor) -> np.ndarray:
-    """Return sums over a batch's target tokens, [readouts, 3]: losses, most probable targets, targets."""
-    is_target = labels != -100
-    targets = labels[is_target]  # [n]
-    sums = []
-    for readout in readouts:
-        logits = looped.get_output_embeddings()(readout[:, :-1][is_target]).float()  # [n, V]
-        losses = F.cross_entropy(logits, targets, reduction="none").double().sum()
-        sums.append([losses.item(), (logits.argmax(dim=-1) == targets).sum().item(), len(targets)])
-    return np.array(sums)
-
-
-def _means(of_batches: Sequence[np.ndarray]) -> list[Scores]:
-    """Return the means over all target tokens; those of single batches would weigh tokens differently."""
-    sums = sum(of_batches, np.zeros((1, 3)))
-    if not sums[0, 2]:
-        raise ValueError("The batches hold no target token: every label is -100.")
-    return [Scores(losses / tokens, 100 * most_probable / tokens) for losses, most_probable, tokens in sums.tolist()]

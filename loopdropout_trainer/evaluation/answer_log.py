@@ -67,11 +67,7 @@ class AnswerLog:
         return answers
 
     def keep(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Add (key, answer) pairs, and write them to this process's file.
-
-        Raises:
-            ValueError: for NaN or infinity, which are no answers.
-        """
+        """Add (key, answer) pairs, and write them to this process's file; ValueError for NaN or infinity."""
         pairs = list(pairs)
         lines = [json.dumps({"key": key, "answer": answer}, allow_nan=False) + "\n" for key, answer in pairs]
         self.found.update(pairs)
@@ -82,11 +78,7 @@ class AnswerLog:
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:
-    """Refuse to go on with answers of other settings.
-
-    Raises:
-        SettingsChangedError: if the two differ; it names every difference.
-    """
+    """Refuse to go on with answers of other settings: SettingsChangedError names every difference."""
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if changed:
         differences = ", ".join(f"`{key}` was {before.get(key)!r} and is {now.get(key)!r}" for key in changed)

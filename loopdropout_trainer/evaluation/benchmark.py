@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.evaluation.subject import Subject
-
-
-Files = str | Path | Sequence[str | Path]
 
 
 class Benchmark(ABC):
@@ -53,29 +48,12 @@ class Task(ABC):
     part_of: str | None = None
 
     @abstractmethod
-    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> Benchmark:
-        """Return the benchmark with its problems, from local files or as published; for the arguments see `load_benchmark`.
-
-        Raises:
-            ValueError, OSError: for a file that cannot be read or a bad row (the message names file and row), or if
-                something that scoring needs is missing.
-        """
+    def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> Benchmark:
+        """Return the benchmark with its problems, from local files or as published; see `load_benchmark`."""
 
     def metric_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the metrics of the benchmark `name`, as far as they are known before it runs."""
         return (name,)
-
-
-def list_of(files: Files) -> list[Any]:
-    """Return one or several files as a list."""
-    return list(files) if isinstance(files, Sequence) and not isinstance(files, str) else [files]
-
-
-def evaluate_benchmark(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, batch_size: int = 16, **options: Any
-) -> BenchmarkResult:
-    """Evaluate a model under the gates that are in force; see `evaluate_subject`, also for the options."""
-    return evaluate_subject(Subject(model, tokenizer, batch_size), benchmark, **options)
 
 
 def evaluate_subject(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,11 +53,7 @@ def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | N
 
 
 def train_info(adapter: str | None) -> dict[str, Any]:
-    """Return how an adapter was trained, as far as it was saved with it; {} for none.
-
-    Raises:
-        ValueError: if there is no such adapter.
-    """
+    """Return how an adapter was trained, as far as it was saved with it; {} for none."""
     if adapter is None:
         return {}
     with user_supplied(f"The adapter {adapter} cannot be loaded"):
@@ -72,15 +65,3 @@ def train_info(adapter: str | None) -> dict[str, Any]:
         **{name: getattr(config, name) for name in ("r", "lora_alpha", "use_rslora")},
         "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
     }
-
-
-@contextmanager
-def quiet(name: str) -> Iterator[None]:
-    """Let a library's logger report nothing but errors inside the block."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

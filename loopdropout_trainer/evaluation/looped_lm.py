@@ -1,8 +1,7 @@
 """Looped models for lm-eval: `--model looped --model_args pretrained=...,adapter=...,num_loops=6,gates=1-0-0-0,readout=2`.
 
-All three kinds of request, over all processes. Log-likelihoods are made of the states at the scored tokens alone, in
-float32, so that the prompt's logits are never there; greedy texts come from this package's own decoding. At unit gates and
-the model's own depth the numbers are those of lm-eval's `hf`, whose class this one extends.
+All three kinds of request, over all processes. Log-likelihoods are lm-eval's `hf`, whose class this one extends, under the
+gates, to the readout, and always in float32; greedy texts come from this package's own decoding.
 """
 
 from __future__ import annotations
@@ -18,18 +17,15 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather, gather_object
-from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from torch import nn
-from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.loading import load_model, quiet
+from loopdropout_trainer.evaluation.loading import load_model
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_batches
@@ -37,7 +33,8 @@ from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import ModelArguments
 
 
-logger = logging.getLogger(__name__)
+# It warns of a model that is loaded already, as it is meant here.
+logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: "already-initialized" not in str(record.msg))
 
 GREEDY_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
 """What a request for greedy text may say; anything else goes to transformers' `generate`."""
@@ -55,9 +52,8 @@ class LoopedLM(HFLM):
         decoding: how greedy text is decoded; see `generate_greedy`.
         tokenizer: of a loaded model.
         device: default: this process's accelerator, if there is one.
-        batch_size: rows that one process computes together; `auto` tries what fits, up to `max_batch_size`.
         kwargs: `num_loops`, `dtype`, `revision`, `attn_implementation` and `chat_template` as in a recipe; others of
-            lm-eval's `hf`, such as `max_length`, `add_bos_token`, `prefix_token_id`, `think_end_token`.
+            lm-eval's `hf`, such as `batch_size`, `max_length`, `add_bos_token`, `prefix_token_id`, `think_end_token`.
 
     Raises:
         ValueError: if model or adapter cannot be loaded, or depth, gates or readout do not fit.
@@ -72,8 +68,6 @@ class LoopedLM(HFLM):
         decoding: str = "eager",
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: str | None = None,
-        batch_size: int | str = 1,
-        max_batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
@@ -88,15 +82,8 @@ class LoopedLM(HFLM):
             pretrained.to(asked if usable else own)
         if not isinstance(pretrained, Subject):
             pretrained = Subject(pretrained, tokenizer, decoding=decoding, gates=gates, readout=readout)
-        self.subject = pretrained
-        with quiet("lm_eval.models.huggingface"):  # it warns of a model that is loaded already, as it is meant here
-            super().__init__(
-                self.subject.model,
-                tokenizer=self.subject.tokenizer,
-                batch_size=batch_size,
-                max_batch_size=max_batch_size or 64,
-                **kwargs,
-            )
+        self.subject, options = pretrained, {"softmax_dtype": "float32", **kwargs}
+        super().__init__(self.subject.model, tokenizer=self.subject.tokenizer, **options)
         self._rank, self._world_size = self.state.process_index, self.state.num_processes
         self.in_turns = False  # once the chat template is in use
 
@@ -110,77 +97,11 @@ class LoopedLM(HFLM):
         self.in_turns = True
         return super().apply_chat_template(chat_history, add_generation_prompt)
 
-    def _rows_at_a_time(self, length: int) -> int:
-        """Return the batch size; for `auto` one that fits requests of up to so many tokens."""
-        if self.batch_size != "auto":
-            return self.batch_size
-        if length > max(self.batch_sizes, default=0):
-            self.batch_sizes[length] = self._detect_batch_size([(None, [0] * length, [0])])
-        return self.batch_sizes[max(self.batch_sizes)]
-
-    # Log-likelihoods
-
     @torch.no_grad()
-    def _loglikelihood_tokens(
-        self,
-        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
-        disable_tqdm: bool = False,
-        override_bs: int | None = None,
-        **kwargs: Any,
-    ) -> list[tuple[float, bool]]:
-        """Return log-likelihood in nats of each continuation, and whether it is the greedy one.
-
-        Args:
-            requests: texts, if their answer may be cached, and tokens of context and continuation, both not empty.
-        """
-        rows: dict[tuple[int, ...], list[int]] = defaultdict(list)  # what the model reads -> requests that it answers
-        for index, (_, context, continuation) in enumerate(requests):
-            if not context or not 1 <= len(continuation) <= self.max_length:
-                raise ValueError(f"A continuation must have 1 to {self.max_length} tokens; got {len(continuation)}.")
-            if len(context) + len(continuation) > self.max_length + 1:
-                logger.warning(
-                    f"A text is longer than {self.max_length} tokens (`max_length`) and loses its beginning."
-                )
-            rows[tuple((context + continuation)[-(self.max_length + 1) : -1])].append(index)
-        order = sorted(rows, key=lambda row: (-len(row), row))  # what fills memory comes first
-        size = override_bs or self._rows_at_a_time(len(order[0]) if order else 1)
-        answers: list[Any] = [None] * len(requests)
-        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Log-likelihoods")
-        for start in range(0, len(order), size):
-            batch = order[start : start + size]
-            # Padding comes after the row's tokens, which do not see it.
-            ids = torch.tensor(
-                [[*row, *[0] * (len(batch[0]) - len(row))] for row in batch], device=self.device
-            )  # [B, S]
-            with self.subject.running():
-                states = self.subject.looped.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, S, H]
-            for row, of_row in zip(batch, states, strict=True):
-                # The states at scored tokens serve all requests of the row: the choices of a question, for example.
-                most = max(len(requests[index][2]) for index in rows[row])
-                logits = self.subject.looped.get_output_embeddings()(
-                    of_row[len(row) - most : len(row)]
-                ).float()  # [most, V]
-                for index in rows[row]:
-                    text, _, continuation = requests[index]
-                    answers[index] = _score(logits[-len(continuation) :], continuation)
-                    if text is not None:
-                        self.cache_hook.add_partial("loglikelihood", text, answers[index])
-            bar.update(sum(len(rows[row]) for row in batch))
-        bar.close()
-        return answers
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        answers = []
-        for request in tqdm(requests, disable=disable_tqdm or self.rank != 0, desc="Rolling log-likelihoods"):
-            pairs = utils.get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
-            )
-            windows = [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
-            answers.append(sum(score for score, _ in self._loglikelihood_tokens(windows, disable_tqdm=True)))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
-        return answers
-
-    # Texts
+    def _model_call(self, inps: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return the logits [B, S, V] of rows [B, S]; padding comes after a row's tokens, which do not see it."""
+        with self.subject.running():
+            return self.subject.looped(input_ids=inps, use_cache=False).logits
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         groups: dict[str, list[int]] = defaultdict(list)
@@ -208,14 +129,13 @@ class LoopedLM(HFLM):
             raise ValueError(f"`max_gen_toks` must be less than `max_length`, {self.max_length}; got {budget}.")
         # Tokenized as `hf` does before it generates: a text that brings its first special token gets no second one.
         prompts = [self.tok_batch_encode([each.args[0]], left_truncate_len=room)[0][0].tolist() for each in requests]
-        prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
         answers = [""] * len(requests)
         for batch in generate_batches(
             self.model,
             self.tokenizer,
-            prompts,
+            [prompt or [self.prefix_token_id] for prompt in prompts],
             budget,
-            self._rows_at_a_time(max(map(len, prompts)) + budget),
+            self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
             # Some models' files do not name the end of a turn as an end token (Ouro's do not): their answers would run on.
             self.subject.stops(handle_stop_sequences(options["until"], eos=None), self.in_turns),
             progress=not disable_tqdm and self.rank == 0,
@@ -225,15 +145,6 @@ class LoopedLM(HFLM):
                 answers[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
         return answers
-
-
-def _score(logits: torch.Tensor, tokens: list[int]) -> tuple[float, bool]:
-    """Return the log-likelihood of tokens by the logits [S, V] before each, and whether they are the most probable ones."""
-    targets = torch.tensor(tokens, device=logits.device)
-    score = -float(cross_entropy(logits, targets, reduction="none").double().sum())
-    if not math.isfinite(score):
-        raise ValueError("A log-likelihood is not a finite number: the model's outputs hold NaN or infinity.")
-    return score, bool((logits.argmax(dim=-1) == targets).all())
 
 
 class LoggedLM(LoopedLM):
@@ -288,6 +199,8 @@ class LoggedLM(LoopedLM):
 
     def add_partial(self, kind: str, arguments: Iterable[Any], answer: Any) -> None:
         """Log an answer under the first key of its request that has none yet."""
+        if kind != "generate_until" and not math.isfinite(answer[0] if kind == "loglikelihood" else answer):
+            raise ValueError("A log-likelihood is not a finite number: the model's outputs hold NaN or infinity.")
         hashed = sha256_of_json([kind, *arguments])
         keys = (f"{hashed} {number}" for number in count())
         self.log.keep([(next(key for key in keys if key not in self.log.found), answer)])

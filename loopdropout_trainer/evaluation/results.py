@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock
 
 from loopdropout_trainer.saving.files import write_atomically
+from loopdropout_trainer.settings.command import user_supplied
 
 
 FORMAT = 2
@@ -71,11 +72,7 @@ class Metric:
 
     @classmethod
     def of(cls, values: list[bool | float]) -> Metric:
-        """Return the metric of the problems' values, each from 0 to 1.
-
-        Raises:
-            ValueError: for NaN, which has no average.
-        """
+        """Return the metric of the problems' values, each from 0 to 1; ValueError for NaN, which has no average."""
         total = sum(values)
         if not math.isfinite(total):
             raise ValueError("A problem's value is not a finite number: the model's outputs hold NaN or infinity.")
@@ -156,37 +153,23 @@ class BenchmarkResult:
 
 
 def read_evaluation(path: str | Path) -> dict[str, Any]:
-    """Read a results file as JSON.
-
-    Raises:
-        ValueError: if it is not one, or of another format.
-    """
-    try:
+    """Read a results file as JSON; ValueError if it is not one, or of another format."""
+    with user_supplied(f"{path} is not a results file (docs/evaluation.md)"):
         report = json.loads(Path(path).read_bytes())
-        if report["format"] == FORMAT and all(
-            {"meta_info", "benchmarks"} <= {*row} for row in report["rows"].values()
-        ):
-            return report
-        reason = f"not of format {FORMAT}, or not complete"
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    raise ValueError(f"{path} is not a results file ({reason}); see docs/evaluation.md.")
+        complete = all({"meta_info", "benchmarks"} <= {*row} for row in report["rows"].values())
+        if report["format"] != FORMAT or not complete:
+            raise ValueError(f"{path} is not a complete results file of format {FORMAT}.")
+    return report
 
 
 def load_results(path: str | Path, row: str | None = None) -> dict[str, BenchmarkResult]:
-    """Read the results of one row (None: the only one) in an `evaluation.json`, by benchmark.
-
-    Raises:
-        ValueError: if there is no such row, or something is missing in it.
-    """
+    """Read the results of one row (None: the only one) in an `evaluation.json`, by benchmark."""
     rows = read_evaluation(path)["rows"]
     row = next(iter(rows)) if row is None and len(rows) == 1 else row
     if row not in rows:
         raise ValueError(f"`row` must be one of the rows of {path} ({', '.join(rows)}); got {row!r}.")
-    try:
+    with user_supplied(f"{path} is not a complete results file"):
         return {name: BenchmarkResult.from_json(name, each) for name, each in rows[row]["benchmarks"].items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a complete results file: {type(error).__name__}: {error}.") from error
 
 
 def add_result(

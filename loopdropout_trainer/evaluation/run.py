@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +68,13 @@ class EvaluationArguments(BenchmarkArguments):
         for name in (*self.benchmarks, *self.benchmark_files):
             find_task(name)
         self.averages = self.averages or {}
-        check_averages(self.averages)
+        known = {metric for name, task in BENCHMARKS.items() for metric in task.metric_names(name)}
+        averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
+        for name, metrics in averages.items():  # lm-eval's own metrics are written `metric,filter`
+            if not (
+                metrics and isinstance(metrics, list) and all(each in known or "," in str(each) for each in metrics)
+            ):
+                raise ValueError(f"`averages` must map names to lists of {', '.join(known)}; got `{name}: {metrics}`.")
         check_depths("at_depths", self.at_depths)
         self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
         if len(self.at_depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
@@ -79,7 +83,7 @@ class EvaluationArguments(BenchmarkArguments):
             )
         if self.at_depths and self.readout is not None and self.readout > min(self.at_depths):
             raise ValueError(f"`readout` must be one of the loops of all `at_depths`; got {self.readout}.")
-        self.rows()
+        self.rows()  # which may not fit
 
     def rows(self) -> dict[str, tuple[str | None, int | None]]:
         """Return adapter (None: the model alone) and depth (None: that of the settings) of each row's model, by name.
@@ -110,17 +114,6 @@ class EvaluationArguments(BenchmarkArguments):
         return rows
 
 
-def check_averages(averages: Mapping[str, list[str]]) -> None:
-    """Raise ValueError unless `averages` maps names to lists of metrics; lm-eval's are written `metric,filter`."""
-    known = {metric for name, task in BENCHMARKS.items() for metric in task.metric_names(name)}
-    if not isinstance(averages, Mapping) or not all(isinstance(each, list) and each for each in averages.values()):
-        raise ValueError(f"`averages` must map names to lists of one or more metrics; got {averages!r}.")
-    for name, metrics in averages.items():
-        for metric in metrics:
-            if metric not in known and "," not in str(metric):
-                raise ValueError(f"`averages` has `{metric}` in `{name}`, which must be among {', '.join(known)}.")
-
-
 def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dict[str, list[BenchmarkResult]]:
     """Evaluate each row on every benchmark, over all processes, and write the results file; return the results by row.
 
@@ -131,8 +124,8 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
         SettingsChangedError: if `output_dir` holds answers of another evaluation.
     """
     state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
-    if Path(arguments.output_dir, RESULTS_FILE).is_file():
-        read_evaluation(Path(arguments.output_dir, RESULTS_FILE))  # refused before hours of work, if it is another's
+    path = Path(arguments.output_dir, RESULTS_FILE)
+    before = from_main_process(lambda: read_evaluation(path)["rows"] if path.is_file() else {})
     with state.main_process_first():
         trained = {adapter: train_info(adapter) for adapter, _ in arguments.rows().values()}
         files, benchmarks = arguments.benchmark_files, []
@@ -141,36 +134,6 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
                 with user_supplied(f"The benchmark `{name}` cannot be loaded"):
                     limit, confirmed = arguments.benchmark_limit, arguments.confirm_run_unsafe_code
                     benchmarks.append(load_benchmark(name, files.get(name), limit, confirmed))
-    results: dict[str, list[BenchmarkResult]] = {}
-    for name, (adapter, depth) in arguments.rows().items():
-        settings = model if depth is None else replace(model, num_loops=depth)
-        results |= _evaluate_model(settings, arguments, name, adapter, trained[adapter], benchmarks)
-    return results
-
-
-def _evaluate_model(
-    model: ModelArguments,
-    arguments: EvaluationArguments,
-    name: str,
-    adapter: str | None,
-    trained: dict[str, Any],
-    benchmarks: list[Benchmark],
-) -> dict[str, list[BenchmarkResult]]:
-    """Evaluate a model under all of its gates, one row for each of them, and add each result to the file as it is there."""
-    state, folder = all_processes(), Path(arguments.output_dir)
-    with state.main_process_first():
-        loaded, tokenizer = load_model(model, adapter)
-    looped = find_looped_model(loaded.to(state.device))
-    sizes = [p.numel() for name, p in looped.named_parameters() if not ("lora_" in name or "loop_gates" in name)]
-    identity = from_main_process(lambda: model_identity(model, loaded, adapter))
-    rows = {name: None} if adapter is None else arguments.gate_rows(name, looped.config.num_loops)
-    subjects = {
-        row: Subject.of(loaded, tokenizer, arguments, gates=gates, readout=arguments.readout)
-        for row, gates in rows.items()
-    }
-    for subject in subjects.values():
-        for benchmark in benchmarks:  # all of them, before the first one runs: a chat template may be missing
-            benchmark.settings(subject)
     run_info = {
         "settings": public_settings({**asdict(model), **asdict(arguments)}),
         "versions": library_versions(),
@@ -178,27 +141,42 @@ def _evaluate_model(
         "num_processes": state.num_processes,
     }
     results: dict[str, list[BenchmarkResult]] = {}
-    for row, subject in subjects.items():
-        facts = {key: getattr(subject, key) for key in ("num_loops", "gates", "readout")}
-        facts |= {"model_type": looped.config.model_type, "num_parameters": sum(sizes)}
-        meta_info = {**identity, "adapter_path": adapter, **facts}
-        from_main_process(partial(_check_row, folder / RESULTS_FILE, row, meta_info))
-        results[row] = []
-        for benchmark in benchmarks:
-            log_dir = folder / "answers" / row / benchmark.name.replace("/", "_")
-            result = evaluate_subject(subject, benchmark, log_dir, identity)
-            results[row].append(result)
-            if state.is_main_process:
-                settings = {**identity, **benchmark.settings(subject)}
-                entry = {"kind": benchmark.kind, **result.as_json(), "settings": settings, "run_info": run_info}
-                row_info = {"meta_info": meta_info, "train_info": trained}
-                add_result(folder / RESULTS_FILE, row, row_info, benchmark.name, entry, arguments.averages)
+    for name, (adapter, depth) in arguments.rows().items():
+        settings = model if depth is None else replace(model, num_loops=depth)
+        for row, (subject, meta_info, identity) in _rows_of(settings, arguments, name, adapter, benchmarks).items():
+            if row in before:  # another model's results are not added to; where the adapter lies may change
+                there = {**before[row]["meta_info"], "adapter_path": adapter}
+                check_same(there, meta_info, f"{path}, row `{row}`,")
+            results[row] = []
+            for benchmark in benchmarks:
+                log_dir = path.parent / "answers" / row / benchmark.name.replace("/", "_")
+                result = evaluate_subject(subject, benchmark, log_dir, identity)
+                results[row].append(result)
+                if state.is_main_process:
+                    depends_on = {**identity, **benchmark.settings(subject)}
+                    entry = {"kind": benchmark.kind, **result.as_json(), "settings": depends_on, "run_info": run_info}
+                    row_info = {"meta_info": meta_info, "train_info": trained[adapter]}
+                    add_result(path, row, row_info, benchmark.name, entry, arguments.averages)
     return results
 
 
-def _check_row(path: Path, row: str, meta_info: Mapping[str, Any]) -> None:
-    """Refuse to add another model's results to a row; where the adapter lies may change."""
-    there = read_evaluation(path)["rows"].get(row) if path.is_file() else None
-    if there is not None:
-        before, now = ({**info, "adapter_path": None} for info in (there["meta_info"], meta_info))
-        check_same(before, now, f"{path}, row `{row}`,")
+def _rows_of(
+    model: ModelArguments, arguments: EvaluationArguments, name: str, adapter: str | None, benchmarks: list[Benchmark]
+) -> dict[str, tuple[Subject, dict[str, Any], dict[str, Any]]]:
+    """Load a model, and return it under each of its gates, with the row's `meta_info` and what tells its weights."""
+    state = all_processes()
+    with state.main_process_first():
+        loaded, tokenizer = load_model(model, adapter)
+    looped = find_looped_model(loaded.to(state.device))
+    identity = from_main_process(lambda: model_identity(model, loaded, adapter))
+    sizes = [p.numel() for key, p in looped.named_parameters() if not ("lora_" in key or "loop_gates" in key)]
+    facts = {"adapter_path": adapter, "model_type": looped.config.model_type, "num_parameters": sum(sizes)}
+    rows = {}
+    gates_of = {name: None} if adapter is None else arguments.gate_rows(name, looped.config.num_loops)
+    for row, gates in gates_of.items():
+        subject = Subject.of(loaded, tokenizer, arguments, gates=gates, readout=arguments.readout)
+        for benchmark in benchmarks:  # all of them, before the first one runs: a chat template may be missing
+            benchmark.settings(subject)
+        run_as = {key: getattr(subject, key) for key in ("num_loops", "gates", "readout")}
+        rows[row] = (subject, {**identity, **facts, **run_as}, identity)
+    return rows

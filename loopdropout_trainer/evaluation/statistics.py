@@ -1,4 +1,4 @@
-"""Means and sample standard deviations over training seeds, and how two methods differ on the same problems.
+"""Means and sample standard deviations over training seeds, and the sign test of two methods on the same problems.
 
 Rates are computed from counts: from percentages that were rounded before, a standard deviation can come out 0.01 off.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from loopdropout_trainer.evaluation.results import BenchmarkResult
 
 
 @dataclass(frozen=True)
@@ -46,32 +44,3 @@ def summarize_seeds(counts: Sequence[int], total: int) -> SeedSummary:
     if total < 1 or not counts or not all(0 <= count <= total for count in counts):
         raise ValueError(f"A count must be between 0 and the {total} problems; got {list(counts)}.")
     return summarize([100 * count / total for count in counts])
-
-
-def decompose_difference(a: BenchmarkResult, b: BenchmarkResult) -> tuple[float, float]:
-    """Split the net accuracy difference b - a of two methods of one seed by whether both completions hold an answer.
-
-    Returns:
-        In percentage points of all problems (Appendix "Answer availability"): from problems where both completions hold an
-        answer, and from all others.
-
-    Raises:
-        ValueError: if the results are not about the same problems.
-    """
-    if [p.prompt for p in a.predictions] != [p.prompt for p in b.predictions]:
-        raise ValueError(f"The results on `{a.name}` and `{b.name}` are not about the same problems.")
-    gains = {True: 0, False: 0}
-    for before, after in zip(a.predictions, b.predictions, strict=True):
-        gains[before.extracted is not None and after.extracted is not None] += after.correct - before.correct
-    return 100 * gains[True] / a.total, 100 * gains[False] / a.total
-
-
-def sign_test(wins: int, losses: int) -> float:
-    """Return the two-sided p-value of the exact sign test.
-
-    Args:
-        wins, losses: problems that only one of two methods solves, and that only the other one does.
-    """
-    from scipy.stats import binomtest  # late: it takes a second, and an evaluation needs none of it
-
-    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0

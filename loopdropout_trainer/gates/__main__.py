@@ -10,23 +10,17 @@ import inspect
 import sys
 from collections.abc import Sequence
 
-from loopdropout_trainer.gates import RULES, GateRule, make_rule
-
-
-def described(rule: type[GateRule]) -> str:
-    """Return a rule's name, its fields with their defaults, and its docstring."""
-    fields = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(rule) if field.init)
-    return f"{rule.name}({fields})\n\n    " + inspect.getdoc(rule).replace("\n", "\n    ") + "\n"
+from loopdropout_trainer.gates import RULES, make_rule
 
 
 def main(names: Sequence[str]) -> None:
     if {"-h", "--help"} & set(names):
         print(__doc__.strip())
         return
-    for name in names:
-        if name not in RULES:
-            make_rule(name)  # which says what is valid
-    print(*(described(RULES[name]) for name in names or RULES), sep="\n")
+    for name in names or RULES:
+        rule = type(make_rule(name))  # which says what is valid
+        fields = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(rule) if field.init)
+        print(f"{name}({fields})\n\n    " + inspect.getdoc(rule).replace("\n", "\n    ") + "\n")
 
 
 if __name__ == "__main__":

@@ -22,12 +22,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
-from transformers.utils import logging
 
 from loopdropout_trainer.gates.streams import uniforms
 
-
-logger = logging.get_logger(__name__)
 
 COLUMNS = {False: 16, True: 256}
 """The cache's length is a multiple of it: eager; compiled, where CUDA graphs are recorded anew for each length."""
@@ -310,7 +307,8 @@ class Decoder:
         tokens = [[0] if row is None else row.completion[-1:] for row in self.slots]
         positions = [[0 if row is None else len(row) - 1] for row in self.slots]
         self._set(list(range(len(self.slots))), torch.tensor(positions), is_prefill=False)
-        logits = self._run(torch.tensor(tokens, device=self.device))  # [B, 1] -> [B, V]
+        step = _compiled(self.device.type) if self.compiled else _logits
+        logits = step(self.model, self.cache, torch.tensor(tokens, device=self.device))  # [B, 1] -> [B, V]
         used = [slot for slot, row in enumerate(self.slots) if row is not None]
         self._extend([self.slots[slot] for slot in used], logits if len(used) == len(tokens) else logits[used])
 
@@ -319,16 +317,6 @@ class Decoder:
         tokens = self.choose(logits, [row.index for row in rows], [len(row.completion) for row in rows])
         for row, token in zip(rows, tokens.tolist(), strict=True):
             row.completion.append(token)
-
-    def _run(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.compiled:
-            try:
-                return _compiled(ids.device.type)(self.model, self.cache, ids)
-            except Exception as error:  # of many kinds; if it was none of the compiler, the eager step raises it again
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                logger.warning(f"The decoding step cannot be compiled and runs without: {reason}")
-                self.compiled = False
-        return _logits(self.model, self.cache, ids)
 
     def _evict(self) -> list[_Row]:
         """Evict the rows whose completions have ended, and return them."""

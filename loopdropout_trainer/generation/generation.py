@@ -130,9 +130,7 @@ def _advancing(decoder: Decoder | _Generate, model: torch.nn.Module, looped: Pre
     while True:
         was_training, generation_config = model.training, looped.generation_config
         model.eval()
-        looped.generation_config = (
-            GenerationConfig()
-        )  # `generate` fills unset fields from it: penalties, minimum lengths
+        looped.generation_config = GenerationConfig()  # `generate` fills unset fields from it, such as penalties
         try:
             with prepared():
                 finished = decoder.advance()

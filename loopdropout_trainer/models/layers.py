@@ -34,33 +34,6 @@ def project(x: torch.Tensor, *linears: nn.Module) -> Sequence[torch.Tensor]:
     return [linear(x) for linear in linears] if outputs is None else outputs
 
 
-def attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | Any | None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by the kernel that the configuration names.
-
-    Args:
-        module: attention module, with `config`, `scaling` and what else transformers' kernels read from it.
-        query, key, value: [B, heads, S, d]; keys and values may have fewer heads.
-        mask: in the kernel's own form, or an object that attends by itself, as packed examples do (`speed`).
-
-    Returns:
-        [B, S, heads, d], and the attention weights if the kernel gives them.
-    """
-    if hasattr(mask, "attend"):
-        return mask.attend(query, key, value, module.scaling, dropout), None
-    if torch.is_tensor(mask) and mask.is_floating_point():
-        mask = mask.to(query.dtype)
-    kernel = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
-    return kernel(module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs)
-
-
 class Attention(nn.Module):
     """Attention of any family. A subclass makes its projections and, by `heads`, queries, keys and values of them.
 
@@ -97,12 +70,22 @@ class Attention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attention's output [B, S, H], and its weights if the kernel gives them."""
+        """Return the attention's output [B, S, H], and its weights if the kernel gives them.
+
+        The mask has the form of the kernel that the configuration names, or attends by itself, as packed examples do.
+        """
         query, key, value = self.heads(hidden_states, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        output, weights = attend(self, query, key, value, attention_mask, dropout, **kwargs)
+        dropout, weights = self.config.attention_dropout if self.training else 0.0, None
+        if hasattr(attention_mask, "attend"):
+            output = attention_mask.attend(query, key, value, self.scaling, dropout)  # [B, S, heads, d]
+        else:
+            if torch.is_tensor(attention_mask) and attention_mask.is_floating_point():
+                attention_mask = attention_mask.to(query.dtype)
+            kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            options = {"dropout": dropout, "scaling": self.scaling, **kwargs}
+            output, weights = kernel(self, query, key, value, attention_mask, **options)
         return project(output.flatten(-2), getattr(self, self.output))[0], weights
 
 

@@ -178,9 +178,8 @@ class LoopedConfigMixin:
         """Return what is saved: the dtype also under its old name, and no `backprop_depth` that was never set."""
         fields = super().to_diff_dict()
         fields["torch_dtype"] = fields.get("dtype")
-        return {
-            name: x for name, x in fields.items() if x is not None or name not in ("torch_dtype", "backprop_depth")
-        }
+        optional = ("torch_dtype", "backprop_depth")
+        return {name: value for name, value in fields.items() if value is not None or name not in optional}
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
@@ -239,9 +238,7 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         for layer in (module for module in self.modules() if isinstance(module, RecurrentLayer)):
             if (kind := type(layer)) not in compiled:
                 own = kind.layer_forward
-                copied = types.FunctionType(
-                    own.__code__.replace(), own.__globals__, own.__name__, None, own.__closure__
-                )
+                copied = types.FunctionType(own.__code__.replace(), own.__globals__, closure=own.__closure__)
                 compiled[kind] = torch.compile(copied, dynamic=True)
             layer.compiled_forward = compiled[kind]
         return True
@@ -374,15 +371,12 @@ class LoopedBackbone(LoopedPreTrainedModel):
         inputs = self.run_prelude(inputs, None if initial_state is None else run.pack(initial_state), **outside)
         inputs, states = self.run_loops(run, inputs, cache, use_cache, output_readouts)
         readouts = [run.unpack(self.readout(replace(inputs, state=state), **outside)) for state in states]
-        states = [run.unpack(state) for state in states]
         last = readouts[-1] if output_readouts else run.unpack(self.readout(inputs, **outside))
         self.loop_state.announce(self.loop_state.plan.step(0))  # what belongs to this pass ends with it
-        return LoopedModelOutput(
-            last_hidden_state=last,
-            past_key_values=cache,
-            readouts=tuple(readouts) if output_readouts else None,
-            loop_states=tuple(states) if output_readouts else None,
-        )
+        output = LoopedModelOutput(last_hidden_state=last, past_key_values=cache)
+        if output_readouts:
+            output.readouts, output.loop_states = tuple(readouts), tuple(map(run.unpack, states))
+        return output
 
     def _embed(self, input_ids, inputs_embeds, initial_state) -> torch.Tensor:
         """Return the embeddings [B, S, H] of checked inputs."""
@@ -394,10 +388,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 # PEFT and TRL make the embeddings require a gradient that nothing uses, for reentrant checkpointing.
                 inputs_embeds = inputs_embeds.detach()
         if initial_state is not None and initial_state.shape != inputs_embeds.shape:
-            raise ValueError(
-                f"`initial_state` must have the shape [B, S, H] = {list(inputs_embeds.shape)} of this call's tokens; got "
-                f"{list(initial_state.shape)}."
-            )
+            shape = f"[B, S, H] = {list(inputs_embeds.shape)} of this call's tokens"
+            raise ValueError(f"`initial_state` must have the shape {shape}; got {list(initial_state.shape)}.")
         return inputs_embeds
 
     def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
@@ -494,29 +486,17 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        initial_state: torch.FloatTensor | None = None,
-        output_readouts: bool = False,
         **kwargs,
     ) -> LoopedCausalLMOutput:
-        """Run all loops and score with the final one; see the backbone's `forward` for the other arguments.
+        """Run all loops and score with the final one; the other arguments are those of the backbone's `forward`.
 
         Args:
             labels: [B, S], -100 for tokens without a loss; shifted inside.
             logits_to_keep: number of last positions (0: all), or their indices, to compute logits [B, S', V] for.
         """
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            initial_state=initial_state,
-            output_readouts=output_readouts,
-            **kwargs,
-        )
+        inputs = {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        outputs = self.base_model(input_ids, attention_mask, **inputs, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])
         if self.float32_logits:
@@ -524,12 +504,5 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return LoopedCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            readouts=outputs.readouts,
-            loop_states=outputs.loop_states,
-        )
+        rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return LoopedCausalLMOutput(loss=loss, logits=logits, **rest)

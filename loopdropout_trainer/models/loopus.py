@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -104,13 +105,11 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
 
     def nested(self) -> dict[str, Any]:
         """Return `base_config_dict` with the present values."""
-        if self.base_config_dict is None:
+        stored = self.base_config_dict
+        if stored is None:
             base = Qwen3Config(**{name: getattr(self, name) for name in _QWEN3_FIELDS})
             stored = {**base.to_dict(), "model_type": "qwen3"}
-        else:
-            stored = self.base_config_dict
-        present = {name: getattr(self, name) for name in stored if name in _QWEN3_FIELDS and "rope" not in name}
-        return {**stored, **present}
+        return {**stored, **{n: getattr(self, n) for n in stored if n in _QWEN3_FIELDS and "rope" not in n}}
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "base_config_dict": self.nested()}
@@ -119,8 +118,7 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         """Return what is saved: the hub's form."""
         saved = {name: value for name, value in super().to_diff_dict().items() if name not in _QWEN3_FIELDS}
         sizes = {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
-        published = ["LDSForCausalLM"]
-        return {**saved, "base_config_dict": self.nested(), "architectures": published, **sizes}
+        return {**saved, "base_config_dict": self.nested(), "architectures": ["LDSForCausalLM"], **sizes}
 
 
 class LoopusLayer(DecoderLayer):
@@ -251,8 +249,7 @@ class LoopusForCausalLM(LoopusPreTrainedModel, LoopedForCausalLM):
         return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
     def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str) -> None:
-        for name in list(weights):
-            key = name.removeprefix(prefix).replace(".module.", ".")
-            if name.startswith(prefix) and not key.startswith("model."):
-                key = key.replace("plateau.", "reasoning.", 1) if key.startswith("plateau.") else key
+        for name in [name for name in weights if name.startswith(prefix)]:
+            key = re.sub(r"^plateau\.", "reasoning.", name.removeprefix(prefix).replace(".module.", "."))
+            if not key.startswith("model."):
                 weights[f"{prefix}model.{key}"] = weights.pop(name)

@@ -3,12 +3,9 @@
 Nothing is trained or generated here, and nothing is invented: what a table misses is listed as missing.
 """
 
-try:
-    from loopdropout_trainer.reports.averaging import average
-    from loopdropout_trainer.reports.plots import bar_plot, heat_plot, line_plot, save_figure
-    from loopdropout_trainer.reports.reading import ReportError, load_table
-except ModuleNotFoundError as error:
-    raise ImportError(f'Reports need {error.name}: pip install "loopdropout-trainer[reports]"') from None
+from loopdropout_trainer.reports.averaging import average
+from loopdropout_trainer.reports.plots import bar_plot, heat_plot, line_plot, save_figure
+from loopdropout_trainer.reports.reading import ReportError, load_table
 
 
 __all__ = ["ReportError", "average", "bar_plot", "heat_plot", "line_plot", "load_table", "save_figure"]

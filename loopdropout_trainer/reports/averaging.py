@@ -15,8 +15,6 @@ from loopdropout_trainer.reports.reading import OUTCOMES, PLACES, Missing, Repor
 FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate", "total", "evaluation.num_rows")
 """What runs are told apart by before anything else."""
 
-DRAWS = 2000
-
 
 def mean_sd(values: pd.Series, decimals: int) -> str:
     """Return `mean ± SD` of values by seed (n - 1), or the mean alone of one; NaN in one seed is not left out."""
@@ -142,7 +140,7 @@ def check_alike(rows: pd.DataFrame, what: str) -> None:
             raise ReportError(f"{what} would compare results on {metric} that were evaluated differently ({how}).")
 
 
-def interval(gains: np.ndarray) -> tuple[float | None, float | None]:
+def interval(gains: np.ndarray, draws: int = 2000) -> tuple[float | None, float | None]:
     """Return the 95% percentile bootstrap interval of the mean of gains [seeds, problems]; Nones for a single seed.
 
     Seeds and problems are drawn with replacement, each of their own (crossed): the interval is about the mean over other seeds
@@ -151,7 +149,7 @@ def interval(gains: np.ndarray) -> tuple[float | None, float | None]:
     if len(gains) < 2 or not np.isfinite(gains).all():
         return None, None
     generator = np.random.default_rng(0)
-    weights = [generator.multinomial(n, np.full(n, 1 / n), size=DRAWS) / n for n in gains.shape]
+    weights = [generator.multinomial(n, np.full(n, 1 / n), size=draws) / n for n in gains.shape]
     means = ((weights[0] @ gains) * weights[1]).sum(axis=1)  # [draws, seeds] @ [seeds, problems] -> [draws]
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)

@@ -29,11 +29,6 @@ from loopdropout_trainer.settings.methods import method_title
 
 
 ORANGE, BLUE, GREY = "#E69F00", "#0072B2", "#7a7a7a"
-
-AUTOMATIC = yaml.safe_load((files("loopdropout_trainer.reports") / "figures.yaml").read_text(encoding="utf-8"))
-MOST_LINES = 8
-"""In one panel; where there are more, what tells runs of one method apart becomes panels."""
-
 LOOKS = {  # method: colour, line, marker, width of the line
     BASE: (GREY, "dotted", "x", 0.9),
     "LoRA": (ORANGE, "dashed", "o", 1.3),
@@ -41,23 +36,21 @@ LOOKS = {  # method: colour, line, marker, width of the line
 }
 """How the methods look; the others have the same look in every figure, too."""
 
-_MORE = [
-    (color, line, marker, 0.9)
-    for line, markers in (("solid", "^Dv*XPp"), ("dashed", "DvX*P^p"), ("dashdot", "vXP^*Dp"), ("dotted", "XP^Dv*p"))
-    for color, marker in zip(
-        ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", GREY, "#8c6d1f"), markers, strict=True
-    )
-]
+_COLORS = ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", GREY, "#8c6d1f")
+_LINES = ("solid", "dashed", "dashdot", "dotted")
+_MORE = [(color, line, marker, 0.9) for line in _LINES for color, marker in zip(_COLORS, "^Dv*XPp", strict=True)]
 _KNOWN = ("LoRA+", "rsLoRA", "Input dropout", *(method_title({"rule": rule}) for rule in RULES))
-_METHODS = [title for title in _KNOWN if title not in LOOKS]
-LOOKS |= zip(_METHODS, _MORE, strict=False)
+LOOKS |= zip((title for title in _KNOWN if title not in LOOKS), _MORE, strict=False)
+
+AUTOMATIC = yaml.safe_load((files("loopdropout_trainer.reports") / "figures.yaml").read_text(encoding="utf-8"))
+MOST_LINES = 8
+"""In one panel; where there are more, what tells runs of one method apart becomes panels."""
 
 
 def looks(names: Sequence[str]) -> dict[str, tuple[str, str, str, float]]:
     """Return colour, line, marker and width of each method, the known ones first."""
-    order, free = list(LOOKS), cycle(_MORE[len(_METHODS) :])
-    names = sorted(set(names), key=lambda name: (order.index(name) if name in LOOKS else len(LOOKS), name))
-    return {name: LOOKS.get(name) or next(free) for name in names}
+    known, free = [name for name in LOOKS if name in set(names)], cycle(_MORE[len(LOOKS) - 3 :])
+    return {name: LOOKS.get(name) or next(free) for name in [*known, *sorted(set(names) - set(known))]}
 
 
 def theme() -> Any:
@@ -100,9 +93,8 @@ def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str) -> 
         else:
             values = difference(part, minus[(minus[columns] == list(key)).all(axis=1)], what)
         mean, spread = values.mean(skipna=False), values.std() if len(values) > 1 else 0.0
-        is_accuracy = "total" in part and part["total"].notna().all() and minus is None
-        low, high = (max(mean - spread, 0), min(mean + spread, 100)) if is_accuracy else (mean - spread, mean + spread)
-        found.append({**dict(zip(by, key, strict=True)), "mean": mean, "low": low, "high": high, "seeds": len(values)})
+        of_group = {"mean": mean, "low": mean - spread, "high": mean + spread, "seeds": len(values)}
+        found.append({**dict(zip(by, key, strict=True)), **of_group})
     if not found:
         raise ReportError(f"There is nothing to draw by {', '.join(columns)}.")
     data = pd.DataFrame(found)
@@ -135,31 +127,32 @@ def line_plot(
         bars: whether to draw bars.
     """
     data = points(rows.assign(panel=rows[panel] if panel else ""), panel="panel", by=by, x=x)
-    look = looks(data["by"])
-    data["by"] = pd.Categorical(data["by"], list(look))
+    names = list(looks(data["by"]))
+    color, line, marker, width = (
+        {"values": list(each), "limits": names} for each in zip(*looks(names).values(), strict=True)
+    )
+    data["by"] = pd.Categorical(data["by"], names)
     texts = p9.labs(x=x if x_label is None else x_label, y=y_label, title=title)
-    of_look = [{"values": list(each), "limits": list(look)} for each in zip(*look.values(), strict=True)]
-    fill = p9.scale_fill_manual(**of_look[0])
+    base = [theme(), texts, p9.scale_fill_manual(**color)]
     if bars:
         order, side = _in_order(data["x"]), p9.position_dodge(width=0.8)
-        plot = p9.ggplot(data.assign(x=data["x"].map(shown)), p9.aes("x", "mean", fill="by", group="by"))
-        plot = plot + theme() + texts + fill + p9.scale_x_discrete(limits=order)
+        plot = p9.ggplot(data.assign(x=data["x"].map(shown)), p9.aes("x", "mean", fill="by", group="by")) + base
         plot = plot + p9.geom_col(position=side, width=0.74) + p9.geom_hline(yintercept=0, color="#555555", size=0.4)
         if (data["high"] > data["low"]).any():
             plot += p9.geom_errorbar(p9.aes(ymin="low", ymax="high"), position=side, width=0.25, size=0.5)
         if max(map(len, order)) > 8:  # names, which would run into one another
             plot += p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right"))
-        return _with_panels(plot)
+        return _with_panels(plot + p9.scale_x_discrete(limits=order))
     data["x"] = data["x"].astype(float)
-    plot = p9.ggplot(data, p9.aes("x", "mean", color="by", group="by")) + theme() + texts + fill
+    plot = p9.ggplot(data, p9.aes("x", "mean", color="by", linetype="by", size="by", shape="by", group="by")) + base
+    plot = plot + p9.scale_color_manual(**color) + p9.scale_linetype_manual(**line)
+    plot = plot + p9.scale_shape_manual(**marker) + p9.scale_size_manual(**width)
     plot += p9.geom_ribbon(p9.aes(ymin="low", ymax="high", fill="by"), alpha=0.18, color="none", show_legend=False)
-    plot += p9.geom_line(p9.aes(linetype="by", size="by"))
-    for scale, of in zip(("color", "linetype", "shape", "size"), of_look, strict=True):
-        plot += getattr(p9, f"scale_{scale}_manual")(**of)
+    plot += p9.geom_line()
     values = sorted(data["x"].unique())
     if len(values) <= 20:  # else a learning curve
         scale = p9.scale_x_log10 if values[0] > 0 and values[-1] >= 16 * values[0] else p9.scale_x_continuous
-        plot += p9.geom_point(p9.aes(shape="by"), size=2.4)
+        plot += p9.geom_point(size=2.4)
         plot += scale(breaks=values, labels=lambda found: [shown(float(each)) for each in found])
     return _with_panels(plot)
 
@@ -232,47 +225,40 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     """
     figures = {}
     for name, of in AUTOMATIC.items():
-        rows = drawn(table, of["x"], of.get("metrics"), of.get("of_training", False))
+        rows = drawn(table, of)
         if len(rows):
             texts = {key: of[key] for key in ("x_label", "y_label", "title")}
-            rows = labelled(rows, of["x"])
             figures[name] = line_plot(rows, of["x"], by="label", panel="panel", bars="bars" in of, **texts)
-    if len(rows := table.dropna(subset=["early"])):
-        title = "Loss reduction (%), adapter in a set of loops"
-        rows = labelled(rows, "early", "late")
-        figures["patterns"] = heat_plot(rows, "late", "early", "", "label", "late loops", "early loops", title)
     # What diagnostics measure that have no figure of their own: matrices, lists by loop, single numbers.
     rows = table[table["metric"].str.contains(".", regex=False) & (table["benchmark"] != TRAINING)]
-    rows = rows.assign(title=rows["metric"].str.split(".").str[0])
     for metric, part in rows.dropna(subset=["other_loop"]).groupby("metric", sort=False):
         part = labelled(part, "loop", "other_loop")
         figures[metric.replace(".", "_")] = heat_plot(part, "loop", "other_loop", "", "label", "loop", "loop", metric)
     rows = rows[rows["other_loop"].isna()]
-    for title, part in rows.groupby("title", sort=False):
-        x = "loop" if part["loop"].notna().any() else "metric"
-        if x == "loop" or not any(name.startswith(f"{title}_") for name in figures):
+    for title, part in rows.groupby(rows["metric"].str.split(".").str[0], sort=False):
+        by_loop = part["loop"].notna().any()
+        x, panel = ("loop", "panel") if by_loop else ("metric", None)
+        if by_loop or not any(name.startswith(f"{title}_") for name in figures):
             part = labelled(part.dropna(subset=[x]), x)
-            panel = "panel" if x == "loop" else None
-            figures[title] = line_plot(part, x, "", "label", panel, x_label="", title=title, bars=x == "metric")
+            figures[title] = line_plot(part, x, "", "label", panel, x_label="", title=title, bars=not by_loop)
     return {re.sub(r"[^\w-]", "_", name): figure for name, figure in figures.items()}  # parts of files' names
 
 
-def drawn(table: pd.DataFrame, x: str, metrics: Sequence[str] | None, of_training: bool = False) -> pd.DataFrame:
-    """Return the rows of a figure: of these metrics, or accuracies; at several values of x."""
+def drawn(table: pd.DataFrame, of: dict[str, Any]) -> pd.DataFrame:
+    """Return the labelled rows of a figure of figures.yaml: of its metrics, or accuracies; at several values of x."""
+    x, of_training = of["x"], "of_training" in of
     if x not in table:
         return table.iloc[:0]
     rows = table[table[x].notna()]
-    chosen = rows["metric"].str.fullmatch("|".join(metrics or [".*"]).replace("*", ".*"))
-    rows = rows[chosen] if metrics else accuracies(rows)
-    if x == "loop" and metrics in (None, ["loss_reduction"]):
-        rows = rows[rows["gates"] != ALL]
-    elif x not in ("step", "dose", "loop"):
+    rows = rows[rows["metric"].str.fullmatch("|".join(of["metrics"]))] if "metrics" in of else accuracies(rows)
+    if x not in ("step", "dose", "loop", "gates"):
         rows = select(rows, {"gates": [ALL, NONE], "readout": None})
     if of_training:
         rows = rows[(rows["depth"] == rows["num_loops"]) & (rows["method"] != BASE)]
         rows = rows[rows[x].map(lambda value: isinstance(value, (int, float))).astype(bool)]
-    values = rows[x].groupby([rows["metric"], rows["method"]] if of_training else rows["metric"])
-    return rows[values.transform("nunique") > 1] if len(rows) else rows
+    values = rows.groupby(["metric", "method"] if of_training else "metric")[x]
+    rows = rows[values.transform("nunique") > 1] if len(rows) else rows
+    return labelled(rows, x) if len(rows) else rows
 
 
 def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
@@ -280,8 +266,11 @@ def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["total"].notna() & (rows["metric"] != "missing") & ~rows["metric"].str.startswith("by_")]
 
 
-def labelled(rows: pd.DataFrame, *x: str) -> pd.DataFrame:
-    """Return rows with `label`, the method and what tells its runs apart, and `panel`, what is measured and how."""
+def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFrame:
+    """Return rows with `label`, the method and what tells its runs apart, and `panel`, what is measured and how.
+
+    Where there are more than `most` labels, these are the methods, and what tells their runs apart is part of the panel.
+    """
     known = lambda row, names: ", ".join(
         f"{name.removeprefix('evaluation.').replace('total', 'n')} = {shown(row[name])}"
         for name in names if not pd.isna(row[name])
@@ -292,15 +281,15 @@ def labelled(rows: pd.DataFrame, *x: str) -> pd.DataFrame:
     settings = [name for name in settings_of(rows) if name not in x]
     beside = list(dict.fromkeys(["benchmark", "metric", *how, *x]))
     apart = {method: telling(part, settings, beside) for method, part in rows.groupby("method")}
-    many = {name: rows[name].nunique() > 1 for name in ("benchmark", "metric")}
+    benchmarks, metrics = rows["benchmark"].nunique() > 1, rows["metric"].nunique() > 1
     found = []
     for row in rows.to_dict("records"):
-        benchmark = row["benchmark"] if many["benchmark"] or not many["metric"] else ""
-        words = [benchmark if benchmark != TRAINING else "", row["metric"].split(".")[-1] if many["metric"] else ""]
+        named = (benchmarks or not metrics) and row["benchmark"] != TRAINING
+        words = [row["benchmark"] if named else "", row["metric"].split(".")[-1] if metrics else ""]
         what = " ".join(filter(None, dict.fromkeys(words))).replace("_", " ")
         found.append((row["method"], known(row, apart[row["method"]]), what, known(row, how)))
     join = lambda between, *names: [between.join(filter(None, (each[name] for name in names))) for each in found]
-    if len(set(labels := join(", ", 0, 1))) > MOST_LINES:
+    if len(set(labels := join(", ", 0, 1))) > most:
         return rows.assign(label=rows["method"], panel=join("\n", 2, 3, 1))
     return rows.assign(label=labels, panel=join("\n", 2, 3))
 
@@ -313,13 +302,9 @@ def overview_figure(table: pd.DataFrame) -> p9.ggplot:
     table, parts = table[table["source"].str.endswith("results.json")], []
     for name, panel in (("depth_accuracy", "accuracy (%), K loops"), ("single_loop", "loss reduction (%), only loop t"),
                         ("single_loop_accuracy", "accuracy (%), only loop t")):  # fmt: skip
-        x = AUTOMATIC[name]["x"]
-        rows = drawn(table, x, AUTOMATIC[name].get("metrics"))
-        if len(rows):
-            rows = labelled(rows[rows["benchmark"] == rows["benchmark"].iloc[0]], x)
-            parts.append(rows.assign(panel=panel, position=rows[x]))
-    if not parts:
-        raise ReportError("These runs measured nothing by depth or by loop.")
+        rows = drawn(table, AUTOMATIC[name])
+        rows = rows[rows["benchmark"] == rows["benchmark"].iloc[0]] if len(rows) else rows
+        parts.append(rows.assign(panel=panel, position=rows[AUTOMATIC[name]["x"]]))
     return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops")
 
 
@@ -334,13 +319,9 @@ def paper_figure(spec: SimpleNamespace, table: pd.DataFrame) -> p9.ggplot | None
     ((x, x_label),), ((y, y_label),) = spec.x.items(), spec.y.items()
 
     def rows_with(change: dict) -> pd.DataFrame:
-        parts = []
-        for title, wanted in (spec.panels or {"": {}}).items():
-            wanted = {**spec.filter, **wanted, **change}
-            rows = select(table, as_trained({**wanted, "loop": list(range(1, 65))} if x == "loop" else wanted))
-            rows = rows[rows["gates"] != ALL] if x == "loop" and "gates" not in wanted else rows
-            parts.append(rows.assign(panel=title))
-        return pd.concat(parts)
+        panels = (spec.panels or {"": {}}).items()
+        wanted = {title: as_trained({**spec.filter, **panel, **change}, x) for title, panel in panels}
+        return pd.concat([select(table, each).assign(panel=title) for title, each in wanted.items()])
 
     rows = rows_with({})
     if x not in rows or rows[x].isna().all():
@@ -355,11 +336,11 @@ def gates_plot(spec: SimpleNamespace) -> p9.ggplot:
     """Draw the gates of eight examples in training, as a run of these settings draws them, and those of inference."""
     of = {"num_loops": 4, "p": 0.5, "seed": 0, **spec.filter}
     draw = Draw(seed=of["seed"], step=0, example_ids=[(row, 0) for row in range(8)], num_loops=of["num_loops"])
-    drawn = make_rule("loop_dropout", p=of["p"]).sample(draw).tolist()  # [K, 8]
+    gates = make_rule("loop_dropout", p=of["p"]).sample(draw).tolist()  # [K, 8]
     rows = [
-        {"panel": panel, "loop": loop, "example": example, "value": value if panel == "training" else 1.0}
+        {"panel": panel, "loop": loop, "example": example, "value": gate if panel == "training" else 1.0}
         for panel in ("training", "inference")
-        for loop, of_loop in enumerate(drawn, 1)
-        for example, value in enumerate(of_loop, 1)
+        for loop, of_loop in enumerate(gates, 1)
+        for example, gate in enumerate(of_loop, 1)
     ]
     return heat_plot(pd.DataFrame(rows), "loop", "example", "gate", "panel", "loop", "example", spec.title)

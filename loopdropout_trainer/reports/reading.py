@@ -67,19 +67,15 @@ def check(value: Any, form: Any, place: str = "") -> None:
             check(value.get(each), inner, f"{place}.{each}".lstrip("."))
 
 
-def plain(value: Any) -> Any:
-    """Return a value as columns hold it: lists as their JSON, numbers with 12 digits, which differ by more than rounding."""
-    if isinstance(value, (list, dict)):
-        return json.dumps(value)
-    return float(f"{value:.12g}") if isinstance(value, float) else value
-
-
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Row:
-    """Return nested settings as columns with dotted names."""
+    """Return nested settings as columns with dotted names: lists as their JSON, numbers with 12 digits."""
     found: Row = {}
     for key, value in settings.items():
-        name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: plain(value)}
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            value = float(f"{value:.12g}") if isinstance(value, float) else value
+            found[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
     return found
 
 
@@ -107,7 +103,6 @@ def benchmark_rows(result: Row, name: str, **how: Any) -> Iterator[Row]:
         prompts = "\0".join(each["prompt"] for each in listed)
         how["problems"] = hashlib.sha256(prompts.encode()).hexdigest()[:12]
         how["answered"] = np.array([each.get("extracted") is not None for each in listed])
-        how["predictions"] = listed
     for place, (metric, of) in enumerate(result["metrics"].items()):
         verdicts = [(each.get("values") or {}).get(metric, None if place else each.get("correct")) for each in listed]
         told = len(listed) == of["total"] and None not in verdicts
@@ -121,15 +116,12 @@ def benchmark_rows(result: Row, name: str, **how: Any) -> Iterator[Row]:
 
 
 def pattern_rows(measured: Row, benchmark: str, num_loops: int) -> Iterator[Row]:
-    """Yield the loss reduction of each set of loops, by its early and its late loops, and as a prefix or suffix."""
+    """Yield the loss reduction of each set of loops, by its gates, and of a prefix or suffix by its number of loops."""
     for each in measured["patterns"]:
-        gates = [float(loop in each["loops"]) for loop in range(1, num_loops + 1)]
-        row = {"benchmark": benchmark, "value": each["reduction_percent"], "gates": gates_text(gates)}
-        halves = ([loop for loop in each["loops"] if (2 * loop <= num_loops + 1) == first] for first in (True, False))
-        early, late = ("+".join(map(str, half)) or NONE for half in halves)
-        yield {**row, "metric": "pattern_loss_reduction", "early": early, "late": late}
-        for kind in each["kinds"]:
-            yield {**row, "metric": f"{kind}_loss_reduction", "loop": len(each["loops"])}
+        gates = gates_text([float(loop in each["loops"]) for loop in range(1, num_loops + 1)])
+        row = {"benchmark": benchmark, "value": each["reduction_percent"], "gates": gates}
+        yield {**row, "metric": "pattern_loss_reduction"}
+        yield from ({**row, "metric": f"{k}_loss_reduction", "loop": len(each["loops"])} for k in each["kinds"])
 
 
 def matches(value: Any, pattern: Sequence[str], how: Row) -> Iterator[Row]:
@@ -175,15 +167,15 @@ def read_training(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
     for name, result in (content.get("base_benchmarks") or {}).items():
         unadapted = f"{base['sweep']}/{base['model']}#{BASE}"  # the same beside each adapter of a sweep
         yield from ((unadapted, base, row) for row in benchmark_rows(result, name, gates=NONE, **how))
-    found = [benchmark_rows(result, name, **how) for name, result in benchmarks.items()]
-    for loops, result in (content.get("by_depth") or {}).items():
-        if int(loops) != depth:  # which is among `benchmarks`
-            found.append(benchmark_rows(result, first, **{**how, "depth": int(loops)}))
-    for loop, result in enumerate(content.get("single_loop_benchmarks") or (), 1):
-        found.append(benchmark_rows(result, first, **how, **only_loop(loop, depth)))
-    found.append(diagnostic_rows("single_loop", content.get("single_loop") or {}, "held_out", depth))
-    found.append(diagnostic_rows("readouts", {"losses": content.get("readout_losses")}, "held_out", depth))
-    yield from ((run, settings, row) for rows in found for row in rows)
+    found = [(name, result, {}) for name, result in benchmarks.items()]
+    depths = {int(loops): result for loops, result in (content.get("by_depth") or {}).items()}
+    found += [(first, depths[loops], {"depth": loops}) for loops in depths if loops != depth]
+    in_one_loop = enumerate(content.get("single_loop_benchmarks") or (), 1)
+    found += [(first, result, only_loop(loop, depth)) for loop, result in in_one_loop]
+    rows = [benchmark_rows(result, name, **{**how, **where}) for name, result, where in found]
+    rows.append(diagnostic_rows("single_loop", content.get("single_loop") or {}, "held_out", depth))
+    rows.append(diagnostic_rows("readouts", {"losses": content.get("readout_losses")}, "held_out", depth))
+    yield from ((run, settings, row) for each in rows for row in each)
 
 
 def read_log(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
@@ -220,9 +212,9 @@ def read_diagnostic(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
         run = run_of(entry.get("path"), path, runs)
         if run not in runs:  # of an adapter whose training is not here; without a path the name is all there is
             run = f"{run or f'{path.parent.resolve()}#{place}'}#{method}"
-        facts = {name: plain(entry.get(name)) for name in ("rule", "p", "seed")} | {"method": method}
+        facts = flat({name: entry.get(name) for name in ("rule", "p")}) | {"method": method}
+        facts["seed"] = place if entry.get("seed") is None else entry["seed"]
         facts |= {"model": _model(of.get("model")), "num_loops": entry.get("train_num_loops") or of["num_loops"]}
-        facts |= {"seed": place} if facts["seed"] is None else {}
         source = str(on_rows.get("source") or "rows")
         for row in diagnostic_rows(content["diagnostic"], entry["measured"], source, of["num_loops"]):
             how = {"depth": of["num_loops"], **({"gates": NONE} if method == BASE else {})}
@@ -283,46 +275,36 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
             inside = path.relative_to(folder).parts[:-1]
             if not any(part.startswith(("checkpoint-", ".")) or part in ("answers", "parts") for part in inside):
                 paths.setdefault(path.resolve(), path)
-    runs: dict[str, Row] = {}
-    rows, skipped = [], []
     readers = {"results.json": read_training, "trainer_state.json": read_log, "evaluation.json": read_evaluation,
                "diagnostics": read_diagnostic}  # fmt: skip
-    for name in readers:  # trainings first, since the others belong to them
-        for path in (path for path in paths.values() if name in (path.name, path.parent.name)):
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-                check(content, FORMS["files"][name])
-                found = list(readers[name](content, path, runs))  # all of a file or nothing
-                for _, _, row in found:
-                    check(row.get("value", 0), "a number", f"{row.get('metric')} of {row.get('benchmark')}")
-            except (
-                OSError,
-                ValueError,
-                TypeError,
-                ArithmeticError,
-                LookupError,
-                AttributeError,
-                RecursionError,
-            ) as error:
-                skipped.append(f"{path} cannot be read: {one_line(error)}.")
-                logger.warning("Left out: %s", skipped[-1])
-                continue
-            for run, facts, row in found:
-                known = {"gates": ALL, "depth": facts.get("num_loops"), **runs.setdefault(run, facts)}
-                rows += [{**known, **row, "run": run, "source": str(path)}] if row else []
+    # Trainings come first, since the others belong to them.
+    readable = [(name, path) for name in readers for path in paths.values() if name in (path.name, path.parent.name)]
+    runs: dict[str, Row] = {}
+    rows, skipped = [], []
+    for name, path in readable:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            check(content, FORMS["files"][name])
+            found = list(readers[name](content, path, runs))  # all of a file or nothing
+            for _, _, row in found:
+                check(row.get("value", 0), "a number", f"{row.get('metric')} of {row.get('benchmark')}")
+        except Exception as error:  # whatever stands in the file
+            skipped.append(f"{path} cannot be read: {one_line(error)}.")
+            logger.warning("Left out: %s", skipped[-1])
+            continue
+        for run, facts, row in found:
+            known = {"gates": ALL, "depth": facts.get("num_loops"), **runs.setdefault(run, facts)}
+            rows += [{**known, **row, "run": run, "source": str(path)}] if row else []
     first = ("run", "method", "seed", "benchmark", "metric", "value", "total", *PLACES, "num_loops", "problems")
     columns = dict.fromkeys([*first, *(key for row in rows for key in row), *OUTCOMES])
     table = pd.DataFrame(rows, columns=list(columns), dtype=object)
     table = table.where(table.notna(), None).astype({"value": float})
     # What an evaluation's file says of the accuracy on as many problems, too, it says with more about how it was found.
-    source, keys = (
-        table["source"].astype(str),
-        table[["run", "benchmark", "metric", "total", *PLACES]].apply(tuple, axis=1),
-    )
-    evaluated = keys.isin(set(keys[source.str.endswith("evaluation.json")]))
-    table = table[~(evaluated & source.str.endswith("results.json"))]
+    keys = table[["run", "benchmark", "metric", "total", *PLACES]].apply(tuple, axis=1)
+    file = table["source"].map(lambda source: Path(source).name)
+    table = table[~((file == "results.json") & keys.isin(set(keys[file == "evaluation.json"])))]
     # The base's result stands beside each adapter, and one number in two diagnostics.
-    table = table.drop_duplicates(["run", "value", *(name for name in table if name not in OUTCOMES)])
-    table = table.reset_index(drop=True)
+    columns = ["run", "value", *(name for name in table if name not in OUTCOMES)]
+    table = table.drop_duplicates(columns, ignore_index=True)
     table.attrs["skipped"] = skipped
     return table

@@ -58,7 +58,7 @@ def build_table(spec: SimpleNamespace, table: pd.DataFrame) -> pd.DataFrame:
         ReportError: if a cell would average different settings, or two cells of one metric were not evaluated alike.
     """
     cells: list[dict[str, Any]] = []
-    said = any(is_protocol(name) for column in spec.columns.values() for name in column)
+    said = any(is_protocol(name) or name == "panel" for column in spec.columns.values() for name in column)
     compared: dict[str, set[int]] = {}  # rows, by column where columns say how they were evaluated
     for row in spec.rows:
         heads = [each if isinstance(each, dict) else {shown(each): {name: each}}
@@ -115,11 +115,9 @@ def _cell(table: pd.DataFrame, wanted: Mapping, option: Mapping, what: str) -> t
         one = values.iloc[0]
         return {"text": shown(round(one * option["scale"], decimals) if "scale" in option else one)}, rows.index
     values = values.astype(float) * option.get("scale", 1)
-    text = " / ".join(f"{value:.{decimals}f}" for value in values)
-    return {
-        "text": text if option.get("show") == "seeds" else mean_sd(values, decimals),
-        **_numbers(values),
-    }, rows.index
+    by_seed = " / ".join(f"{value:.{decimals}f}" for value in values)
+    text = by_seed if option.get("show") == "seeds" else mean_sd(values, decimals)
+    return {"text": text, **_numbers(values)}, rows.index
 
 
 def _numbers(values: pd.Series) -> dict[str, Any]:
@@ -134,12 +132,9 @@ def _selected(table: pd.DataFrame, wanted: Mapping[str, Any], option: Mapping[st
     rows = rows[rows["depth"] == rows["num_loops"]] if "depth" not in wanted else rows
     if metrics := option.get("average_of"):  # a row for each run that has them all, with their mean
         rows = rows[rows["metric"].isin(metrics)]
-        of_run = rows.groupby("run")
-        complete = (of_run["metric"].transform("nunique") == len(metrics)) & (
-            of_run["metric"].transform("size") == len(metrics)
-        )
-        means = of_run["value"].transform("mean")
-        rows = rows.assign(value=means, metric="average", benchmark="", verdicts=None)[complete].drop_duplicates("run")
+        rows = rows.groupby("run").filter(lambda of: sorted(of["metric"]) == sorted(metrics))
+        means = rows.groupby("run")["value"].transform("mean")
+        rows = rows.assign(value=means, metric="average", benchmark="", verdicts=None).drop_duplicates("run")
     if not len(rows):
         raise Missing(f"no run with {', '.join(f'{name} {shown(value)}' for name, value in wanted.items())}")
     seeds = wanted.get("seed") if isinstance(wanted.get("seed"), list) else []
@@ -148,10 +143,11 @@ def _selected(table: pd.DataFrame, wanted: Mapping[str, Any], option: Mapping[st
     return rows
 
 
-def as_trained(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is wanted, and unit gates and the last loop's readout where it says nothing of these."""
-    defaults: dict[str, Any] = {} if {"gates", "loop", "dose", "early"} & set(wanted) else {"gates": ALL}
-    return {**defaults, **({} if {"readout", "loop"} & set(wanted) else {"readout": None}), **wanted}
+def as_trained(wanted: Mapping[str, Any], *named: str) -> dict[str, Any]:
+    """Return what is wanted; of gates and readout, where it and `named` say nothing: unit gates, and the last readout."""
+    said = {*wanted, *named}
+    gates = {} if {"gates", "loop", "dose"} & said else {"gates": ALL}
+    return {**gates, **({} if {"readout", "loop"} & said else {"readout": None}), **wanted}
 
 
 # Texts.

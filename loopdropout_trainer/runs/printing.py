@@ -1,27 +1,33 @@
-"""What a training run prints when it ends: small tables, each with a sentence made from its numbers, and one figure."""
+"""What a training run prints when it ends: small tables of its results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loopdropout_trainer.evaluation import BenchmarkResult
 from loopdropout_trainer.evaluation.metrics import last_integer
-from loopdropout_trainer.evaluation.statistics import sign_test
-from loopdropout_trainer.runs.result import RunResult
+from loopdropout_trainer.settings.methods import method_title
 
 
-def print_results(outcomes: Sequence[RunResult], console: Console | None = None) -> None:
+Results = dict[str, Any]  # of a run, or of a benchmark in it, as in results.json
+
+
+def title_of(results: Results) -> str:
+    """Return what people call the method."""
+    return method_title({"rule": results["train_info"]["rule"]})
+
+
+def print_results(runs: Sequence[Results], console: Console | None = None) -> None:
     """Print what was trained, what was measured of it, and where things were saved.
 
     Tables have at most 80 columns for two methods, two benchmarks and eight depths.
     """
     console = console or Console()
-    for title, columns, rows, sentence in _tables(outcomes):
+    for title, columns, rows in _tables(runs):
         console.print(title, style="bold", highlight=False)  # a table's own title is broken at the table's width
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("method", no_wrap=True)
@@ -30,114 +36,77 @@ def print_results(outcomes: Sequence[RunResult], console: Console | None = None)
         for row in rows:
             table.add_row(*row)
         console.print(table)
-        if sentence:
-            console.print(sentence, highlight=False)
-        console.print()
-    for outcome in outcomes:
-        for what, where in outcome.saved.items():
-            console.print(f"{outcome.title}: {what} in {where}", highlight=False, soft_wrap=True)
+    if len(runs) == 2 and runs[0]["benchmarks"]:
+        console.print(compared(*runs), highlight=False)
+    for run in runs:
+        for what, where in run["saved"].items():
+            console.print(f"{title_of(run)}: {what} in {where}", highlight=False, soft_wrap=True)
 
 
-def _tables(outcomes: Sequence[RunResult]) -> Iterator[tuple[str, list[str], list[list[str]], str]]:
-    """Yield title, columns, rows and sentence of each table."""
-    first, titles = outcomes[0], [outcome.title for outcome in outcomes]
-    depth = f"K = {first.num_loops}"
+def compared(one: Results, other: Results) -> str:
+    """Return a sentence on which of two methods is more accurate with how many loops, and by how much."""
+    scores = [{run["meta_info"]["num_loops"]: next(iter(run["benchmarks"].values()))["score"]} for run in (one, other)]
+    for of, run in zip(scores, (one, other), strict=True):
+        of |= {int(depth): result["score"] for depth, result in run["by_depth"].items()}
+    ahead: dict[str, list[str]] = {}
+    for depth in sorted(scores[0].keys() & scores[1].keys()):
+        gain = round(scores[0][depth] - scores[1][depth], 1)
+        word = "more accurate" if gain > 0 else "less accurate" if gain < 0 else "as accurate"
+        ahead.setdefault(word, []).append(f"K = {depth}" + (f" ({gain:+.1f})" if gain else ""))
+    parts = [
+        f"{word} {'as' if word[0] == 'a' else 'than'} {title_of(other)} at {', '.join(ahead[word])}" for word in ahead
+    ]
+    return f"{title_of(one)} is {'; '.join(parts)} (points, one seed)."
+
+
+def _tables(runs: Sequence[Results]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield title, columns and rows of each table."""
+    first, depth = runs[0], f"K = {runs[0]['meta_info']['num_loops']}"
     rows = []
-    for o in outcomes:  # by reward: its mean over the first and the last tenth of the log
-        counts = [f"{count:,}" for count in (o.trainable_parameters, o.examples, o.steps)]
-        losses = [f"{number:.4f}" for number in o.rewards or [o.train_loss]]
-        rows.append([o.title, "-" if o.p is None else str(o.p), *counts, *losses, f"{o.train_seconds:.0f}"])
-    losses = ["loss"] if first.rewards is None else ["reward, first", "last"]
-    yield f"Training at {depth}", ["p", "trainable", "examples", "steps", *losses, "seconds"], rows, ""
-    if first.benchmarks:
-        measured = [("before training", first.base_benchmarks), *((o.title, o.benchmarks) for o in outcomes)]
-        rows = [
-            [name, *(cell for result in each for cell in _cells(result).values())] for name, each in measured if each
-        ]
-        columns = [column for result in first.benchmarks for column in _cells(result)]
-        yield f"Accuracy at the training depth {depth}, in %", columns, rows, about_accuracy(outcomes)
-    if all(outcome.by_depth for outcome in outcomes):
-        name, columns = next(iter(first.by_depth.values())).name, [f"K={depth}" for depth in first.by_depth]
-        rows = [_scores(outcome.title, outcome.by_depth.values()) for outcome in outcomes]
-        yield f"Accuracy on {name} with K loops at inference, in %", columns, rows, about_depths(outcomes)
-    loops = [f"loop {loop}" for loop in range(1, first.num_loops + 1)]
-    if all(outcome.single_loop_benchmarks for outcome in outcomes):
-        title = f"Accuracy on {first.single_loop_benchmarks[0].name} with the adapter in one loop only, in %"
-        yield title, loops, [_scores(outcome.title, outcome.single_loop_benchmarks) for outcome in outcomes], ""
-    if all(outcome.single_loop is not None for outcome in outcomes):
-        losses = [outcome.single_loop for outcome in outcomes]
-        rho = [(*each.reductions, each.reduction(each.all_on)) for each in losses]  # in percent (Section 5)
-        rows = [[title, *(f"{each:.1f}" for each in row)] for title, row in zip(titles, rho, strict=True)]
-        rows = [[*row, f"{each.frozen:.4f}"] for row, each in zip(rows, losses, strict=True)]
-        changes = [f"{title} {row[-2] - row[0]:+.1f}" for title, row in zip(titles, rho, strict=True)]
-        sentence = f"From the first to the last loop rho_t changes by, in points: {', '.join(changes)}."
+    for run in runs:
+        of = run["train_info"]
+        counts = [f"{of[name]:,}" for name in ("trainable_parameters", "examples", "steps")]
+        losses = [f"{number:.4f}" for number in of.get("rewards") or [of["train_loss"] or float("nan")]]
+        p = "-" if of["p"] is None else str(of["p"])
+        rows.append([title_of(run), p, *counts, *losses, f"{of['train_seconds']:.0f}"])
+    losses = ["reward, first", "last"] if "rewards" in first["train_info"] else ["loss"]  # tenths of the log
+    yield f"Training at {depth}", ["p", "trainable", "examples", "steps", *losses, "seconds"], rows
+    if first["benchmarks"]:
+        measured = [("before training", first["base_benchmarks"])]
+        measured += [(title_of(run), run["benchmarks"]) for run in runs]
+        cells = {name: [cell for each in of.items() for cell in _cells(*each)] for name, of in measured if of}
+        columns = [column for column, _ in cells[title_of(first)]]
+        rows = [[name, *(text for _, text in row)] for name, row in cells.items()]
+        yield f"Accuracy at the training depth {depth}, in %", columns, rows
+    scores = lambda run, results: [title_of(run), *(f"{each['score']:.1f}" for each in results)]
+    benchmark = next(iter(first["benchmarks"]), "")
+    if all(run["by_depth"] for run in runs):
+        rows = [scores(run, run["by_depth"].values()) for run in runs]
+        yield f"Accuracy on {benchmark} with K loops at inference, in %", [f"K={k}" for k in first["by_depth"]], rows
+    loops = [f"loop {loop}" for loop in range(1, first["meta_info"]["num_loops"] + 1)]
+    if all(run["single_loop_benchmarks"] for run in runs):
+        rows = [scores(run, run["single_loop_benchmarks"]) for run in runs]
+        yield f"Accuracy on {benchmark} with the adapter in one loop only, in %", loops, rows
+    if all("single_loop" in run for run in runs):
+        rows = []
+        for run in runs:
+            of = run["single_loop"]
+            rho = [*of["reductions_percent"], 100 * (1 - of["all_on"] / of["frozen"])]  # Section 5
+            rows.append([title_of(run), *(f"{each:.1f}" for each in rho), f"{of['frozen']:.4f}"])
         title = "Loss reduction with the adapter in one loop only, rho_t in %"
-        yield title, [*loops, "all loops", "frozen loss"], rows, sentence
+        yield title, [*loops, "all loops", "frozen loss"], rows
 
 
-def _cells(result: BenchmarkResult) -> dict[str, str]:
-    """Return the accuracy, by the column's name; of `#### N` answers also that of the last number, wherever it stands."""
-    count = "" if result.correct is None else f"{result.correct}/{result.total}  "  # None: parts of points
-    cells = {result.name: f"{count}{result.score:.1f}"}
-    if all("####" in prediction.reference for prediction in result.predictions):
-        cells["last number"] = f"{100 * correct_by_last_number(result) / result.total:.1f}"
+def _cells(name: str, result: Results) -> list[tuple[str, str]]:
+    """Return the accuracy, after its column; of `#### N` answers also that of the last number, wherever it stands."""
+    count = "" if result["correct"] is None else f"{result['correct']}/{result['total']}  "  # None: parts of points
+    cells = [(name, f"{count}{result['score']:.1f}")]
+    if all("####" in prediction["reference"] for prediction in result["predictions"]):
+        cells.append(("last number", f"{100 * correct_by_last_number(result) / result['total']:.1f}"))
     return cells
 
 
-def _scores(title: str, results: Iterator[BenchmarkResult]) -> list[str]:
-    return [title, *(f"{result.score:.1f}" for result in results)]
-
-
-def about_accuracy(outcomes: Sequence[RunResult]) -> str:
-    """Say which of two methods is more accurate, and how likely chance alone makes such a difference."""
-    sentences = []
-    for results in zip(*(outcome.benchmarks for outcome in outcomes), strict=True):
-        if len(results) != 2 or any(result.correct is None for result in results):
-            continue
-        ranked = sorted(zip(results, outcomes, strict=True), key=lambda each: -each[0].correct)
-        (one, first), (other, second) = ranked
-        if one.correct == other.correct:
-            sentences.append(f"{one.name}: {first.title} and {second.title} have the same accuracy.")
-        else:
-            sentences.append(
-                f"{one.name}: {first.title} is {one.score - other.score:.1f} points more accurate than {second.title} "
-                f"(paired sign test, p = {paired_sign_test(one, other):.2g}; one seed)."
-            )
-    return "\n".join(sentences)
-
-
-def about_depths(outcomes: Sequence[RunResult]) -> str:
-    """Say at which depths which of two methods is more accurate."""
-    if len(outcomes) != 2:
-        return ""
-    first, second = outcomes
-    groups = {
-        f"{first.title} is more accurate at": [],
-        f"{second.title} is more accurate at": [],
-        "they are level at": [],
-    }
-    for depth, result in first.by_depth.items():
-        gap = result.score - second.by_depth[depth].score
-        list(groups.values())[0 if gap > 0 else 1 if gap < 0 else 2].append(str(depth))
-    sentence = "; ".join(f"{words} K = {', '.join(depths)}" for words, depths in groups.items() if depths)
-    return f"{sentence[0].upper()}{sentence[1:]} (trained at K = {first.num_loops}; one seed)."
-
-
-def paired_sign_test(one: BenchmarkResult, other: BenchmarkResult) -> float:
-    """Return the p-value of the sign test over the problems that only one of two methods solves."""
-    pairs = [(a.correct, b.correct) for a, b in zip(one.predictions, other.predictions, strict=True)]
-    return sign_test(sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
-
-
-def correct_by_last_number(result: BenchmarkResult) -> int:
+def correct_by_last_number(result: Results) -> int:
     """Count the completions whose last number is the reference's, whatever stands before it."""
-    return sum(last_integer(p.completion) == last_integer(p.reference) is not None for p in result.predictions)
-
-
-def plot_results(outcomes: Sequence[RunResult], path: str | Path) -> Path:
-    """Save one figure of finished runs, as PNG, PDF and SVG: accuracy by depth, and what the adapter does in one loop only."""
-    from loopdropout_trainer.reports.plots import overview_figure, save_figure
-    from loopdropout_trainer.reports.reading import load_table
-
-    table = load_table([outcome.saved["adapter"] for outcome in outcomes])
-    return save_figure(overview_figure(table), Path(path).with_suffix(""))[0]
+    numbers = [(last_integer(p["completion"]), last_integer(p["reference"])) for p in result["predictions"]]
+    return sum(number == wanted is not None for number, wanted in numbers)

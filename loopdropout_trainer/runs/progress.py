@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
-import textwrap
-from typing import TextIO
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
 
 
-_OF_REWARDS = {  # what the log of DPO and GRPO says beside the loss, and how a line says it
-    "reward": "reward {:.3f}",
-    "rewards/margins": "margin {:.3f}",
-    "rewards/accuracies": "chosen preferred {:.0%}",
-    "completions/mean_length": "{:.0f} tokens",
-    "completions/clipped_ratio": "cut off {:.0%}",
-    "kl": "KL {:.4f}",
-    "entropy": "entropy {:.3f}",
-    "gate_mean": "mean gate {:.2f}",
-    "completions/tokens_per_second": "{:.0f} sampled tokens/s",
-}
-
-
-def write_line(line: str, file: TextIO) -> None:
-    """Print a line above the bars that are shown; a terminal gets it in pieces that fit its width."""
-    if file.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        line = textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    tqdm.write(line, file=file)
+_OF_REWARDS = (
+    "reward",
+    "rewards/margins",
+    "rewards/accuracies",
+    "completions/mean_length",
+    "kl",
+    "entropy",
+    "gate_mean",
+)
+"""What a line says of the log of DPO and GRPO beside the loss."""
 
 
 class _LogAboveBars(logging.StreamHandler):
@@ -42,7 +30,7 @@ class _LogAboveBars(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
         if line not in self._said or record.levelno > logging.WARNING:
-            write_line(line, sys.stderr)
+            tqdm.write(line, file=sys.stderr)
         self._said.add(line)
 
 
@@ -75,7 +63,7 @@ class TrainingProgress(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = log_line(state.global_step, state.max_steps, logs or {})
         if line and state.is_world_process_zero and self.training_bar is not None:
-            write_line(line, sys.stdout)
+            tqdm.write(line, file=sys.stdout)
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:
@@ -83,10 +71,10 @@ def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:
     before = "" if "loss" in logs else "eval_"
     if f"{before}loss" not in logs:
         return None
-    figures = [f"{'held-out ' if before else ''}loss {float(logs[f'{before}loss']):.4f}"]
+    said = [f"{'held-out ' if before else ''}loss {float(logs[f'{before}loss']):.4f}"]
     if any(name.startswith(f"{before}reward") for name in logs):
         found = {name: logs.get(before + name) for name in _OF_REWARDS}
-        figures += [_OF_REWARDS[name].format(float(value)) for name, value in found.items() if value is not None]
+        said += [f"{name.split('/')[-1]} {float(value):.3g}" for name, value in found.items() if value is not None]
     if logs.get("learning_rate") is not None:
-        figures.append(f"learning rate {float(logs['learning_rate']):.3g}")
-    return f"step {step} of {max_steps}: {', '.join(figures)}"
+        said.append(f"learning rate {float(logs['learning_rate']):.3g}")
+    return f"step {step} of {max_steps}: {', '.join(said)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
@@ -26,14 +27,14 @@ from loopdropout_trainer.diagnostics import (
     readout_losses,
     single_loop_activation,
 )
-from loopdropout_trainer.evaluation import Benchmark, BenchmarkResult, Subject, evaluate_subject, load_benchmark
+from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.runs.plan import plan_run
-from loopdropout_trainer.runs.printing import plot_results, print_results
+from loopdropout_trainer.runs.printing import print_results, title_of
 from loopdropout_trainer.runs.progress import TrainingProgress, show_log
-from loopdropout_trainer.runs.result import DIVERGED_FILE, RunResult, read_results, write_results
+from loopdropout_trainer.runs.result import DIVERGED_FILE, read_results, write_results
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields, save_card
 from loopdropout_trainer.saving.files import sha256, write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
@@ -41,6 +42,8 @@ from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArgume
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
+from loopdropout_trainer.settings.secrets import public_settings
+from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
 from loopdropout_trainer.training.distributed import shards_weights
@@ -160,8 +163,8 @@ class Run:
         """Return what the trainer takes beside model, data, tokenizer and adapter."""
         return {}
 
-    def train(self, config: LoopDropoutArguments, base_benchmarks: list[BenchmarkResult] | None) -> RunResult:
-        """Train one adapter, measure it and save it.
+    def train(self, config: LoopDropoutArguments, base_benchmarks: dict[str, Any] | None) -> dict[str, Any]:
+        """Train one adapter, measure it and save it; return its results as results.json has them, in the first process.
 
         `base_benchmarks` are the results before training if they are known; they are the same for every rule.
         """
@@ -183,26 +186,27 @@ class Run:
             trainer.from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
         with trainer.only_run_in_output_dir():
             read = lambda: read_results(self.settings, config.output_dir, trainer.run_identity)
-            outcome = trainer.from_main_process(read) if checkpoint else None
-            if outcome is not None:
+            results = trainer.from_main_process(read) if checkpoint else None
+            if results is not None:
                 if config.should_save:
-                    print(f"{outcome.title} is finished: its results are read from {config.output_dir}.", flush=True)
-                return outcome
+                    title = title_of(results)
+                    print(f"{title} is finished: its results are read from {config.output_dir}.", flush=True)
+                return results
             if base_benchmarks is None:  # a new adapter changes nothing yet
                 benchmarks = self.benchmarks if self.script.evaluate_base else ()
-                base_benchmarks = [self.answer(trainer, each, "before") for each in benchmarks]
+                base_benchmarks = {each.name: self.evaluate(trainer, each, "before") for each in benchmarks}
             return self.train_and_measure(trainer, checkpoint, base_benchmarks)
 
     def train_and_measure(
-        self, trainer: GateSamplingMixin, checkpoint: str | bool | None, base_benchmarks: list[BenchmarkResult]
-    ) -> RunResult:
+        self, trainer: GateSamplingMixin, checkpoint: str | bool | None, base_benchmarks: dict[str, Any]
+    ) -> dict[str, Any]:
         config, is_main = trainer.args, trainer.accelerator.is_main_process
         diverged = Path(config.output_dir, DIVERGED_FILE)
         try:
             if not config.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)
                 trainer.add_callback(TrainingProgress(config.rule))
-            result = trainer.train(resume_from_checkpoint=checkpoint)
+            trained = trainer.train(resume_from_checkpoint=checkpoint)
             progress = trainer.progress()
             trainer.save_model()  # before anything else can go wrong
             trainer.save_state()  # the learning curve
@@ -213,70 +217,86 @@ class Run:
         if is_main:
             diverged.unlink(missing_ok=True)
         own_memory = config is self.configs[0] or device_name() != "cpu"  # a CPU's holds what the rules before needed
-        outcome = RunResult(
-            rule=config.rule,
-            p=config.p,
-            num_loops=trainer.num_loops,
-            trainable_parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-            steps=trainer.state.global_step,
-            examples=len(trainer.train_dataset),
-            train_loss=result.training_loss,
-            train_seconds=result.metrics["train_runtime"],
-            step_seconds=progress["step_seconds"],
-            num_tokens=progress["num_tokens"],
-            peak_memory_gb=progress["peak_memory_gb"] if own_memory else None,
-            base_benchmarks=base_benchmarks,
-            adapter={
-                **self.adapter.lora_fields,
-                **{name: getattr(config, name) for name in ("rule_args", "learning_rate", "seed")},
-                "gate_seed": config.seed if config.gate_seed is None else config.gate_seed,
-            },
-            model={
+        seconds, tokens = progress["step_seconds"], progress["num_tokens"]
+        train_info = {
+            "rule": config.rule,
+            "p": config.p,
+            "num_loops": trainer.num_loops,
+            "steps": trainer.state.global_step,
+            "examples": len(trainer.train_dataset),
+            "num_tokens": tokens,
+            "train_loss": trained.training_loss,
+            "train_seconds": trained.metrics["train_runtime"],
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else None,
+            "peak_memory_gb": progress["peak_memory_gb"] if own_memory else None,
+            "trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            **self.adapter.lora_fields,
+            **{name: getattr(config, name) for name in ("rule_args", "learning_rate", "seed")},
+            "gate_seed": config.seed if config.gate_seed is None else config.gate_seed,
+        }
+        if rewards := [log["reward"] for log in trainer.state.log_history if "reward" in log]:
+            tenth = max(1, len(rewards) // 10)
+            train_info["rewards"] = [mean(rewards[:tenth]), mean(rewards[-tenth:])]
+        measured = {"base_benchmarks": base_benchmarks, **self.measure(trainer)}
+        if not is_main:
+            return measured
+        before, saved = base_benchmarks, {"adapter": config.output_dir}
+        scores = {
+            name: CardScore(result["score"], result["total"], before[name]["score"] if name in before else None)
+            for name, result in measured["benchmarks"].items()
+        }
+        recipe, data = settings_yaml(self.settings), self.data.description
+        card = ModelCardFields(rule=config.rule, p=config.p, recipe=recipe, data=data, results=scores)
+        save_card(trainer.model, config.output_dir, config.hub_model_id, card)
+        if self.merges(config):
+            saved["merged model"] = str(Path(config.output_dir, "merged"))
+            merge_and_save(trainer.model, saved["merged model"], self.tokenizer, card, config.hub_model_id)
+        results = {
+            "meta_info": {
                 "model": self.model.base_name,
                 "revision": self.model.model_revision,
                 "model_type": trainer.model.get_base_model().config.model_type,
                 "dtype": self.model.dtype,
                 "attn_implementation": self.model.attn_implementation,
-                "data": self.data.description,
+                "data": data,
+                "num_loops": trainer.num_loops,
+                "adapter_path": config.output_dir,
             },
-            saved={"adapter": config.output_dir},
-        )
-        if rewards := [log["reward"] for log in trainer.state.log_history if "reward" in log]:
-            tenth = max(1, len(rewards) // 10)
-            outcome.rewards = [mean(rewards[:tenth]), mean(rewards[-tenth:])]
-        outcome.benchmarks = [self.answer(trainer, each, "after") for each in self.benchmarks]
-        model, depths = find_looped_model(trainer.model).config, self.script.depths or ()
-        try:
-            for model.num_loops in tqdm(depths, desc="depths", disable=config.disable_tqdm or not depths or None):
-                known = model.num_loops == outcome.num_loops
-                outcome.by_depth[model.num_loops] = (
-                    outcome.benchmarks[0]
-                    if known
-                    else self.answer(trainer, self.benchmarks[0], f"after/{model.num_loops}_loops")
-                )
-        finally:
-            model.num_loops = outcome.num_loops
+            "train_info": train_info,
+            "run_info": {
+                "settings": public_settings(self.settings),
+                "versions": library_versions(),
+                "device": device_name(),
+                "num_processes": trainer.accelerator.num_processes,
+            },
+            "run": trainer.run_identity,
+            **measured,
+            "saved": saved,
+        }
+        return write_results(results, config.output_dir)  # the last file
+
+    def measure(self, trainer: GateSamplingMixin) -> dict[str, Any]:
+        """Evaluate a trained adapter on the benchmarks, at other depths and in one loop only, and score its loops."""
+        num_loops, depths = trainer.num_loops, self.script.depths or ()
+        measured = {"benchmarks": {each.name: self.evaluate(trainer, each, "after") for each in self.benchmarks}}
+        measured |= {"by_depth": {}, "single_loop_benchmarks": [], "readout_losses": []}
+        quiet = trainer.args.disable_tqdm
+        for depth in tqdm(depths, desc="depths", disable=quiet or not depths or None):  # None: without a terminal
+            moment = "after" if depth == num_loops else f"after/{depth}_loops"
+            with run_as(trainer.model, readout=depth):
+                measured["by_depth"][str(depth)] = self.evaluate(trainer, self.benchmarks[0], moment)
+        loops = range(num_loops if self.script.single_loop_accuracy else 0)
+        for only in tqdm(loops, desc="adapter in one loop", disable=quiet or not loops or None):
+            gates, moment = [float(loop == only) for loop in loops], f"after/only_loop_{only + 1}"
+            measured["single_loop_benchmarks"].append(self.evaluate(trainer, self.benchmarks[0], moment, gates))
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
-            num_rows = self.script.single_loop_batches * config.per_device_eval_batch_size
-            batches = evaluation_batches(trainer, num_rows)
-            outcome.single_loop = single_loop_activation(trainer.model, batches, over_processes=True)
-            outcome.readout_losses = readout_losses(trainer.model, batches, over_processes=True)
-        loops = range(outcome.num_loops if self.script.single_loop_accuracy else 0)
-        for only in tqdm(loops, desc="adapter in one loop", disable=config.disable_tqdm or not loops or None):
-            gates = [float(loop == only) for loop in loops]
-            result = self.answer(trainer, self.benchmarks[0], f"after/only_loop_{only + 1}", gates)
-            outcome.single_loop_benchmarks.append(result)
-        if is_main:
-            save_card(trainer.model, config.output_dir, config.hub_model_id, self.card_fields(outcome))
-            if self.merges(config):
-                folder = Path(config.output_dir, "merged")
-                merge_and_save(
-                    trainer.model, folder, self.tokenizer, self.card_fields(outcome), repo_id=config.hub_model_id
-                )
-                outcome.saved["merged model"] = str(folder)
-            processes = trainer.accelerator.num_processes
-            write_results(outcome, self.settings, config.output_dir, trainer.run_identity, processes)  # the last file
-        return outcome
+            rows = self.script.single_loop_batches * trainer.args.per_device_eval_batch_size
+            batches = evaluation_batches(trainer, rows)
+            losses = single_loop_activation(trainer.model, batches, over_processes=True)
+            measured["single_loop"] = {**asdict(losses), "reductions_percent": losses.reductions}
+            measured["readout_losses"] = readout_losses(trainer.model, batches, over_processes=True)
+        return measured
 
     def checkpoint_for(self, config: LoopDropoutArguments) -> str | bool | None:
         """Return the checkpoint to resume from; True: the newest complete one in `output_dir`, if there is one.
@@ -291,37 +311,26 @@ class Run:
         others = [each for each in self.configs[1:] if Path(each.output_dir).resolve() in folders]
         return wanted if config is (others or self.configs)[0] else True
 
-    def answer(
+    def evaluate(
         self, trainer: GateSamplingMixin, benchmark: Benchmark, moment: str, gates: Sequence[float] | None = None
-    ) -> BenchmarkResult:
-        """Evaluate on one benchmark, at unit gates or at these gates [K]; what a killed run answered is not asked again."""
+    ) -> dict[str, Any]:
+        """Evaluate on a benchmark, at unit gates or at these gates [K]; what a killed run evaluated is not evaluated again."""
         folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
         adapter = Path(trainer.args.output_dir, "adapter_model.safetensors")
 
-        def settings() -> dict[str, Any]:  # what tells the evaluated weights from others
+        def weights() -> dict[str, Any]:
             return {"model": trainer.run_identity["model"], "adapter": None if moment == "before" else sha256(adapter)}
 
-        for _ in range(2):
-            try:
-                subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
-                known = trainer.from_main_process(settings)
-                return evaluate_subject(subject, benchmark, folder, known, progress=moment in ("before", "after"))
-            except SettingsChangedError:  # of a run that this one takes the place of
-                if trainer.accelerator.is_main_process:
-                    shutil.rmtree(folder)
-                trainer.accelerator.wait_for_everyone()
-        raise AssertionError("answers are for other settings, though the folder is new")
-
-    def card_fields(self, outcome: RunResult) -> ModelCardFields:
-        """Return what the run's cards state beside what the model itself tells."""
-        before = {result.name: result.score for result in outcome.base_benchmarks}
-        return ModelCardFields(
-            rule=outcome.rule,
-            p=outcome.p,
-            recipe=settings_yaml(self.settings),
-            data=self.data.description,
-            results={r.name: CardScore(r.score, r.total, before.get(r.name)) for r in outcome.benchmarks},
-        )
+        subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
+        settings, bar = trainer.from_main_process(weights), moment in ("before", "after")
+        run = lambda: evaluate_subject(subject, benchmark, folder, settings, progress=bar).as_json()
+        try:
+            return run()
+        except SettingsChangedError:  # of a run that this one takes the place of
+            if trainer.accelerator.is_main_process:
+                shutil.rmtree(folder)
+            trainer.accelerator.wait_for_everyone()
+            return run()
 
     def merges(self, config: LoopDropoutArguments) -> bool:
         """Say whether the adapter of these arguments is to be merged: the recipe's own, not those it is compared with."""
@@ -336,18 +345,23 @@ def run_all(run: Run) -> None:
         run.announce()
     if run.script.dry_run:
         return
-    outcomes: list[RunResult] = []
+    results: list[dict[str, Any]] = []
     for config in run.configs:
-        outcomes.append(run.train(config, outcomes[0].base_benchmarks if outcomes else None))
+        results.append(run.train(config, results[0]["base_benchmarks"] if results else None))
     config = run.configs[0]
     if not config.should_save:  # the other processes
         return
-    if outcomes[0].single_loop is not None or outcomes[0].by_depth:
+    if "single_loop" in results[0] or results[0]["by_depth"]:
         if find_spec("plotnine") is None:
             print('No figure without plotnine: pip install -e ".[reports]"')
         else:
-            outcomes[0].saved["figure"] = str(plot_results(outcomes, Path(config.output_dir) / "figure.png"))
-    print_results(outcomes)
+            from loopdropout_trainer.reports.plots import overview_figure, save_figure
+            from loopdropout_trainer.reports.reading import load_table
+
+            table = load_table([each["saved"]["adapter"] for each in results])
+            (figure, *_) = save_figure(overview_figure(table), Path(config.output_dir) / "figure")
+            results[0]["saved"]["figure"] = str(figure)
+    print_results(results)
     if run.script.push_merged_to_hub:
         address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)
         print(f"Pushed to {address}")

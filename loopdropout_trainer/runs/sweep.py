@@ -21,7 +21,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple
 
 import optuna
@@ -35,9 +34,17 @@ from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.evaluation.statistics import summarize
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
-from loopdropout_trainer.runs.workers import FORKS, check_recipes, run_processes, train, work_on_gpu
+from loopdropout_trainer.runs.workers import (
+    FORKS,
+    check_recipes,
+    run_processes,
+    stop_on_sigterm,
+    stop_with_parent,
+    train,
+)
 from loopdropout_trainer.saving.files import LOCK_FILE, sha256_of_json, write_atomically
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
+from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe
@@ -70,20 +77,17 @@ class PartArguments:
     """What is compared; a sweep has these fields for all of its parts, and a part may have its own."""
 
     learning_rates: list[float] = HfArg(help="Candidates of every method.")
-    methods: dict[str, Any] | list[str] | str = HfArg(
+    methods: dict[str, str | dict[str, Any]] | list[str] | str = HfArg(
         default_factory=lambda: ["lora", "loop_dropout"],
         help="Rules and recipes (.yaml), or name: rule, recipe, or fields on top of `recipe`; in a part, names.",
     )
-    seeds: list[int] = HfArg(
-        default_factory=lambda: [101, 102, 103], help="Training seeds; the first choose the rate."
-    )
+    seeds: list[int] = HfArg(default_factory=lambda: [101, 102, 103], help="The first ones choose the learning rate.")
     full_grid: bool = HfArg(default=False, help="Train every seed at every rate; so it is with one rate.")
     settings: dict[str, Any] | None = HfArg(
-        default=None, help="Fields of every training recipe (JSON). A part's own make methods METHOD@PART."
+        default=None, help="Fields of every recipe (JSON). A part's own make methods METHOD@PART."
     )
     measure: dict[str, Any] | None = HfArg(
-        default=None,
-        help="Fields of a recipe that say what is measured of the final runs: `benchmarks`, `depths`, ...",
+        default=None, help="Fields of a recipe on what is measured of final runs: `benchmarks`, `depths`, ..."
     )
 
     def __post_init__(self):
@@ -92,10 +96,8 @@ class PartArguments:
             values = list(getattr(self, name))
             if not values or len(set(map(str, values))) != len(values):
                 raise ValueError(f"`{name}` must be one or more different values; got {values!r}.")
-        for rate in self.learning_rates:
-            check_number("learning_rates", rate, above=True)
-        for seed in self.seeds:
-            check_integer("seeds", seed, 0)
+            for value in values if name != "methods" else ():
+                check_number(name, value, above=name == "learning_rates")
         for name in self.measure or ():
             check_choice("measure", name, sorted(_MEASURED))
         self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
@@ -107,21 +109,15 @@ class SweepArguments(PartArguments):
 
     recipe: str = HfArg(help="Training recipe that all methods start from.")
     script: str = HfArg(default="sft", help="Script of the recipe.", metadata={"choices": ["sft", "dpo", "grpo"]})
-    parts: dict[str, Any] | None = HfArg(
+    parts: dict[str, dict[str, Any] | None] | None = HfArg(
         default=None,
         help="Name: {methods, learning_rates, seeds, full_grid, settings, measure}, in order of priority. A run that two "
         "parts share is trained once, and measured as the first one says. Default: one part, `all`.",
     )
     only: list[str] | None = HfArg(default=None, help="Parts to do. Default: all.")
     rate_factors: dict[str, float] | None = HfArg(default=None, help="Factors on learning rates by method (JSON).")
-    select_on: str = HfArg(
-        default="development", help="Benchmark that chooses the rate; `development`: held-out rows."
-    )
+    select_on: str = HfArg(default="development", help="Benchmark that chooses the rate. Default: held-out rows.")
     selection_seeds: int = HfArg(default=1, help="How many of a part's first seeds choose the rate.")
-    minutes: dict[str, float] | None = HfArg(
-        default=None, help="Minutes of a training by method or `default`, to plan."
-    )
-    device: str = HfArg(default="one GPU", help="What the minutes were measured on.")
     output_dir: str = HfArg(default="outputs/sweep", help="Folder of all runs.")
     storage: str | None = HfArg(default=None, help="URL of a database that machines share. Default: a file, sweep.db.")
     launcher: str = HfArg(default="", help="What starts a training, e.g. `accelerate launch`. Default: a fork.")
@@ -196,14 +192,15 @@ class Sweep:
             definitions = {Path(each).stem if _is_recipe(each) else each: each for each in arguments.methods}
             if len(definitions) < len(arguments.methods):
                 raise RecipeError(f"`methods` must have different names; got {', '.join(arguments.methods)}.")
-        for field, types, given in (("methods", (str, Mapping), definitions), ("parts", (NoneType, Mapping), parts)):
-            for name, definition in given.items():
-                if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        for field, names in (("methods", definitions), ("parts", parts)):
+            for name in names:
+                if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
                     raise RecipeError(
                         f"`{field}` must have names of letters, digits, `.`, `_`, `-`; got {shown(name)}."
                     )
-                if not isinstance(definition, types):
-                    raise RecipeError(f"`{field}`: `{name}` must be a mapping of fields; got {shown(definition)}.")
+        for field, names in (("only", parts), ("rate_factors", definitions)):
+            for name in getattr(arguments, field) or ():
+                check_choice(field, name, list(names))
         for name, given in parts.items():
             part = self.parts[name] = self._part(name, given or {}, list(definitions))
             for place, method in enumerate(part.methods):
@@ -214,13 +211,10 @@ class Sweep:
                     self._measure[own] = part.measure
                 if not self.settings(own, selects=False).get("benchmarks"):
                     raise RecipeError(f"`measure` of the part `{name}` must name `benchmarks`: its recipe does not.")
-        valid = {"only": self.parts, "rate_factors": definitions, "minutes": [*definitions, "default"]}
-        for field, names in valid.items():
-            for name in getattr(arguments, field) or ():
-                check_choice(field, name, list(names))
+        self.to_do = [self.parts[name] for name in arguments.only or parts]
         self._refresh()
 
-    def _part(self, name: str, given: Any, methods: list[str]) -> PartArguments:
+    def _part(self, name: str, given: dict[str, Any], methods: list[str]) -> PartArguments:
         """Return a part with its own fields, and the sweep's where it has none."""
         parser = RecipeParser([PartArguments])
         given = parser.read_recipe(given, f"the part `{name}`")
@@ -240,10 +234,8 @@ class Sweep:
         recipe |= self.arguments.settings or {}
         recipe = for_another_rule(recipe, own["rule"]) if "rule" in own else recipe
         recipe = {key: value for key, value in {**recipe, **own, **of_part}.items() if key not in _SET_BY_SWEEP}
-        public = public_settings(recipe)
-        for key in recipe:
-            if public.get(key) != recipe[key]:
-                raise RecipeError(f"`{key}` holds a secret, which a sweep would write down: give it as HF_TOKEN.")
+        if secret := [key for key in recipe if public_settings(recipe).get(key) != recipe[key]]:
+            raise RecipeError(f"`{secret[0]}` holds a secret, which a sweep would write down: give it as HF_TOKEN.")
         if recipe.get("save_strategy") == "no":  # measured after the choice, without another training
             recipe["save_strategy"] = "epoch"
         return recipe
@@ -252,10 +244,10 @@ class Sweep:
 
     def settings(self, method: str, selects: bool) -> dict[str, Any]:
         """Return a method's recipe, but for rate and seed: to choose its rate, which `measure` does not change, or final."""
-        recipe = self.methods[method]
+        recipe, measure = self.methods[method], self._measure[method]
         if selects:
             recipe = {key: value for key, value in recipe.items() if key not in _ONLY_FINAL}
-        measure = {"benchmarks": [self.arguments.select_on]} if selects else self._measure[method]
+            measure = {"benchmarks": [self.arguments.select_on]}
         recipe = {**recipe, "resume_from_checkpoint": "true", "evaluate_base": False, **measure}
         return json.loads(json.dumps(recipe, default=str))
 
@@ -287,6 +279,15 @@ class Sweep:
         means = {rate: sum(each) / len(each) for rate, each in scores.items() if None not in each}
         return max(means, key=means.get, default=None)  # the first of equals, and the rates ascend
 
+    def _choices(self) -> dict[str, set[float]]:
+        """Return the chosen rates of the methods whose rate a part has chosen."""
+        choices: dict[str, set[float]] = {}
+        for part in self.parts.values():
+            for method in part.methods:
+                if (rate := self.chosen_rate(part, method)) is not None:
+                    choices.setdefault(method, set()).add(rate)
+        return choices
+
     def _jobs_of(self, part: PartArguments) -> list[Job]:
         jobs = []
         for method in part.methods:
@@ -295,9 +296,6 @@ class Sweep:
             jobs += [Job(method, rate, seed, False) for rate in rates for seed in part.seeds]
         return jobs
 
-    def _parts_to_do(self) -> list[PartArguments]:
-        return [self.parts[name] for name in self.arguments.only or self.parts]
-
     def jobs(self) -> list[Job]:
         """Return the jobs known now, in order of priority: part by part, then seed by seed.
 
@@ -305,7 +303,7 @@ class Sweep:
         """
         choosing = {job for part in self.parts.values() for m in part.methods for job in self._selection_jobs(part, m)}
         jobs = []
-        for part in self._parts_to_do():
+        for part in self.to_do:
             known = [job for job in self._jobs_of(part) if job.learning_rate is not None]
             for job in sorted(known, key=lambda job: part.seeds.index(job.seed)):
                 first = job._replace(selects=True)
@@ -356,7 +354,7 @@ class Sweep:
             RecipeError: if the script refuses a recipe, or there is no such benchmark.
             SweepError: if the folder belongs to another sweep.
         """
-        methods = dict.fromkeys(method for part in self._parts_to_do() for method in part.methods)
+        methods = dict.fromkeys(method for part in self.to_do for method in part.methods)
         if check:
             recipes = {m: self._recipe(Job(m, 1.0, 0, False)) for m in methods}
             final = {m: {**recipe, "output_dir": str(self.output_dir / m)} for m, recipe in recipes.items()}
@@ -370,30 +368,27 @@ class Sweep:
             self._open_storage()
             mine = {"": {name: getattr(self.arguments, name) for name in ("script", "select_on", "selection_seeds")}}
             mine |= {f"{method}: ": self.settings(method, selects=True) for method in methods}
-            known = self.study.user_attrs  # without parts, rates, seeds and `measure`, which may change
+            for owner, now in mine.items():  # without parts, rates, seeds and `measure`, which may change
+                before = self.study.user_attrs.get(owner, now)
+                if changed := [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]:
+                    raise SweepError(
+                        f"The runs in {self.output_dir} were made with `{owner}{changed[0]}` {before.get(changed[0])!r}, and "
+                        f"now it is {now.get(changed[0])!r}: put it back, or choose another `output_dir`."
+                    )
             for owner, now in mine.items():
-                before = known.get(owner, now)
-                for key in sorted({*before, *now}):
-                    if before.get(key) != now.get(key):
-                        raise SweepError(
-                            f"The runs in {self.output_dir} were made with `{owner}{key}` {before.get(key)!r}, and now it "
-                            f"is {now.get(key)!r}: put it back, or choose another `output_dir`."
-                        )
-            for owner in mine.keys() - known.keys():
-                self.study.set_user_attr(owner, mine[owner])
-            self._known = len(self.study.get_trials(deepcopy=False))
+                self.study.set_user_attr(owner, now)
+            if check:
+                self.study.set_user_attr("failure", None)  # what failed before is tried again
 
     def _open_storage(self) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats
         given, file = self.arguments.storage, self.output_dir.resolve() / "sweep.db"
         try:
-            storage = optuna.storages.RDBStorage(
-                given or f"sqlite:///{file}",
-                engine_kwargs=None if given else {"connect_args": {"timeout": 60}},
-                heartbeat_interval=10,
-                grace_period=60,  # seconds; what died on this machine is noticed at once
-            )
+            wait = None if given else {"connect_args": {"timeout": 60}}
+            # In seconds; what died on this machine is noticed at once.
+            heartbeats = {"heartbeat_interval": 10, "grace_period": 60}
+            storage = optuna.storages.RDBStorage(given or f"sqlite:///{file}", wait, **heartbeats)
             name = str(file.parent) if given else "sweep"
             self.study = optuna.create_study(
                 storage=storage, study_name=name, direction="maximize", load_if_exists=True
@@ -409,14 +404,13 @@ class Sweep:
             SweepError: if a run fails, here or in another process, or the folder belongs to another sweep.
         """
         self.start()
-        number = self.arguments.workers
+        number, spawn = self.arguments.workers, multiprocessing.get_context("spawn")
         if number == 1:
             self.work()
             return
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-        spawn, shared = multiprocessing.get_context("spawn"), (_work, self.arguments, self.script.parent, self._known)
-        workers = [spawn.Process(target=work_on_gpu, args=(gpus[i % len(gpus)], *shared)) for i in range(number)]
-        status = run_processes(workers)
+        given = [(self.arguments, self.script.parent, gpus[place % len(gpus)]) for place in range(number)]
+        status = run_processes([spawn.Process(target=_work, args=each) for each in given])
         self._refresh()
         if not all(map(self.is_done, self.jobs())):
             raise SweepError(f"A worker ended with exit status {status}; the same command goes on from there.")
@@ -429,9 +423,8 @@ class Sweep:
         while True:
             with self._lock:  # one process at a time decides what it does, and says so
                 ready = self._ready_jobs()
-                for trial in self._trials[self._known :]:  # what failed before is tried again
-                    if trial.state == TrialState.FAIL and "error" in trial.user_attrs:
-                        raise SweepError(f"Stopped, since another process met this: {trial.user_attrs['error']}")
+                if failure := self.study.user_attrs.get("failure"):
+                    raise SweepError(f"Stopped, since another process met this: {failure}")
                 to_do = ready if train else [job for job in ready if self._outcome(job)]
                 if to_do:
                     # `optimize` begins a trial, keeps up its heartbeat, and ends it as the function ends.
@@ -455,20 +448,22 @@ class Sweep:
 
     def _do(self, trial: optuna.Trial, job: Job) -> float:
         """Do a job as a trial, and return its score. The lock is held until it is written down whose the job is."""
-        chosen = {(method, self.chosen_rate(part, method)) for part in self.parts.values() for method in part.methods}
         known = {"worker": f"{socket.gethostname()}:{os.getpid()}", "run": job.run, **job._asdict()}
-        known |= {"run_name": self._recipe(job)["run_name"], "chosen": (job.method, job.learning_rate) in chosen}
+        known |= {
+            "run_name": self._recipe(job)["run_name"],
+            "chosen": job.learning_rate in self._choices().get(job.method, ()),
+        }
         for name, value in known.items():
             trial.set_user_attr(name, value)
         self._lock.release()
-        outcome = self._outcome(job) or self._train(trial, job)
+        outcome = self._outcome(job) or self._train(job)
         for name, value in outcome.items():
             trial.set_user_attr(name, value)
         if "error" in outcome:
             raise optuna.TrialPruned(outcome["error"])
         return float(next(iter(outcome["benchmarks"].values())))
 
-    def _train(self, trial: optuna.Trial, job: Job) -> dict[str, Any]:
+    def _train(self, job: Job) -> dict[str, Any]:
         """Start the script for a job, and return its outcome."""
         began, folder = time.monotonic(), self.output_dir / job.run
         with FileLock(folder / LOCK_FILE):  # a training outlives its worker for as long as its last checkpoint takes
@@ -479,14 +474,14 @@ class Sweep:
         outcome = self._outcome(job)
         if outcome is None or (status and "error" not in outcome):
             error = f"{job.run} failed with exit status {status}; the same command goes on from there. {log} ends:"
-            trial.set_user_attr("error", error)
+            self.study.set_user_attr("failure", error)
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
             raise SweepError("\n  ".join([error, *[line for line in lines if line.strip()][-12:]]))
         self._refresh()  # others have worked in the meantime
-        jobs = {each for part in self._parts_to_do() for each in self._jobs_of(part)} - {job}
-        done = 1 + sum(each.learning_rate is not None and self.is_done(each) for each in jobs)
+        jobs = {job, *(each for part in self.to_do for each in self._jobs_of(part))}
+        done = sum(each == job or each.learning_rate is not None and self.is_done(each) for each in jobs)
         text = ", ".join(f"{name} {score:.2f}%" for name, score in outcome.get("benchmarks", {}).items())
-        text = f"{done} of at most {len(jobs) + 1}. {job.run}: {text or outcome['error']}"
+        text = f"{done} of at most {len(jobs)}. {job.run}: {text or outcome['error']}"
         print(f"{text} ({time.monotonic() - began:.0f} s)", flush=True)
         return outcome
 
@@ -513,26 +508,24 @@ class Sweep:
         return {job[:3] for job in self._jobs_of(part) if job.learning_rate is not None or job.seed not in first}
 
     def plan(self) -> str:
-        """Return how many trainings each part adds, and how many hours they take by the sweep's own `minutes`."""
-        minutes, rows, every = self.arguments.minutes or {}, {}, set()
-        for name in self.arguments.only or self.parts:
-            rows[name] = self.planned(self.parts[name]) - every
-            every |= rows[name]
-        lines = [f"Trainings, in hours of {self.arguments.device}"]
-        for name, runs in (*rows.items(), ("all", every)):
-            known = [minutes.get(method.split("@")[0], minutes.get("default")) for method, _, _ in runs]
-            hours = "" if None in known else f"{sum(known) / 60:7.1f} h"
-            lines.append(f"{name:<40} {len(runs):>5}{hours}")
-        return "\n".join(lines)
+        """Return how many trainings each part adds to those before it."""
+        lines, every = ["Trainings"], set()
+        for name, part in zip(self.arguments.only or self.parts, self.to_do, strict=True):
+            new = self.planned(part) - every
+            lines.append(f"{name:<40} {len(new):>5}")
+            every |= new
+        return "\n".join([*lines, f"{'all':<40} {len(every):>5}"])
 
     def summary(self) -> list[dict[str, Any]]:
         """Return the finished runs in this folder, also those of other sweeps, as plain JSON; see `load_runs`."""
-        chosen = {(m, self.chosen_rate(part, m)) for part in self.parts.values() for m in part.methods}
-        rows = []
+        rows, choices = [], self._choices()
         for run, trial in self._last.items():
             known, selected = trial.user_attrs, self._selected.get(run)
+            mine = choices.get(
+                known["method"]
+            )  # None: if a rate was chosen, then by another sweep, and the trial says so
             row = {key: known[key] for key in ("method", "learning_rate", "seed")} | {"folder": run}
-            row["chosen"] = known["chosen"] or (known["method"], known["learning_rate"]) in chosen
+            row["chosen"] = known["chosen"] if mine is None else known["learning_rate"] in mine
             row |= {"final": not known["selects"], "diverged": trial.state == TrialState.PRUNED}
             row["selection_score"] = selected and selected.value
             rows.append(row | {key: known.get(key) for key in ("benchmarks", "train_seconds", "peak_memory_gb")})
@@ -556,12 +549,19 @@ class Sweep:
         return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.2f}".format)
 
 
-def _work(arguments: SweepArguments, scripts: Path, known: int) -> None:
-    """Be one of several workers of a sweep that another process has checked."""
-    sweep = Sweep(arguments, scripts)
-    sweep.start(check=False)
-    sweep._known = known  # another worker may have failed before this one began
-    sweep.work()
+def _work(arguments: SweepArguments, scripts: Path, gpu: str) -> None:
+    """Be one of several workers of a sweep that another process has checked, with one GPU if there are any."""
+    stop_with_parent()
+    stop_on_sigterm()
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+
+    def work() -> None:
+        sweep = Sweep(arguments, scripts)
+        sweep.start(check=False)
+        sweep.work()
+
+    run_command(work)
 
 
 def _is_recipe(method: Any) -> bool:

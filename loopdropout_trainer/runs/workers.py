@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -53,7 +53,7 @@ def stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def _stop_with_parent() -> None:
+def stop_with_parent() -> None:
     """Ask this process to stop as soon as the one that started it has died, however it died."""
 
     def stop() -> None:
@@ -63,18 +63,9 @@ def _stop_with_parent() -> None:
     threading.Thread(target=stop, daemon=True).start()
 
 
-def work_on_gpu(gpu: str, work: Callable[..., None], *arguments: Any) -> None:
-    """Be a worker: call `work` with one GPU, if there are any."""
-    _stop_with_parent()
-    stop_on_sigterm()
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    run_command(lambda: work(*arguments))
-
-
 def train(script: str, argv: list[str], launcher: list[str], log: str) -> None:
     """Be a training script, or a launcher such as `accelerate launch` that starts it; `log` gets what is printed."""
-    _stop_with_parent()
+    stop_with_parent()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         os.dup2(descriptor, number)

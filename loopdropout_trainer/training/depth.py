@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import scipy.stats
-
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.probabilities import check_range
@@ -126,6 +124,8 @@ class LogNormalPoisson(DepthSampler):
         return 1, self.most
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
+        import scipy.stats  # half a second that most trainings can spare
+
         rate = num_loops if self.rate is None else self.rate
         tau = math.log(rate) - self.sigma**2 / 2 + self.sigma * scipy.stats.norm.ppf(u[0] + 2.0**-54)
         return min(int(scipy.stats.poisson.ppf(u[1], math.exp(tau))) + 1, self.most) if u[1] else 1

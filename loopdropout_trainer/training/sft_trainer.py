@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 
-from loopdropout_trainer.data.boundary import prompt_completion_ids
+from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutConfig
@@ -82,7 +82,7 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None and isinstance(processing_class, PreTrainedTokenizerBase):
-            dataset = _with_boundaries(dataset, processing_class)
+            dataset = _with_boundaries(dataset, processing_class, self.completion_only_loss)
         dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         check_labels(dataset, f"`{dataset_name}_dataset`")
         return dataset
@@ -106,16 +106,10 @@ def _collate_with_example_ids(collate, examples: list[dict[str, Any]]) -> dict[s
     return batch
 
 
-def _with_boundaries(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase):
+def _with_boundaries(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, completion_only: bool):
     """Tokenise a dataset of prompt and completion texts so that no token is part of both; TRL does the rest."""
     first = next(iter(dataset), {})
     if "input_ids" in first or not all(isinstance(first.get(name), str) for name in ("prompt", "completion")):
         return dataset
-
-    def tokenise(batch, tokenizer, eos_token):
-        completions = [text if text.endswith(eos_token) else text + eos_token for text in batch["completion"]]
-        ids, lengths = prompt_completion_ids(tokenizer, batch["prompt"], completions)
-        masks = [[0] * length + [1] * (len(row) - length) for row, length in zip(ids, lengths, strict=True)]
-        return {"input_ids": ids, "completion_mask": masks}
-
-    return dataset.map(tokenise, batched=True, fn_kwargs={"tokenizer": tokenizer, "eos_token": tokenizer.eos_token})
+    options = {"tokenizer": tokenizer, "completion_only_loss": completion_only}
+    return dataset.map(tokenise, batched=True, fn_kwargs=options)

@@ -10,16 +10,11 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama import modeling_llama as llama
 
 
 @strict
@@ -39,20 +34,13 @@ class HeadGate(nn.Module):
         return torch.sigmoid(torch.einsum("bhsd,hd->bhs", query, self.weight) + self.bias[:, None])[..., None]
 
 
-class Attention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.heads, self.kv_heads, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.size, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.size, config.hidden_size, bias=False)
-
+class Attention(llama.LlamaAttention):
     def forward(self, x, rotation, masks, first, gate):
-        split = lambda y, heads: y.unflatten(-1, (heads, self.size)).transpose(1, 2)
-        q, k = split(self.q_proj(x), self.heads), split(self.k_proj(x), self.kv_heads)
-        q, k = apply_rotary_pos_emb(q, k, *rotation)
-        v = split(self.v_proj(x), self.kv_heads)
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = llama.apply_rotary_pos_emb(q, k, *rotation)
         attend = lambda k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         if first is None:
             mixed = attend(k, v, masks[0])
@@ -63,11 +51,11 @@ class Attention(nn.Module):
 
 
 class LoopCoderDecoderLayer(GradientCheckpointingLayer):
-    def __init__(self, config):
+    def __init__(self, config, index):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn, self.mlp = Attention(config, index), llama.LlamaMLP(config)
+        self.input_layernorm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x, loop_idx, rotation, masks, first, gate):
         attended, keys = self.self_attn(self.input_layernorm(x), rotation, masks, first, gate)
@@ -75,32 +63,26 @@ class LoopCoderDecoderLayer(GradientCheckpointingLayer):
         return x + self.mlp(self.post_attention_layernorm(x)), keys
 
 
-class LoopCoderPreTrainedModel(PreTrainedModel):
-    config: LoopCoderConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
+class LoopCoderModel(llama.LlamaPreTrainedModel):
+    config_class = LoopCoderConfig
 
-
-class LoopCoderModel(LoopCoderPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
+        layers = range(config.num_hidden_layers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(LoopCoderDecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.gate_projections = nn.ModuleList(HeadGate(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(LoopCoderDecoderLayer(config, index) for index in layers)
+        self.norm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = llama.LlamaRotaryEmbedding(config)
+        self.gate_projections = nn.ModuleList(HeadGate(config) for _ in layers)
         self.post_init()
 
     def forward(self, input_ids, attention_mask=None, **kwargs):
-        x, length = self.embed_tokens(input_ids), input_ids.shape[1]
-        place = torch.arange(length, device=x.device)
+        x, place = self.embed_tokens(input_ids), torch.arange(input_ids.shape[1], device=input_ids.device)
         rotation = self.rotary_emb(x, place[None])
-        back = place[:, None] - place  # how far a key lies behind a query
-        seen = (
-            (back >= 0)[None, None] if attention_mask is None else (back >= 0) & attention_mask[:, None, None].bool()
-        )
-        seen = seen | (back == 0)  # so that no row of the softmax is empty
+        back = (place[:, None] - place)[None, None]  # how far a key lies behind a query
+        seen = back >= 0
+        if attention_mask is not None:
+            seen = (seen & attention_mask[:, None, None].bool()) | (back == 0)  # no row of the softmax is empty
         masks = seen, seen & (back < self.config.loop_window_size)
         first = [None] * len(self.layers)
         for loop in range(self.config.loop_num):
@@ -111,7 +93,9 @@ class LoopCoderModel(LoopCoderPreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.norm(x))
 
 
-class LoopCoderForCausalLM(LoopCoderPreTrainedModel, GenerationMixin):
+class LoopCoderForCausalLM(llama.LlamaPreTrainedModel, GenerationMixin):
+    config_class = LoopCoderConfig
+
     def __init__(self, config):
         super().__init__(config)
         self.model = LoopCoderModel(config)

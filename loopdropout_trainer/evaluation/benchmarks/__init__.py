@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from pathlib import Path
 
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
-from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, GeneratedTask, Row
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
 from loopdropout_trainer.settings.ranges import check_integer
 
@@ -18,11 +18,7 @@ LM_EVAL = "lm_eval:"
 
 
 def find_task(name: str) -> Task:
-    """Return the benchmark's task: one of `BENCHMARKS`, or any of lm-eval's as `lm_eval:TASK`.
-
-    Raises:
-        ValueError: for another name.
-    """
+    """Return the benchmark's task: one of `BENCHMARKS`, or any of lm-eval's as `lm_eval:TASK`."""
     if name.startswith(LM_EVAL) and name != LM_EVAL:
         return LmEvalTask(name.removeprefix(LM_EVAL))
     if name not in BENCHMARKS:
@@ -31,7 +27,10 @@ def find_task(name: str) -> Task:
 
 
 def load_benchmark(
-    name: str, files: Files | None = None, limit: int | None = None, confirm_run_unsafe_code: bool = False
+    name: str,
+    files: str | Path | Sequence[str | Path] | None = None,
+    limit: int | None = None,
+    confirm_run_unsafe_code: bool = False,
 ) -> Benchmark:
     """Load a benchmark's problems, and check that everything is there that scoring needs.
 
@@ -48,16 +47,5 @@ def load_benchmark(
     """
     if limit is not None:
         check_integer("benchmark_limit", limit)
-    return find_task(name).load(name, files, limit, confirm_run_unsafe_code)
-
-
-def make_benchmark(name: str, rows: Iterable[Row]) -> GeneratedBenchmark:
-    """Return rows of the user's own, such as held-out ones, as problems of the generated benchmark `name`.
-
-    Raises:
-        ValueError: for another name, or a row without the benchmark's fields.
-    """
-    task = find_task(name)
-    if not isinstance(task, GeneratedTask):
-        raise ValueError(f"`{name}` takes no rows of one's own: it is not scored by the completion of a prompt alone.")
-    return task.benchmark(name, ((f"Row {number}", row) for number, row in enumerate(rows, start=1)))
+    files = [files] if isinstance(files, str | Path) else files
+    return find_task(name).load(name, files and list(map(Path, files)), limit, confirm_run_unsafe_code)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate.utils import gather_object
 from datasets import load_dataset
 
-from loopdropout_trainer.data.rows import BadRow, read_files
+from loopdropout_trainer.data.rows import BadRow, DataError, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.metrics import load_metric
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
@@ -49,6 +50,8 @@ class GeneratedBenchmark(Benchmark):
     rows: list[Row] = field(default_factory=list)
 
     kind: ClassVar[str] = "generation"
+    in_turns: ClassVar[bool] = False  # whether the protocol's prompts are turns of a chat
+    beginning: ClassVar[str] = ""  # of every completion
 
     def settings(self, subject: Subject) -> dict[str, Any]:
         return {
@@ -57,44 +60,33 @@ class GeneratedBenchmark(Benchmark):
             "metric": self.metric,
             "max_new_tokens": self.max_new_tokens,
             "stop_strings": list(self.stop_strings),
-            **subject.settings(subject.in_turns(False)),
+            **subject.settings(subject.in_turns(self.in_turns)),
         }
 
     def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
-        in_turns = subject.in_turns(False)
-        texts = [subject.prompt_text(prompt, in_turns) for prompt in self.prompts]
-        completions = complete(subject, texts, log, self.max_new_tokens, self.stop_strings, in_turns, progress)
+        state, in_turns = all_processes(), subject.in_turns(self.in_turns)
+        texts = [subject.prompt_text(prompt, in_turns) + self.beginning for prompt in self.prompts]
+        missing = [place for place in range(len(texts)) if place not in log.found]
+        share = missing[state.process_index :: state.num_processes]
+        with subject.running():
+            for batch in generate_batches(
+                subject.model,
+                subject.tokenizer,
+                [subject.tokenize(texts[place], in_turns) for place in share],
+                self.max_new_tokens if subject.max_new_tokens is None else subject.max_new_tokens,
+                subject.batch_size,
+                subject.stops(self.stop_strings, in_turns),
+                progress=progress and state.is_main_process and bool(share),
+                decoding=subject.decoding,
+            ):
+                log.keep((share[index], completion) for index, completion in batch)
+        for part in gather_object([{place: log.found[place] for place in share}]):
+            log.found.update(part)
+        return self.score([log.found[place] for place in range(len(texts))], texts, log, progress)
+
+    def score(self, completions: list[str], texts: list[str], log: AnswerLog, progress: bool) -> BenchmarkResult:
+        """Judge one completion of each text, which is a prompt as the model saw it."""
         return score_completions(replace(self, prompts=texts), completions)
-
-
-def complete(
-    subject: Subject,
-    texts: Sequence[str],
-    log: AnswerLog,
-    max_new_tokens: int,
-    stop_strings: Sequence[str],
-    in_turns: bool,
-    progress: bool = True,
-) -> list[str]:
-    """Return a greedy completion of each text, over all processes; those in the log, by place, are not generated again."""
-    state = all_processes()
-    missing = [place for place in range(len(texts)) if place not in log.found]
-    share = missing[state.process_index :: state.num_processes]
-    with subject.running():
-        for batch in generate_batches(
-            subject.model,
-            subject.tokenizer,
-            [subject.tokenize(texts[place], in_turns) for place in share],
-            max_new_tokens if subject.max_new_tokens is None else subject.max_new_tokens,
-            subject.batch_size,
-            subject.stops(stop_strings, in_turns),
-            progress=progress and state.is_main_process and bool(share),
-            decoding=subject.decoding,
-        ):
-            log.keep((share[index], completion) for index, completion in batch)
-    for part in gather_object([{place: log.found[place] for place in share}]):
-        log.found.update(part)
-    return [log.found[place] for place in range(len(texts))]
 
 
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
@@ -128,33 +120,39 @@ class GeneratedTask(Task):
     max_new_tokens: int
     stop_strings: tuple[str, ...] = ()
 
-    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> GeneratedBenchmark:
+    def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> GeneratedBenchmark:
         if files is not None:
-            return self.benchmark(name, islice(read_files(list_of(files)), limit))
+            return self.benchmark(name, islice(read_files(files), limit))
         rows = islice(self.rows(limit), limit)
         return self.benchmark(name, ((f"{name}, row {number}", row) for number, row in enumerate(rows, start=1)))
 
     def benchmark(self, name: str, rows: Iterable[tuple[str, Row | BadRow]]) -> GeneratedBenchmark:
-        """Return the benchmark of (place, row) pairs.
+        """Return the benchmark of (place, row) pairs."""
 
-        Raises:
-            ValueError: for a bad row; it names the place.
-        """
-        problems = []
-        for place, row in rows:
-            try:
-                if isinstance(row, BadRow):
-                    raise row
-                problems.append((self.prompt(row), self.reference(row), row))
-                if not isinstance(problems[-1][1], str):
-                    raise ValueError("it has no answer")
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
-                raise ValueError(f"{place} is not a problem of `{name}`: {reason}.") from error
-        if not problems:
-            raise ValueError(f"`{name}` has no problems.")
-        prompts, references, rows = map(list, zip(*problems, strict=True))
+        def problem(row: Row) -> tuple[str, str, Row]:
+            reference = self.reference(row)
+            if not isinstance(reference, str):
+                raise ValueError("it has no answer")
+            return self.prompt(row), reference, row
+
+        prompts, references, rows = map(list, zip(*read_problems(name, rows, problem), strict=True))
         return GeneratedBenchmark(name, prompts, references, self.metric, self.max_new_tokens, self.stop_strings, rows)
+
+
+def read_problems(name: str, rows: Iterable[tuple[str, Row | BadRow]], read: Callable[[Row], Any]) -> list[Any]:
+    """Return what `read` gives for each (place, row) of the benchmark `name`; DataError names the place of a bad row."""
+    found = []
+    for place, row in rows:
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            found.append(read(row))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
+            raise DataError(f"{place} is not a problem of `{name}`: {reason}.") from error
+    if not found:
+        raise DataError(f"`{name}` has no problems.")
+    return found
 
 
 def from_hub(path: str, config: str | None = None, split: str = "test") -> Callable[[int | None], Iterable[Row]]:

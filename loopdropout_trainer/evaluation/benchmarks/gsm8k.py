@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from loopdropout_trainer.data.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, Row, from_hub
 
@@ -24,12 +25,7 @@ def _task(rows: Callable[[int | None], Iterable[Row]], answer: str = "answer", m
 
 
 def _arithmetic(split: str) -> Callable[[int | None], Iterable[Row]]:
-    def rows(limit: int | None) -> Iterable[Row]:
-        from loopdropout_trainer.data.arithmetic import arithmetic_problems
-
-        return arithmetic_problems(split, limit or ARITHMETIC_PROBLEMS, seed=0)
-
-    return rows
+    return lambda limit: arithmetic_problems(split, limit or ARITHMETIC_PROBLEMS, seed=0)
 
 
 BENCHMARKS = {

@@ -6,10 +6,11 @@ from them. So the results do not depend on the number of processes, and a killed
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Real
@@ -20,17 +21,20 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from loopdropout_trainer.data.rows import BadRow, DataError, read_files
+from loopdropout_trainer.data.rows import DataError, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
-from loopdropout_trainer.evaluation.benchmarks.generated import Row
-from loopdropout_trainer.evaluation.loading import quiet
+from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
+from loopdropout_trainer.evaluation.benchmarks.generated import Row, read_problems
 from loopdropout_trainer.evaluation.processes import random_states_kept
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.versions import library_versions
+
+
+# lm-eval gives this advice for each task of local rows.
+logging.getLogger("lm_eval.api.task").addFilter(lambda record: "Custom kwargs" not in str(record.msg))
 
 
 @dataclass(frozen=True)
@@ -62,19 +66,33 @@ class LmEvalTask(Task):
     def metric_names(self, name: str) -> tuple[str, ...]:
         return tuple(self.metrics or ())
 
-    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> LmEvalBenchmark:
+    def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> LmEvalBenchmark:
         import lm_eval.tasks
 
-        where = {} if self.folder is None else {"include_defaults": False}
+        where = {}
         if self.folder is not None:
-            where["include_path"] = str(Path(lm_eval.tasks.__file__).parent / self.folder)
-        rows = None if files is None else read_local_rows(name, list_of(files), self.task_of)
-        with (
-            user_supplied(f"`{name}` cannot be loaded"),
-            quiet("lm_eval.api.task"),
-        ):  # of local datasets, for each task
+            folder = Path(lm_eval.tasks.__file__).parent / self.folder
+            where = {"include_path": str(folder), "include_defaults": False}
+        splits = None if files is None else self._local_splits(name, files)
+        with user_supplied(f"`{name}` cannot be loaded"):
             manager = lm_eval.tasks.TaskManager(**where)
-            tasks = list(manager.load(self._specs(name, manager, rows))["tasks"].values())
+            names = [self.tasks]
+            if self.folder is not None and self.tasks not in manager.all_subtasks:
+                names = [task for task in manager.all_subtasks if task.startswith(f"{self.tasks}_")]
+            elif self.tasks not in manager.all_tasks:  # the path of a YAML file, which can run code, is no name
+                raise ValueError(
+                    f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
+                )
+            specs = {task: {"task": task, **self.overrides} for task in splits or names}
+            for task, of_task in (splits or {}).items():
+                if task not in manager.all_subtasks:
+                    raise DataError(
+                        f"`{name}` has no task `{task}`: `benchmark_files` must name a folder of TASK.jsonl."
+                    )
+                specs[task] |= {"custom_dataset": of_task, "dataset_kwargs": None}
+            if splits or self.overrides:  # built-in tasks take other fields inside a group only
+                names = [{"group": f"{name} with local settings", "task": list(specs.values())}]
+            tasks = list(manager.load(names)["tasks"].values())
         self.check_scorer()
         for task in tasks:
             if getattr(task, "UNSAFE_CODE", False) and not confirmed:
@@ -86,99 +104,52 @@ class LmEvalTask(Task):
             task.set_config(key="num_fewshot", value=own if self.num_fewshot is None else self.num_fewshot)
             if self.generation:
                 task.set_config(key="generation_kwargs", value=dict(self.generation), update=True)
-            if rows is not None:
+            if splits is not None:
                 task.dataset.check_examples(name, task.config)
         return LmEvalBenchmark(name, self, tasks, manager, limit, confirmed)
 
-    def _specs(self, name: str, manager: Any, rows: LocalRows | None) -> list[Any]:
-        """Return what lm-eval's task manager loads: names, and dictionaries of what differs from the built-in tasks."""
-        known = manager.all_subtasks
-        names = [self.tasks] if self.tasks in (manager.all_tasks if self.folder is None else known) else []
-        if self.folder is not None:
-            names = names or [task for task in known if task.startswith(f"{self.tasks}_")]
-        if not names:
-            raise ValueError(
-                f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
-            )
-        if rows is None and not self.overrides:
-            return names
-        specs = {task: {"task": task, **self.overrides} for task in names}
-        if rows is not None:
-            of_one = set(rows) == {None}  # the files do not say of which task their rows are
-            if of_one and (len(names) != 1 or names[0] not in known):
-                raise DataError(
-                    f"`{name}` has several tasks: `benchmark_files` must name a folder with TASK.jsonl for each."
-                )
-            for task in () if of_one else rows:
-                if task not in (names if names[0] in known else known):  # the members of a group are not listed
-                    raise DataError(f"`{name}` has no task `{task}`, which the local files have rows of.")
-            specs = {
-                task: {"task": task, **self.overrides, "custom_dataset": Splits(task, of_task), "dataset_kwargs": None}
-                for task, of_task in ({names[0]: rows[None]} if of_one else dict(sorted(rows.items()))).items()
-            }
-        # Built-in tasks take other fields inside a group only.
-        return [{"group": f"{name} with local settings", "task": list(specs.values())}]
+    def _local_splits(self, name: str, files: list[Path]) -> dict[str, LocalSplits]:
+        """Read files of one task's rows or, told apart by `task_of`, of several's; or folders of `TASK[.SPLIT].jsonl`."""
+        found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+        task_of = self.task_of or (lambda row: self.tasks)
+        for path in files:
+            if path.is_dir():
+                for file in sorted(filter(Path.is_file, path.iterdir())):
+                    task, _, split = file.name.removesuffix(".gz").rpartition(".")[0].partition(".")
+                    found[task][split] += read_problems(name, read_files([file]), lambda row: row)
+            else:
+                for task, row in read_problems(name, read_files([path]), lambda row: (task_of(row), row)):
+                    found[task][""].append(row)
+        if not found:
+            raise DataError(f"`{name}` has no problems.")
+        return {task: LocalSplits(task, found[task]) for task in sorted(found)}
 
 
-# Local files
+class LocalSplits:
+    """A task's dataset of local rows by split. A split without rows has those of the file that names none (`""`)."""
 
-LocalRows = dict[str | None, dict[str | None, list[Row]]]
-"""Rows by task and split; None where the file does not say which."""
+    def __init__(self, task: str, rows: Mapping[str, list[Row]]) -> None:
+        self.task, self.rows = task, rows
 
-
-def read_local_rows(name: str, files: list[Any], task_of: Callable[[Row], str] | None) -> LocalRows:
-    """Read files of one task's problems or, told apart by `task_of`, of several's; or folders of `TASK[.SPLIT].jsonl`.
-
-    Raises:
-        DataError: for a file that cannot be read or a bad row; it names file and row.
-    """
-    found: LocalRows = defaultdict(lambda: defaultdict(list))
-    for path in map(Path, files):
-        for file in sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]:
-            task, _, split = file.name.removesuffix(".gz").rpartition(".")[0].partition(".")
-            for place, row in read_files([file]):
-                try:
-                    if isinstance(row, BadRow):
-                        raise row
-                    of_file = None if task_of is None else task_of(row)
-                except (BadRow, KeyError) as error:
-                    reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
-                    raise DataError(f"{place} is not a problem of `{name}`: {reason}.") from None
-                found[task if path.is_dir() else of_file][split or None if path.is_dir() else None].append(row)
-    if not found:
-        raise DataError(f"`{name}` has no problems.")
-    return found
-
-
-class Splits:
-    """A task's dataset of local rows. A split without rows of its own has those of the file that names none."""
-
-    def __init__(self, task: str, splits: Mapping[str | None, list[Row]]) -> None:
-        self.task, self.splits = task, splits
-
-    def __call__(self, **kwargs: Any) -> Splits:
+    def __call__(self, **kwargs: Any) -> LocalSplits:
         """Return itself: lm-eval calls what gives it the dataset of a task."""
         return self
 
     def __getitem__(self, split: str) -> Dataset:
-        rows = self.splits.get(split, self.splits.get(None))
-        if rows is None:
+        if not {split, ""} & self.rows.keys():
             raise DataError(f"There is no file {self.task}.{split}.jsonl with the rows of the split `{split}`.")
-        return Dataset.from_list(rows)
+        return Dataset.from_list(self.rows.get(split) or self.rows[""])
 
     def check_examples(self, name: str, config: Any) -> None:
         """Refuse examples in the prompt that would be test problems, because their own split has no rows."""
         tested = config.test_split or config.validation_split
         source = config.fewshot_split or config.training_split or tested
         given = isinstance(config.fewshot_config, dict) and config.fewshot_config.get("samples")
-        if config.num_fewshot and not given and source != tested and source not in self.splits:
+        if config.num_fewshot and not given and source != tested and source not in self.rows:
             raise DataError(
                 f"`{name}` shows {config.num_fewshot} examples of the split `{source}`: let `benchmark_files` name a folder "
                 f"with {self.task}.jsonl and {self.task}.{source}.jsonl."
             )
-
-
-# Running
 
 
 @dataclass
@@ -248,18 +219,20 @@ class LmEvalBenchmark(Benchmark):
             for task, row in results["results"].items()
         }
         wanted = self.spec.metrics or {key: key for row in table.values() for key in row}
+        keys = {name: key.rpartition(",")[::2] for name, key in wanted.items()}  # metric and filter
         predictions, values = [], {name: [] for name in wanted}
-        for task, samples in self._problems(results["samples"]):
-            scored = {}
-            for name, key in wanted.items():
-                metric, _, filtered = key.rpartition(",")
-                value = samples.get(filtered, {}).get(metric)
-                if _is_finite(value):
-                    scored[name] = float(value)
-                    values[name].append(float(value))
-            first = next(iter(wanted.values())).rpartition(",")[2]
-            sample = samples.get(first) or next(iter(samples.values()))
-            predictions.append(_prediction(sample, scored, scored.get(next(iter(wanted))), task))
+        for task in self.tasks:
+            problems: dict[int, dict[str, dict]] = defaultdict(dict)
+            for sample in results["samples"][task.task_name]:
+                problems[sample["doc_id"]][sample["filter"]] = sample
+            for _, by_filter in sorted(problems.items()):
+                found = {name: by_filter.get(of, {}).get(metric) for name, (metric, of) in keys.items()}
+                found = {name: float(value) for name, value in found.items() if _is_finite(value)}
+                for name, value in found.items():
+                    values[name].append(value)
+                sample = by_filter.get(next(iter(keys.values()))[1]) or next(iter(by_filter.values()))
+                group = task.task_name if len(self.tasks) > 1 else None
+                predictions.append(_prediction(sample, found, found.get(next(iter(wanted))), group))
         of_all = table.get(self.spec.tasks, next(iter(table.values())))
         metrics = {}
         for name, key in wanted.items():
@@ -271,19 +244,10 @@ class LmEvalBenchmark(Benchmark):
             raise ValueError(f"lm-eval gives `{self.name}` no finite number for {', '.join(wanted) or 'any metric'}.")
         return BenchmarkResult(self.name, predictions, metrics, {"lm_eval": table})
 
-    def _problems(self, logged: Mapping[str, list[dict]]) -> Iterator[tuple[str | None, dict[str, dict]]]:
-        """Yield each problem's task (None if there is one task only) and its samples by filter."""
-        for task in self.tasks:
-            problems: dict[int, dict[str, dict]] = defaultdict(dict)
-            for sample in logged[task.task_name]:
-                problems[sample["doc_id"]][sample["filter"]] = sample
-            for _, samples in sorted(problems.items()):
-                yield (task.task_name if len(self.tasks) > 1 else None), samples
-
 
 def _prediction(sample: dict, scored: dict[str, float], value: float | None, task: str | None) -> Prediction:
-    responses = [response[0] for response in sample["resps"]]
-    prompt, log_likelihoods = sample["arguments"][0][0], None
+    """Return a sample of lm-eval's as a prediction with these metrics, of which the first has this value."""
+    responses, log_likelihoods = [response[0] for response in sample["resps"]], None
     if isinstance(responses[0], str):
         completion, extracted = responses[0], sample["filtered_resps"][0]
         extracted = None if extracted in ("[invalid]", "", None) else str(extracted)
@@ -294,7 +258,7 @@ def _prediction(sample: dict, scored: dict[str, float], value: float | None, tas
         extracted = completion.strip()
     place, is_verdict = str(sample["doc_id"]), value in (0, 1)
     return Prediction(
-        prompt=prompt,
+        prompt=sample["arguments"][0][0],
         completion=completion,
         reference=str(sample["target"]),
         extracted=extracted,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
-from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, from_hub
-from loopdropout_trainer.evaluation.metrics import metamath_gsm8k, metamath_math
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, Row, from_hub
+from loopdropout_trainer.evaluation.metrics import metamath_gsm8k
 
 
 PROMPT = PROMPT_TEMPLATES["alpaca"] + " Let's think step by step."
@@ -12,6 +12,13 @@ PROMPT = PROMPT_TEMPLATES["alpaca"] + " Let's think step by step."
 STOPS = tuple(
     word + colon for word in ("Question", "USER", "ASSISTANT", "Instruction", "Response") for colon in (":", "")
 )
+
+
+def _boxed_answer(row: Row) -> str | None:
+    from loopdropout_trainer.evaluation.metrics import metamath_math  # late: it needs lm-eval
+
+    return metamath_math.extract_gold(row["solution"])
+
 
 BENCHMARKS = {
     "metamath_gsm8k": GeneratedTask(
@@ -24,7 +31,7 @@ BENCHMARKS = {
     ),
     "metamath_math500": GeneratedTask(
         prompt=lambda row: PROMPT.format(instruction=row["problem"]),
-        reference=lambda row: metamath_math.extract_gold(row["solution"]),
+        reference=_boxed_answer,
         rows=from_hub("HuggingFaceH4/MATH-500"),
         metric="metamath_math",
         max_new_tokens=2048,

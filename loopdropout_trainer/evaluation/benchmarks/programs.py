@@ -19,13 +19,12 @@ from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Files, Task, list_of
-from loopdropout_trainer.evaluation.benchmarks.generated import complete
+from loopdropout_trainer.evaluation.benchmark import Task
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.evaluation.code.sandbox import check_allowed, check_program, run_scorer
 from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
 from loopdropout_trainer.settings.command import user_supplied
 
 
@@ -43,33 +42,25 @@ STOP_STRINGS = ("<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\nde
 
 @dataclass(frozen=True)
 class CodeTask(Task):
-    """A data set of EvalPlus's.
-
-    Attributes:
-        dataset: `humaneval` or `mbpp`.
-        metrics: names here -> `base` or `plus`.
-        part_of: benchmark that gives these metrics, too.
-    """
+    """A data set of EvalPlus's, `humaneval` or `mbpp`; `name_plus` is also scored with the tests that EvalPlus adds."""
 
     dataset: str
-    metrics: tuple[tuple[str, str], ...]
     part_of: str | None = None
 
     def metric_names(self, name: str) -> tuple[str, ...]:
-        return tuple(metric for metric, _ in self.metrics)
+        return tuple(dict.fromkeys((name, self.dataset)))
 
-    def load(self, name: str, files: Files | None, limit: int | None, confirmed: bool) -> CodeBenchmark:
+    def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> CodeBenchmark:
         sandboxed = check_allowed(name, confirmed)
-        problems = evalplus_problems(self.dataset, None if files is None else list_of(files)[0])
-        return CodeBenchmark(name, self, list(problems.values())[:limit], sandboxed)
+        problems = list(evalplus_problems(self.dataset, files and files[0]).values())[:limit]
+        prompts = [f"{INSTRUCTION}\n```\n{problem['prompt'].strip()}\n```\n" for problem in problems]
+        names = [problem["task_id"] for problem in problems]
+        protocol = {"metric": self.dataset, "max_new_tokens": MAX_NEW_TOKENS, "stop_strings": STOP_STRINGS}
+        return CodeBenchmark(name, prompts, names, **protocol, rows=problems, sandboxed=sandboxed)
 
 
 def evalplus_problems(dataset: str, file: str | Path | None = None) -> dict[str, dict[str, Any]]:
-    """Return EvalPlus's problems by id: its release, downloaded once, or a local file in its format (.jsonl, .jsonl.gz).
-
-    Raises:
-        SetupError: if there is no such file, or it is not in EvalPlus's format.
-    """
+    """Return EvalPlus's problems by id: its release, downloaded once, or a local file in its format (.jsonl, .jsonl.gz)."""
     module, variable = import_module(f"evalplus.data.{dataset}"), f"{dataset.upper()}_OVERRIDE_PATH"
     before = getattr(module, variable)  # the environment variable of this name, which it reads when it is imported
     setattr(module, variable, before if file is None else str(file))
@@ -81,89 +72,62 @@ def evalplus_problems(dataset: str, file: str | Path | None = None) -> dict[str,
 
 
 @dataclass(frozen=True)
-class CodeBenchmark(Benchmark):
-    """Problems that are solved by programs.
+class CodeBenchmark(GeneratedBenchmark):
+    """Problems that are solved by programs; `metric` is the data set, `rows` are EvalPlus's, `references` their names.
 
     Attributes:
-        name: for reports and files.
-        task: the data set, and its metrics.
-        problems: rows of EvalPlus's.
         sandboxed: whether bubblewrap contains the programs; if not, the user has confirmed to run them.
     """
 
-    name: str
-    task: CodeTask
-    problems: Sequence[dict[str, Any]]
     sandboxed: bool = True
 
     kind: ClassVar[str] = "code"
-
-    @property
-    def prompts(self) -> list[str]:
-        """The user turn of each problem."""
-        return [f"{INSTRUCTION}\n```\n{problem['prompt'].strip()}\n```\n" for problem in self.problems]
+    in_turns: ClassVar[bool] = True
+    beginning: ClassVar[str] = COMPLETION_BEGINNING
 
     def settings(self, subject: Subject) -> dict[str, Any]:
-        problems = [[problem["task_id"], prompt] for problem, prompt in zip(self.problems, self.prompts, strict=True)]
-        return {
-            "benchmark": self.name,
-            "problems_sha256": sha256_of_json(problems),
-            "max_new_tokens": MAX_NEW_TOKENS,
-            "stop_strings": list(STOP_STRINGS),
-            "evalplus": metadata.version("evalplus"),
-            **subject.settings(subject.in_turns(True)),
-        }
+        return {**super().settings(subject), "evalplus": metadata.version("evalplus")}
 
-    def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
-        in_turns = subject.in_turns(True)
-        texts = [subject.prompt_text(prompt, in_turns) + COMPLETION_BEGINNING for prompt in self.prompts]
-        completions = complete(subject, texts, log, MAX_NEW_TOKENS, STOP_STRINGS, in_turns, progress)
+    def score(self, completions: list[str], texts: list[str], log: AnswerLog, progress: bool) -> BenchmarkResult:
         is_main = all_processes().is_main_process
-        (verdicts,) = broadcast_object_list([self.score(completions, log, progress) if is_main else None])
-        passed = {"plus": [v == "pass" for v in verdicts], "base": [v == "pass" or v[:4] == "plus" for v in verdicts]}
-        passed = {name: passed[part] for name, part in self.task.metrics}
-        first = next(iter(passed.values()))
-        predictions = [
-            Prediction(
-                prompt=texts[place],
-                completion=completion,
-                reference="",
-                extracted=completion if completion.strip() else None,
-                correct=first[place],
-                id=self.problems[place]["task_id"],
-                values={name: float(each[place]) for name, each in passed.items()} if len(passed) > 1 else None,
-                note=None if verdicts[place] == "pass" else verdicts[place],
+        (verdicts,) = broadcast_object_list([self.verdicts(completions, log, progress) if is_main else None])
+        metrics, predictions = {name: [] for name in dict.fromkeys((self.name, self.metric))}, []
+        for name, text, completion, verdict in zip(self.references, texts, completions, verdicts, strict=True):
+            for metric, values in metrics.items():  # `plus: fail` has passed the problem's own tests
+                values.append(verdict == "pass" or metric == self.metric and verdict.startswith("plus"))
+            predictions.append(
+                Prediction(
+                    prompt=text,
+                    completion=completion,
+                    reference="",
+                    extracted=completion if completion.strip() else None,
+                    correct=metrics[self.name][-1],
+                    id=name,
+                    values={name: float(each[-1]) for name, each in metrics.items()} if len(metrics) > 1 else None,
+                    note=None if verdict == "pass" else verdict,
+                )
             )
-            for place, completion in enumerate(completions)
-        ]
-        return BenchmarkResult(self.name, predictions, {name: Metric.of(each) for name, each in passed.items()})
+        return BenchmarkResult(self.name, predictions, {name: Metric.of(each) for name, each in metrics.items()})
 
-    def score(self, completions: Sequence[str], log: AnswerLog, progress: bool = True) -> list[str]:
+    def verdicts(self, completions: Sequence[str], log: AnswerLog, progress: bool = True) -> list[str]:
         """Return EvalPlus's verdict on each completion: `pass`, `base: fail`, `plus: timeout`, ...
 
-        Verdicts are kept in the log beside the completions. The programs are also written to `samples.jsonl` in the log's
-        folder, in EvalPlus's format: `evalplus.evaluate --dataset humaneval --samples samples.jsonl` scores them, too.
+        Verdicts are kept in the log beside the completions.
         """
-        keys = [f"verdict {place}" for place in range(len(self.problems))]
+        keys = [f"verdict {place}" for place in range(len(self.rows))]
         if all(key in log.found for key in keys):
             return [log.found[key] for key in keys]
         with tempfile.TemporaryDirectory(prefix="programs_") as name:
             folder = Path(name)
             jobs = [
-                (self.task.dataset, problem, cut_as_evalplus_does(completion))
-                for problem, completion in zip(self.problems, completions, strict=True)
+                (self.metric, problem, cut_as_evalplus_does(completion))
+                for problem, completion in zip(self.rows, completions, strict=True)
             ]
             (folder / "problems.pickle").write_bytes(pickle.dumps(jobs))
             if run_scorer("prepare", folder, seconds=None, sandboxed=self.sandboxed) != 0:
                 raise RuntimeError(f"EvalPlus could not compute the expected outputs of `{self.name}`.")
             (folder / "problems.pickle").unlink()  # the reference solutions
-            if log.folder is not None:
-                (log.folder / "evalplus").mkdir(parents=True, exist_ok=True)
-                write_atomically(log.folder / "evalplus/samples.jsonl", (folder / "samples.jsonl").read_bytes())
-
-            def check(key: str) -> tuple[str, str]:
-                return key, check_program(folder, int(key.split()[1]), self.sandboxed)
-
+            check = lambda key: (key, check_program(folder, int(key.split()[1]), self.sandboxed))
             pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))  # as many as EvalPlus runs at a time
             try:
                 missing = [key for key in keys if key not in log.found]
@@ -180,8 +144,8 @@ def cut_as_evalplus_does(completion: str) -> str:
 
 
 BENCHMARKS = {
-    "humaneval_plus": CodeTask("humaneval", (("humaneval_plus", "plus"), ("humaneval", "base"))),
-    "mbpp_plus": CodeTask("mbpp", (("mbpp_plus", "plus"), ("mbpp", "base"))),
-    "humaneval": CodeTask("humaneval", (("humaneval", "base"),), part_of="humaneval_plus"),
-    "mbpp": CodeTask("mbpp", (("mbpp", "base"),), part_of="mbpp_plus"),
+    "humaneval_plus": CodeTask("humaneval"),
+    "mbpp_plus": CodeTask("mbpp"),
+    "humaneval": CodeTask("humaneval", part_of="humaneval_plus"),
+    "mbpp": CodeTask("mbpp", part_of="mbpp_plus"),
 }

@@ -40,29 +40,20 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "HOME": "/tmp",  # noqa: S108 (the sandbox's own)
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"), "1"),
 }
 """All that a program sees of an environment."""
 
 
 def run_scorer(command: str, folder: Path, *arguments: str, seconds: float | None, sandboxed: bool) -> int | None:
-    """Run `score.py COMMAND FOLDER ...` until it ends or its time is up, and end all that it has started.
+    """Run `score.py COMMAND FOLDER ...`, and end all that it has started; return its exit code, None after so many seconds.
 
-    Args:
-        seconds: after which it is killed.
-        sandboxed: inside bubblewrap; else with nothing but the limits that score.py sets.
-
-    Returns:
-        Its exit code; None if its time was up.
+    If not sandboxed, it has no limits but those that score.py sets.
     """
-    process = [sys.executable, "-s", "-B", str(SCORER), command, str(folder), *arguments]
-    if sandboxed:
-        process = [*_bubblewrap(folder, writable=command == "prepare"), *process]
+    sandbox = _bubblewrap(folder, "--bind" if command == "prepare" else "--ro-bind") if sandboxed else []
     running = subprocess.Popen(
-        process,
+        [*sandbox, sys.executable, "-s", "-B", str(SCORER), command, str(folder), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=None if command == "prepare" else subprocess.DEVNULL,  # what a program writes is not read
@@ -90,13 +81,13 @@ def check_program(folder: Path, number: int, sandboxed: bool) -> str:
     return VERDICTS[code - 10] if code - 10 in range(len(VERDICTS)) else "ended before its verdict"
 
 
-def _bubblewrap(folder: Path, writable: bool) -> list[str]:
+def _bubblewrap(folder: Path, bind: str) -> list[str]:
     """Return the command line of a sandbox that shows Python, its libraries and `folder`."""
     binds = []
-    for path, kind in [*((path, "--ro-bind-try") for path in _shown()), (SCORER, "--ro-bind"), (folder, "--bind")]:
+    for path, kind in [*((path, "--ro-bind-try") for path in _shown()), (SCORER, "--ro-bind"), (folder, bind)]:
         for parent in reversed(Path(path).parents[:-1]):  # bubblewrap's own would be for its user alone
             binds += ["--perms", "0755", "--dir", str(parent)]
-        binds += [kind if writable or kind != "--bind" else "--ro-bind", str(path), str(path)]
+        binds += [kind, str(path), str(path)]
     # Started by root, score.py becomes a user that exists nowhere else: no limit on processes holds for root.
     user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.getuid() == 0 else ["--unshare-user"]
     return [
@@ -132,9 +123,8 @@ def sandbox_fault() -> str | None:
     program |= {"inputs": [[]], "expected": [7], "ref_time": [1.0], "atol": 0}
     with tempfile.TemporaryDirectory(prefix="sandbox_") as name:
         folder = Path(name)
-        empty = subprocess.run(
-            [*_bubblewrap(folder, writable=False), "true"], env=ENVIRONMENT, capture_output=True, text=True
-        )
+        command = [*_bubblewrap(folder, "--ro-bind"), "true"]
+        empty = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
         if empty.returncode:
             return " ".join(empty.stderr.split())
         (folder / "0.pickle").write_bytes(pickle.dumps({"base": program, "plus": program}))
@@ -143,11 +133,7 @@ def sandbox_fault() -> str | None:
 
 
 def check_allowed(benchmark: str, confirmed: bool) -> bool:
-    """Return whether programs run inside bubblewrap here; if they cannot, the user must have confirmed to run them.
-
-    Raises:
-        ValueError: if they cannot, and nobody has.
-    """
+    """Return whether bubblewrap contains programs here; raise ValueError if not, unless the user has confirmed to run them."""
     fault = sandbox_fault()
     if fault is not None and not confirmed:
         raise ValueError(

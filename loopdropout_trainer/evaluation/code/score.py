@@ -1,20 +1,18 @@
 """What runs inside the sandbox (see sandbox.py): EvalPlus, with nothing of this package.
 
-    score.py prepare FOLDER        reads FOLDER/problems.pickle, writes FOLDER/N.pickle for each problem, and samples.jsonl
+    score.py prepare FOLDER        reads FOLDER/problems.pickle, writes FOLDER/N.pickle for each problem
     score.py check FOLDER N USER   runs the program in FOLDER/N.pickle as USER (0: unchanged); the exit code is its verdict
 
 `prepare` runs EvalPlus's own solutions, and reads what the model has written as text. `check` runs the model's program and
 has the expected outputs, but not the solution that they come from. No output of a program is read: it could be anything.
 """
 
-import json
 import multiprocessing
 import os
 import pickle
 import resource
 import signal
 import sys
-from contextlib import suppress
 
 
 LIMITS = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": 64 << 20, "RLIMIT_NOFILE": 256, "RLIMIT_AS": 4 << 30}
@@ -55,12 +53,6 @@ def prepare(folder):
         with open(f"{folder}/{number}.pickle", "wb") as file:
             pickle.dump(parts, file)
         os._exit(0)
-    with open(f"{folder}/samples.jsonl", "w", encoding="utf-8") as samples:
-        for number, (_, problem, _) in enumerate(jobs):
-            solution = ""
-            with suppress(Exception), open(f"{folder}/{number}.pickle", "rb") as file:  # not there, or not complete
-                solution = pickle.load(file)["base"]["code"]
-            samples.write(json.dumps({"task_id": problem["task_id"], "solution": solution}) + "\n")
 
 
 def check(folder, number, user):

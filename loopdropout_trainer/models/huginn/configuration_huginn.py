@@ -27,14 +27,6 @@ _IMPLEMENTED = {
 _HUGINN_IDS = {"bos_token_id": 65504, "eos_token_id": 65505, "pad_token_id": 65509}
 
 
-def block_layout_of(weight_names: Collection[str]) -> str | None:
-    """Return the `block_layout` of a checkpoint whose tensors have these names; None if they are no blocks of the kind."""
-    endings = {".".join(name.split(".")[-2:]) for name in weight_names}
-    if "norm_1.weight" not in endings:
-        return None
-    return "olmo" if "q_norm.weight" in endings else "huginn" if "norm_3.weight" in endings else "llama"
-
-
 def drop_huginn_ids(config: PreTrainedConfig | GenerationConfig) -> None:
     """Take Huginn's special ids out of a converted model's configuration, so that the tokenizer's are used."""
     for name, stale in _HUGINN_IDS.items():
@@ -120,9 +112,10 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.init_values is None:
+            out_proj = std / math.sqrt(2 * self.effective_expected_depth)
             self.init_values = {
                 "std": std,
-                "out_proj": std / math.sqrt(2 * self.effective_expected_depth),
+                "out_proj": out_proj,
                 "embedding": std,
                 "embed_scale": math.sqrt(self.n_embd),
             }
@@ -162,24 +155,26 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
                 "set `block_layout` to 'llama' or 'olmo', or load the model with `from_pretrained`, which finds out."
             )
         self.block_layout = layout = layout or "huginn"
-        if layout == "huginn":
-            self._check_equal("num_key_value_heads", self.n_heads, "`n_heads`: Huginn has multi-head attention only")
         if layout != "olmo":
             self._check_equal("head_dim", self.n_embd / self.n_heads, "`n_embd` / `n_heads`")
         if layout == "huginn":
+            self._check_equal("num_key_value_heads", self.n_heads, "`n_heads`: Huginn has multi-head attention only")
             return
         self._check_equal("qk_bias", False, "converted models have none")
         if "rope_theta" not in (self.rope_parameters or {}):
             raise ValueError("`rope_theta` is missing: a converted model has that of the model it was made of.")
-        if self.n_heads % self.num_key_value_heads:
+        if self.n_heads % (groups := self.num_key_value_heads):
             raise ValueError(
-                f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads} and {self.num_key_value_heads}."
+                f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads} and {groups}."
             )
         drop_huginn_ids(self)
 
     def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:
-        if self.block_layout is None and (layout := block_layout_of(weight_names() or ())) is not None:
-            self.set_layout(layout)
+        if self.block_layout is None:
+            endings = {".".join(name.split(".")[-2:]) for name in weight_names() or ()}
+            if "norm_1.weight" in endings:  # else there are no blocks of this kind
+                huginn = "huginn" if "norm_3.weight" in endings else "llama"
+                self.set_layout("olmo" if "q_norm.weight" in endings else huginn)
 
     @property
     def num_recurrent_layers(self) -> int:

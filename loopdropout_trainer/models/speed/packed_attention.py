@@ -64,11 +64,14 @@ class Lengths:
             self._masks[chunk, dtype] = added.to(self.device)
         return self._masks[chunk, dtype]
 
+    @torch.compiler.disable(recursive=True)  # it would compile anew for all lengths
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float
     ) -> torch.Tensor:
         """Attend within each example of a row [1, heads, T, d]; return [1, T, heads, d]."""
-        return packed_attention(query, key, value, self, scaling, dropout)
+        if not dropout and _takes_all_at_once(query.device, query.dtype, query.shape[-1]):
+            return _at_once(query, key, value, self, scaling)
+        return _one_by_one(query, key, value, self, scaling, dropout)
 
 
 def lengths_in_chunks(lengths: Sequence[int], like: torch.Tensor, num_heads: int, head_dim: int) -> Lengths:
@@ -87,16 +90,6 @@ def lengths_in_chunks(lengths: Sequence[int], like: torch.Tensor, num_heads: int
         else:
             chunks.append([length])
     return Lengths(lengths, like.device, chunks)
-
-
-@torch.compiler.disable(recursive=True)  # it would compile anew for all lengths
-def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float, dropout: float = 0.0
-) -> torch.Tensor:
-    """Attend within each of the examples that lie in one row [1, heads, T, d]; return [1, T, heads, d]."""
-    if not dropout and _takes_all_at_once(query.device, query.dtype, query.shape[-1]):
-        return _at_once(query, key, value, lengths, scaling)
-    return _one_by_one(query, key, value, lengths, scaling, dropout)
 
 
 def _one_by_one(
