@@ -1,5 +1,6 @@
 """Shared fixtures: golden tensors of the reference implementations, and models and data small enough for seconds."""
 
+import functools
 import importlib.util
 import json
 import logging
@@ -242,21 +243,33 @@ class Trainer(LoopDropoutSFTTrainer):
 
 
 @pytest.fixture
-def make_trainer(config, dataset, tokenizer):
-    """`make_trainer(model, cls, rows, **fields)`: a trainer of six steps with a checkpoint after every other one."""
+def make_sft(config, dataset, tokenizer):
+    """`make_sft(model, cls, rows, **fields)`: a trainer of a short run, by default of a tiny Ouro."""
 
-    def make(model=None, cls=Trainer, rows=dataset, peft_config=None, callbacks=None, **fields):
-        return cls(
-            tiny_ouro() if model is None else model,
-            config(**{"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS, **fields}),
-            train_dataset=rows,
-            eval_dataset=dataset.select(range(4)),
-            processing_class=tokenizer,
-            peft_config=peft_config,
-            callbacks=callbacks,
-        )
+    def make(model=None, cls=LoopDropoutSFTTrainer, rows=dataset, peft_config=None, callbacks=None, **fields):
+        data = {"train_dataset": rows, "eval_dataset": dataset.select(range(4)), "processing_class": tokenizer}
+        model = tiny_ouro() if model is None else model
+        return cls(model, config(**fields), peft_config=peft_config, callbacks=callbacks, **data)
 
     return make
+
+
+@pytest.fixture
+def train(make_sft):
+    """The same, after its training."""
+
+    def run(*given, resume=None, **fields):
+        trainer = make_sft(*given, **fields)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return run
+
+
+@pytest.fixture
+def make_trainer(make_sft):
+    """The same of six steps with a checkpoint after every other one, and a trainer that can die."""
+    return functools.partial(make_sft, cls=Trainer, save_strategy="steps", save_steps=2, max_steps=STEPS)
 
 
 def flat_weights(trainer):

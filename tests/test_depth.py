@@ -1,5 +1,6 @@
 """Depth in training: how many loops a step runs, and which loops' readouts its loss scores."""
 
+import functools
 import math
 from collections import Counter
 
@@ -14,7 +15,6 @@ from conftest import (
     randomise,
     tiny_hrm,
     tiny_huginn,
-    tiny_ouro,
     trained_parameters,
 )
 from torch.nn import functional as F
@@ -43,16 +43,8 @@ class Watch(Recording, LoopDropoutSFTTrainer):
 
 
 @pytest.fixture
-def train(config, dataset, tokenizer):
-    """`train(model, **fields)`: run a short training and return the trainer."""
-
-    def run(model=None, cls=Watch, resume=None, **fields):
-        model = tiny_ouro() if model is None else model
-        trainer = cls(model, config(**fields), train_dataset=dataset, processing_class=tokenizer)
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    return run
+def train(train):
+    return functools.partial(train, cls=Watch)
 
 
 # Samplers
@@ -92,12 +84,9 @@ def test_depths_have_the_probabilities_that_they_are_said_to_have(sampler, proba
 
 def test_a_fixed_depth_through_a_sampler_is_the_papers_run_bit_for_bit(train):
     plain = train(cls=LoopDropoutSFTTrainer)
-    for sampling, args in (
-        ("fixed", None),
-        ("uniform", {"low": 4, "high": 4}),
-        ("weighted", {"depths": [4]}),
-        ("weighted", {"depths": [4, 2], "weights": [1, 0]}),
-    ):
+    weighted = {"depths": [4]}, {"depths": [4, 2], "weights": [1, 0]}
+    ways = [("fixed", None), ("uniform", {"low": 4, "high": 4}), *(("weighted", args) for args in weighted)]
+    for sampling, args in ways:
         sampled = train(cls=LoopDropoutSFTTrainer, depth_sampling=sampling, depth_sampling_args=args)
         assert_same_weights(plain, sampled)
         losses = [[log.get("loss") for log in trainer.state.log_history] for trainer in (plain, sampled)]

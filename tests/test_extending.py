@@ -10,14 +10,7 @@ from conftest import tiny_hrm, trained_parameters, with_adapter
 from torch import nn
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from loopdropout_trainer import (
-    LoopDescription,
-    LoopDropoutSFTTrainer,
-    check_loops,
-    merge_and_save,
-    register_looped,
-    use_gates,
-)
+from loopdropout_trainer import LoopDescription, check_loops, merge_and_save, register_looped, use_gates
 from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
 from loopdropout_trainer.evaluation import generate_greedy
 from loopdropout_trainer.looped import NotLoopedError, find_looped_model
@@ -108,17 +101,15 @@ def test_depth_is_read_and_set_as_everywhere(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=2).config.num_loops == 2
 
 
-def test_train_evaluate_diagnose_save_and_merge(config, dataset, tokenizer, tmp_path):
+def test_train_evaluate_diagnose_save_and_merge(train, tokenizer, tmp_path):
     tiny_hrm().save_pretrained(tmp_path / "base")
-    args = config(gradient_checkpointing=True, max_steps=3, model_init_kwargs={"num_loops": 4})
-    data = {"train_dataset": dataset, "eval_dataset": dataset, "processing_class": tokenizer}
-    trainer = LoopDropoutSFTTrainer(str(tmp_path / "base"), args, **data)
-    trainer.train()
+    fields = {"gradient_checkpointing": True, "max_steps": 3, "model_init_kwargs": {"num_loops": 4}}
+    trainer = train(str(tmp_path / "base"), **fields)
     active = [entry["active_loop_4"] for entry in trainer.state.log_history if "active_loop_4" in entry]
     assert len(active) == 3 and any(0 < share < 1 for share in active)
     assert trainer.num_loops == 4 and trainer.evaluate()["eval_loss"] > 0
 
-    batches = [trainer.data_collator([trainer.eval_dataset[i] for i in range(8)])]
+    batches = [trainer.data_collator([trainer.eval_dataset[i] for i in range(4)])]
     measured = single_loop_activation(trainer.model, batches)
     assert measured.all_on < measured.frozen and len(measured.only) == 4
     assert readout_losses(trainer.model, batches)[-1] == pytest.approx(measured.all_on, abs=1e-4)
@@ -135,12 +126,11 @@ def test_train_evaluate_diagnose_save_and_merge(config, dataset, tokenizer, tmp_
         torch.testing.assert_close(merged(ids).logits, trainer.model.eval()(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_not_possible_is_refused(config, dataset, tokenizer):
+def test_what_is_not_possible_is_refused(train):
     model = tiny_hrm()
     model.config.num_loops = 4
-    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
     with pytest.raises(ValueError, match="to train at another depth, load it with `num_loops`"):
-        trainer.train()
+        train(model)
     for cls, message in ((OuroForCausalLM, "looped by itself"), (type(model.model), "not a causal language model")):
         with pytest.raises(ValueError, match=message):
             register_looped(cls, LoopDescription)

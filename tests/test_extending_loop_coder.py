@@ -11,7 +11,7 @@ from conftest import with_adapter
 from test_extending import assert_gradients_are_those_of_swapped_weights
 from torch import nn
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, check_loops, merge_and_save
+from loopdropout_trainer import check_loops, merge_and_save
 from loopdropout_trainer.looped.described import DESCRIPTIONS
 
 
@@ -60,10 +60,8 @@ def test_gradients_equal_swapping_the_weights_by_hand(loop_coder, checkpointing)
     )
 
 
-def test_it_trains_and_merges(loop_coder, config, dataset, tokenizer, tmp_path):
-    args = config(gradient_checkpointing=True, max_steps=3)
-    trainer = LoopDropoutSFTTrainer(tiny(loop_coder), args, train_dataset=dataset, processing_class=tokenizer)
-    trainer.train()
+def test_it_trains_and_merges(loop_coder, train, tmp_path):
+    trainer = train(tiny(loop_coder), gradient_checkpointing=True, max_steps=3)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 3 and losses[-1] < losses[0]
     merge_and_save(trainer.model, tmp_path / "merged")

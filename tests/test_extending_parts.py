@@ -5,7 +5,7 @@ import torch
 from conftest import tiny_ouro
 from peft.utils import get_peft_model_state_dict
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, load_adapter
+from loopdropout_trainer import load_adapter
 from loopdropout_trainer.adapters import ADAPTER_KINDS
 from loopdropout_trainer.gates import RULES
 
@@ -81,11 +81,9 @@ def registered():
     del RULES["alternating"], ADAPTER_KINDS["module_strength"]
 
 
-def test_a_rule_and_an_adapter_kind_are_a_file_each(registered, config, dataset, tokenizer, tmp_path):
+def test_a_rule_and_an_adapter_kind_are_a_file_each(registered, make_sft, train, tmp_path):
     assert lines_of(RULE) <= 14 and lines_of(KIND) <= 28  # docs/architecture.md tells these numbers
-    args, data = config(rule="alternating", max_steps=3), {"train_dataset": dataset, "processing_class": tokenizer}
-    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, **data)
-    trainer.train()
+    trainer = train(rule="alternating", max_steps=3)
     assert [log["active_loop_1"] for log in trainer.state.log_history if "active_loop_1" in log] == [1, 0, 1]
     strengths = trainer.model.base_model.lora_module_strengths["default"]
     assert strengths.shape == (14,) and (strengths != 1).all()
@@ -98,7 +96,6 @@ def test_a_rule_and_an_adapter_kind_are_a_file_each(registered, config, dataset,
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits, atol=1e-6, rtol=1e-6)
 
-    again = LoopDropoutSFTTrainer(load_adapter(tiny_ouro(), tmp_path / "adapter", is_trainable=True), args, **data)
-    again.train()
+    again = train(load_adapter(tiny_ouro(), tmp_path / "adapter", is_trainable=True), rule="alternating")
     with pytest.raises(ValueError, match="'lora' trains a shared adapter.*learned strengths of its modules"):
-        LoopDropoutSFTTrainer(again.model, config(rule="lora"), **data)
+        make_sft(again.model, rule="lora")

@@ -107,46 +107,32 @@ def assert_gradients_agree(family, peft_model, prefix, gates=None):
         assert (gradient - want).norm() <= max(1e-4 * want.norm(), 1e-6), name
 
 
-def gated_loss(family, checkpointing, gates, inputs, lengths, mean, segments=None):
-    """Run forward and backward under gates; compare losses and all gradients with the oracle's. Return the logits."""
-    peft_model = golden_adapted(family).train()
+@pytest.mark.parametrize("mean", ["token_mean", "example_mean"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("layout", ["left", "right", "packed"])
+def test_losses_and_gradients_under_gates_agree_with_the_oracle(family, layout, checkpointing, mean):
+    peft_model, tensors = golden_adapted(family).train(), family.tensors
     if checkpointing:
         peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = golden_inputs(family, "oracle/left" if layout == "left" else "oracle/right")
+    kept, lengths, segments = inputs["attention_mask"].bool(), [inputs["labels"].shape[1]], None
+    if layout == "packed":
+        inputs = {name: tensor[kept][None] for name, tensor in inputs.items() if name != "attention_mask"}
+        lengths = kept.sum(dim=1).tolist()
+        inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+        segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    gates = tensors["oracle/gates"].clone().requires_grad_()
     with use_gates(peft_model, gates, segments):
         out = peft_model(**inputs)
-        rows = [(out.logits, inputs["labels"])]
-        if segments is not None:
-            rows = zip(out.logits.split(lengths, dim=1), inputs["labels"].split(lengths, dim=1), strict=True)
+        rows = zip(out.logits.split(lengths, dim=1), inputs["labels"].split(lengths, dim=1), strict=True)
         nll = torch.cat([example_nll(*row) for row in rows])
-        loss = out.loss if mean == "token_mean" else (nll / family.tensors["oracle/example_tokens"]).mean()
+        loss = out.loss if mean == "token_mean" else (nll / tensors["oracle/example_tokens"]).mean()
         loss.backward()
-    assert_close(nll, family.tensors["oracle/example_nll"], atol=1e-4)
-    assert_close(loss, family.tensors[f"oracle/loss_{mean}"], atol=2e-5)
+    assert_close(nll, tensors["oracle/example_nll"], atol=1e-4)
+    assert_close(loss, tensors[f"oracle/loss_{mean}"], atol=2e-5)
     assert_gradients_agree(family, peft_model, f"oracle/grad_{mean}", gates)
-    return out.logits
-
-
-@pytest.mark.parametrize("mean", ["token_mean", "example_mean"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_losses_and_gradients_under_gates_agree_with_the_oracle(family, side, checkpointing, mean):
-    inputs, gates = golden_inputs(family, f"oracle/{side}"), family.tensors["oracle/gates"].clone().requires_grad_()
-    logits = gated_loss(family, checkpointing, gates, inputs, None, mean)
-    if side == "left":
-        valid = inputs["attention_mask"].bool()
-        assert_close(logits[valid], family.tensors["oracle/left/logits"][valid], atol=1e-4)
-
-
-@pytest.mark.parametrize("mean", ["token_mean", "example_mean"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_examples_under_gates_agree_with_the_oracle(family, checkpointing, mean):
-    inputs, gates = golden_inputs(family, "oracle/right"), family.tensors["oracle/gates"].clone().requires_grad_()
-    kept = inputs.pop("attention_mask").bool()
-    lengths = kept.sum(dim=1).tolist()
-    packed = {name: tensor[kept][None] for name, tensor in inputs.items()}
-    packed["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    gated_loss(family, checkpointing, gates, packed, lengths, mean, segments)
+    if layout == "left":
+        assert_close(out.logits[kept], tensors["oracle/left/logits"][kept], atol=1e-4)
 
 
 def test_zero_unit_and_single_loop_gates_agree_with_the_oracle(family):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import pickle
 import resource
 from pathlib import Path
@@ -17,7 +16,7 @@ from peft import get_peft_model
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.saving.adapter_files import load_adapter
 from loopdropout_trainer.saving.hub import PushError
-from loopdropout_trainer.training.checkpoints import CheckpointError, NonFiniteLossError
+from loopdropout_trainer.training.checkpoints import CheckpointError
 from loopdropout_trainer.training.checkpoints.sealing import fault_of_checkpoint, run_of, seal
 
 
@@ -78,7 +77,7 @@ def test_a_checkpoint_without_optimizer_state_is_not_resumed_from(make_trainer, 
     assert trainer.first_step == 0 and "no optimizer state" in log.text
 
 
-# --- disk, data, NaN --------------------------------------------------------------------------------------------------
+# --- disk, data -------------------------------------------------------------------------------------------------------
 
 
 class Fills(LoopDropoutSFTTrainer):
@@ -90,19 +89,6 @@ class Fills(LoopDropoutSFTTrainer):
         if self.state.global_step == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         super()._save_checkpoint(model, trial)
-
-
-class Breaks(LoopDropoutSFTTrainer):
-    """The loss of step 4 is NaN."""
-
-    before = None
-
-    def compute_loss(self, *args, **kwargs):
-        loss = super().compute_loss(*args, **kwargs)
-        if self.state.global_step == 3:
-            self.before = flat_weights(self).clone()
-            loss = loss * math.nan
-        return loss
 
 
 @pytest.mark.parametrize("limit", [20_000, 100_000], ids=["adapter does not fit", "optimizer does not fit"])
@@ -120,14 +106,6 @@ def test_a_full_disk_is_one_error_and_leaves_the_newest_complete_checkpoint(make
     resumed.train(resume_from_checkpoint=True)
     straight.train()
     assert torch.equal(flat_weights(resumed), flat_weights(straight))
-
-
-def test_a_nan_loss_stops_the_run_before_it_reaches_the_weights(make_trainer):
-    trainer = make_trainer(cls=Breaks)
-    with pytest.raises(NonFiniteLossError, match="loss of step 4 is not finite.*checkpoint-2"):
-        trainer.train()
-    assert torch.equal(flat_weights(trainer), trainer.before) and trainer.loop_state.gates is None
-    make_trainer(cls=Breaks, stop_on_nan=False, save_strategy="no").train()
 
 
 def test_data_that_cannot_be_trained_on_is_one_error(make_trainer, dataset, tmp_path):

@@ -28,7 +28,8 @@ def num_fused(monkeypatch):
 
 def twins(*adapters):
     """Two equal models in training, with fused projections and without."""
-    model = with_adapter(scale=0.2, r=4).train()
+    patterns = {"alpha_pattern": {"q_proj": 2, "up_proj": 3}, "rank_pattern": {"k_proj": 2}}  # scalings that differ
+    model = with_adapter(scale=0.2, r=4, **patterns).train()
     for name in adapters:
         model.add_adapter(name, default_peft_config(model.get_base_model(), r=4))
     fused = randomise(model, 0.2).double()

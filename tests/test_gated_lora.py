@@ -15,7 +15,7 @@ from peft import AdaLoraConfig, LoraConfig, PrefixTuningConfig, get_peft_model, 
 from peft.tuners.lora import layer as lora_layer
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, VeloraConfig
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, use_gates
+from loopdropout_trainer import default_peft_config, use_gates
 from loopdropout_trainer.adapters import adapted_layers, add_gates, check_peft_config, has_gates, remove_gates
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
@@ -44,19 +44,6 @@ def test_zero_gates_are_the_frozen_model_bit_for_bit_and_give_zero_gradients():
         out.loss.backward()
     assert torch.equal(out.logits, frozen)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters() if p.requires_grad)
-
-
-def test_one_column_serves_all_examples_and_columns_belong_to_their_examples():
-    model = adapted().eval()
-    gates = torch.rand(4, 4) * 2
-    with torch.no_grad():
-        with use_gates(model, gates):
-            together = model(IDS).logits
-        for row in range(4):
-            for form in (gates[:, row], gates[:, row : row + 1]):
-                with use_gates(model, form):
-                    alone = model(IDS[row : row + 1]).logits
-                torch.testing.assert_close(alone[0], together[row], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,6 +138,18 @@ def test_whatever_adapter_is_switched_on_is_gated(active, gated_first, fields):
         if "lora_B" in name:
             parameter.data *= 1.75
     torch.testing.assert_close(logits(model, torch.full((4,), 1.75)), logits(scaled), atol=1e-6, rtol=1e-5)
+
+
+def test_two_adapters_are_compared_loop_by_loop_after_a_training(train, tmp_path):
+    model, other = (train(p=p, max_steps=2).model.eval() for p in (0.5, 0.2))
+    own = [logits(model, gates) for gates in torch.eye(4)]
+    other.save_pretrained(tmp_path)
+    model.load_adapter(str(tmp_path), "other")
+    for name in ("other", "default", "other"):
+        model.set_adapter(name)
+        for loop, gates in enumerate(torch.eye(4)):
+            assert torch.equal(logits(model, gates), own[loop] if name == "default" else logits(other, gates))
+            assert not torch.equal(own[loop], logits(other, gates))
 
 
 def test_learned_gates_that_pefts_own_loading_would_drop_are_refused(tmp_path):
@@ -256,7 +255,7 @@ def test_several_trained_adapters_and_a_variant_that_peft_may_add_are_refused():
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva", "mica"])
-def test_initialisations_that_leave_the_base_alone_are_gated_and_train(init, make_tiny, config, dataset, tokenizer):
+def test_initialisations_that_leave_the_base_alone_are_gated_and_train(init, make_tiny, train):
     model = make_tiny().eval()
     frozen = model(IDS).logits
     peft_model = get_peft_model(model, default_peft_config(model, r=4, init_lora_weights=init))
@@ -265,8 +264,7 @@ def test_initialisations_that_leave_the_base_alone_are_gated_and_train(init, mak
         initialize_lora_eva_weights(peft_model, [batch] * 2, show_progress_bar=False)
     assert torch.equal(logits(peft_model.eval(), torch.zeros(4)), frozen)
     before = {name: p.detach().clone() for name, p in peft_model.named_parameters()}
-    args = config(max_steps=1, learning_rate=1e-2)
-    LoopDropoutSFTTrainer(peft_model, args, train_dataset=dataset, processing_class=tokenizer).train()
+    train(peft_model, max_steps=1)
     moved = [name for name, p in peft_model.named_parameters() if not torch.equal(p, before[name])]
     both = {"mica": {"A"}, False: {"A", "B"}, "orthogonal": {"A", "B"}}
     assert {name.split(".lora_")[1][0] for name in moved} == both.get(init, {"B"})

@@ -7,13 +7,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM
 
-from loopdropout_trainer import (
-    LoopDropoutDPOConfig,
-    LoopDropoutDPOTrainer,
-    LoopDropoutGRPOConfig,
-    LoopDropoutGRPOTrainer,
-    LoopDropoutSFTTrainer,
-)
+from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer
 from loopdropout_trainer.evaluation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models.strict_loading import WrongWeightsError
@@ -40,11 +34,11 @@ def test_it_is_described_by_itself_and_its_checkpoints_are_checked(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_training_batches_mark_the_prompt_and_score_as_transformers_does(config, dataset, tokenizer):
+def test_training_batches_mark_the_prompt_and_score_as_transformers_does(make_sft):
     model = sharp_hrm()
     reference = HrmTextForCausalLM(model.config).eval()  # no description, no adapter
     reference.load_state_dict(model.state_dict())
-    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
+    trainer = make_sft(model)
     batch = trainer.data_collator([trainer.train_dataset[i] for i in (0, 5, 20)])
     for labels, kinds in zip(batch["labels"], batch["token_type_ids"], strict=True):
         first = int((labels != -100).nonzero()[0])
@@ -79,20 +73,11 @@ def test_preferences_are_scored_behind_the_prefix_mask(config, tokenizer):
     trainer.train()
 
 
-def test_grpo_is_refused(config, tokenizer):
-    data = {"train_dataset": Dataset.from_list([{"prompt": "1+1="}] * 8), "processing_class": tokenizer}
-    args = config(LoopDropoutGRPOConfig, num_generations=4)
-    with pytest.raises(ValueError, match="prefix_lm"):
-        LoopDropoutGRPOTrainer(tiny_hrm(), lambda **_: [0.0] * 8, args=args, **data)
-
-
-def test_several_examples_in_a_row_are_refused(config, dataset, tokenizer):
+def test_several_examples_in_a_row_are_refused(train):
     batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[-100, 4]])}
     assert tiny_hrm(prefix_lm=False).complete_batch(batch) is batch  # without the prefix mask nothing is marked
-    args = config(padding_free=True, max_length=None)
-    trainer = LoopDropoutSFTTrainer(tiny_hrm(), args, train_dataset=dataset, processing_class=tokenizer)
     with pytest.raises(ValueError, match="set `packing` and `padding_free` to false"):
-        trainer.train()
+        train(tiny_hrm(), padding_free=True, max_length=None)
 
 
 def test_generation_takes_its_input_for_the_prompt(tokenizer):

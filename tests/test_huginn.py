@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_families import assert_close, assert_gradients_agree, example_nll
 from transformers import AutoModelForCausalLM
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
+from loopdropout_trainer import use_gates
 from loopdropout_trainer.models.initial_state import philox, truncated_normals
 
 
@@ -114,20 +114,19 @@ def test_in_evaluation_a_state_depends_on_seed_and_position_alone():
     assert not torch.allclose(other(ids).logits, first, atol=1e-3)
 
 
-def states_of_training(config, dataset, tokenizer, model=None, **fields):
+def states_of_training(train, model=None, **fields):
     """Initial states of the tokens that the first optimizer step sees, [rows, S, E]."""
     model, seen = tiny_huginn(**(model or {})), []
     model.transformer.adapter.register_forward_pre_hook(lambda module, args: seen.append(args[0][..., :32].detach()))
-    args = config(max_steps=1, **fields)
-    LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer).train()
+    train(model, max_steps=1, **fields)
     return seen[:: model.config.num_loops]
 
 
-def test_in_training_each_example_and_step_has_its_own_state_whatever_the_layout(config, dataset, tokenizer):
+def test_in_training_each_example_and_step_has_its_own_state_whatever_the_layout(train):
     def first_tokens(size=4, accumulated=1, **fields):  # by row of the global batch
         fields |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
         # Removing padding would run the rows as one.
-        states = states_of_training(config, dataset, tokenizer, remove_padding=False, **fields)
+        states = states_of_training(train, remove_padding=False, **fields)
         return torch.cat([state[:, 0] for state in states])
 
     whole = first_tokens()
@@ -136,7 +135,7 @@ def test_in_training_each_example_and_step_has_its_own_state_whatever_the_layout
     assert not torch.equal(whole, first_tokens(gate_seed=5))
     assert len(first_tokens(model={"redraw_state": False}).unique(dim=0)) == 1
     packed = {"padding_free": True, "max_length": None, "per_device_train_batch_size": 3}
-    (tokens,) = states_of_training(config, dataset, tokenizer, **packed)[0]
+    (tokens,) = states_of_training(train, **packed)[0]
     assert len(tokens.unique(dim=0)) == len(tokens)  # no two alike, though positions repeat
 
 

@@ -163,13 +163,7 @@ def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     fields = {"model_name_or_path": str(tmp_path / "model"), "merge": True, "compare_with": ["lora"]}
     recipe.write_text(yaml.safe_dump({**RECIPE, **fields, "save_total_limit": 2, "lora_dropout": 0.1}))
-    words = lambda name: [
-        str(recipe),
-        "--output_dir",
-        str(tmp_path / name / "run"),
-        "--resume_from_checkpoint",
-        "true",
-    ]
+    words = lambda name: f"{recipe} --output_dir {tmp_path / name}/run --resume_from_checkpoint true".split()
     began = time.monotonic()
     assert exit_code(words("straight")) == 0
     seconds = time.monotonic() - began
@@ -179,10 +173,10 @@ def test_killed_anywhere_at_random_a_run_ends_with_the_same_bits(tmp_path):
     while killed.total() < KILLS:
         name = list(PLACES)[(killed.total() + runs) % len(PLACES)]
         place, events = PLACES[name]
-        kill = (
-            {"place": place, "event": chance.randint(1, events)} if place else {"after": chance.uniform(0.1, seconds)}
-        )
-        code = exit_code(words("killed"), **kill)
+        if place:
+            code = exit_code(words("killed"), place=place, event=chance.randint(1, events))
+        else:
+            code = exit_code(words("killed"), after=chance.uniform(0.1, seconds))
         if code in (-signal.SIGKILL, -signal.SIGALRM):
             killed[name] += 1
             print(f"kill {killed.total()}: {name}", flush=True)

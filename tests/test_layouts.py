@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.commands.config.config_args import load_config_from_file
 from conftest import Recording, load_script, randomise, tiny_ouro, trained_parameters
 from packaging.version import Version
 from tokenizers import pre_tokenizers
@@ -13,7 +12,7 @@ from tokenizers import pre_tokenizers
 from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.models import OuroForCausalLM
-from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, check_packed_batch, check_processes
+from loopdropout_trainer.training.distributed import check_packed_batch, check_processes
 
 
 layouts = load_script("benchmarks/layouts.py")
@@ -185,11 +184,8 @@ class Recorder(Recording, LoopDropoutSFTTrainer):
 def unpacked(batch, segments):
     """One padded row for each example of a packed row: token ids, labels and mask."""
     pad = lambda tensors, value: torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
-    rows = {
-        name: [batch[name][segments == i] for i in range(int(segments.max()) + 1)] for name in ("input_ids", "labels")
-    }
-    mask = pad([torch.ones_like(row) for row in rows["labels"]], 0)
-    return pad(rows["input_ids"], 1), pad(rows["labels"], -100), mask
+    ids, labels = ([batch[name][segments == i] for i in segments.unique()] for name in ("input_ids", "labels"))
+    return pad(ids, 1), pad(labels, -100), pad([torch.ones_like(row) for row in labels], 0)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -202,12 +198,10 @@ def unpacked(batch, segments):
     ],
     ids=["packing", "packing padded to a multiple", "padding-free"],
 )
-def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gates(
-    config, dataset, tokenizer, layout, attention
-):
-    args, base = config(max_steps=1, per_device_train_batch_size=2, **layout), tiny_ouro(attn_implementation=attention)
-    trainer = Recorder(base, args, train_dataset=dataset, processing_class=tokenizer)
-    model = randomise(trainer.model, 0.05)
+def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gates(make_sft, layout, attention):
+    fields = {"max_steps": 1, "per_device_train_batch_size": 2, **layout}
+    trainer = make_sft(tiny_ouro(attn_implementation=attention), cls=Recorder, **fields)
+    args, model = trainer.args, randomise(trainer.model, 0.05)
     trainer.train()
     (seen,) = trainer.seen
     batch, gates, segments = seen.batch, seen.gates, seen.plan.segments
@@ -259,25 +253,3 @@ def test_processes_that_would_share_rows_or_train_alone_are_refused(config, data
         monkeypatch.setenv("ACCELERATE_USE_FSDP", fsdp)
         with pytest.raises(ValueError, match=fault):
             check_processes(accelerator)
-
-
-@pytest.mark.parametrize("name", [f"{name}_kwargs" for name in CHECKPOINTING_FIELDS])
-@pytest.mark.parametrize("given", [{"use_reentrant": True}, {"preserve_rng_state": False}, None])
-def test_checkpointing_is_non_reentrant_whatever_was_asked_for_under_either_name(
-    config, dataset, tokenizer, name, given
-):
-    args = config(**{name: given, "max_steps": 1, "gradient_checkpointing": True})
-    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
-    for field in (f"{name}_kwargs" for name in CHECKPOINTING_FIELDS):
-        assert getattr(trainer.args, field) == {**(given or {}), "use_reentrant": False}
-    trainer.train()
-    assert trainer.model.get_base_model().model.layers[0].gradient_checkpointing
-
-
-def test_every_launch_file_says_when_to_use_it_and_parses():
-    files = sorted(layouts.LAUNCH_FILES.glob("*.yaml"))
-    names = ["ddp", "fsdp2", "one_gpu", "zero2", "zero2_offload", "zero3", "zero3_offload"]
-    assert [file.stem for file in files] == names
-    for file in files:
-        assert file.read_text().startswith("# ") and f"{file.name}" in file.read_text().split("compute_environment")[0]
-        assert load_config_from_file(str(file)).num_machines == 1

@@ -4,12 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import TINY, flat_weights, tiny_ouro
+from conftest import TINY, assert_same_weights, tiny_ouro
 from test_speed import GATES, MIXED, adapted, batch, loss_and_gradients, training_policy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.looped import LoopedModelMixin, applied_gates, costs, first_active_loops
 from loopdropout_trainer.models.operations import recomputable
@@ -101,22 +100,13 @@ def test_a_result_that_changes_or_dies_is_not_made_from_its_recipe():
             assert torch.equal(w.grad, other)
 
 
-def test_what_it_excludes_is_named_and_training_is_the_same(config, dataset, tokenizer, monkeypatch):
-    def trainer(**fields):
-        args = config(**{"gradient_checkpointing": False, **fields})
-        return LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
-
-    weights = []
-    for trained in (trainer(recompute_pointwise=True), trainer()):
-        trained.train()
-        weights.append(flat_weights(trained))
-    assert torch.equal(*weights)
-    excluded = ({"gradient_checkpointing": True}, {"torch_compile": True}, {"compile_layers": True})
-    for fields in excluded:
+def test_what_it_excludes_is_named_and_training_is_the_same(make_sft, train, monkeypatch):
+    assert_same_weights(*(train(recompute_pointwise=on, gradient_checkpointing=False) for on in (True, False)))
+    for excluded in ("gradient_checkpointing", "torch_compile", "compile_layers"):
         with pytest.raises(ValueError, match="recompute_pointwise"):
-            trainer(recompute_pointwise=True, **fields)
+            make_sft(recompute_pointwise=True, **{"gradient_checkpointing": False, excluded: True})
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="ZeRO-3 and FSDP"):
-        trainer(recompute_pointwise=True)
+        make_sft(recompute_pointwise=True, gradient_checkpointing=False)
     with pytest.raises(ValueError, match="recompute_pointwise"):
         LoopedModelMixin().recompute_pointwise()

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from conftest import TINY, tiny_ouro, trained_parameters, with_adapter
+from conftest import TINY, assert_same_weights, tiny_ouro, trained_parameters, with_adapter
 from peft import get_peft_model
-from torch.nn import functional as F
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
-from loopdropout_trainer.adapters.fused import FusedUpdate, Projections
 from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model
 from loopdropout_trainer.models.speed import packed_attention
 from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
@@ -118,41 +116,13 @@ def test_optimisations_are_exact_with_a_float_mask_gates_for_each_module_and_tru
         assert_same(got, want, tolerance)
 
 
-def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset, tokenizer, caplog):
+def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(make_sft):
     assert not packed_attention._at_once_agrees(torch.device("cpu"), torch.bfloat16, 8)  # a CPU has none
     model = tiny_ouro(attn_implementation="eager")
     assert model.can_pack
     model.config._attn_implementation = "flex_attention"
     assert not model.can_pack
-    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
-    assert trainer.training_policy == TrainingPolicy()
-
-
-# The fused update
-
-
-@pytest.mark.parametrize("active", [0, 3, 5])
-@pytest.mark.parametrize("scalings", [(2.0, 2.0), (2.0, 0.5)])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_the_fused_update_has_the_gradients_of_its_formula(active, scalings, stacked):
-    torch.manual_seed(0)
-    draw = lambda *size, grad=True: torch.randn(size, dtype=torch.float64, requires_grad=grad)
-    x, gate = draw(5, 6), draw(active, 1, grad=False) if active < 5 else None
-    first, second = (draw(7, 6, grad=False), draw(7, grad=False)), (draw(4, 6, grad=False), None)
-    factors = (draw(2, 6), draw(7, 2), draw(3, 6), draw(4, 3))
-    wanted = []
-    for scaling, (weight, bias), a, b in zip(scalings, (first, second), factors[::2], factors[1::2], strict=True):
-        gates = torch.ones(5, 1) if gate is None else F.pad(gate, (0, 0, 0, 5 - active))
-        wanted.append(F.linear(x, weight, bias) + F.linear(F.linear(x, a) * gates, b) * scaling)
-
-    def update(x, *factors):
-        maps = Projections.prepare([first[0], second[0]], [first[1], second[1]], factors, scalings, stacked)
-        scale = maps.scaling if gate is None else gate * maps.scaling
-        outputs = FusedUpdate.apply(x, scale, active, maps, *maps.factors)
-        return tuple(outputs[0].split(maps.widths, dim=-1)) if stacked else outputs
-
-    torch.testing.assert_close(update(x, *factors), tuple(wanted))
-    assert torch.autograd.gradcheck(update, (x, *factors))
+    assert make_sft(model).training_policy == TrainingPolicy()
 
 
 def test_inference_stays_peft_bit_for_bit_and_bfloat16_stays_close():
@@ -178,12 +148,6 @@ def test_inference_stays_peft_bit_for_bit_and_bfloat16_stays_close():
 # Through the trainer
 
 
-def assert_same_training(on, off, rtol):
-    want = trained_parameters(off.model)
-    for name, got in trained_parameters(on.model).items():
-        torch.testing.assert_close(got, want[name], atol=1e-5, rtol=rtol, msg=name)
-
-
 FIELDS = {
     "padded": {},
     "padded, huginn": {},  # each example starts from its own random state
@@ -193,20 +157,15 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_training_run_is_the_same_with_and_without_optimisations(name, config, dataset, tokenizer):
-    def train(**optimisations):
-        fields = {"optim": "sgd", "learning_rate": 0.05, "p": [0.7], "max_grad_norm": 0.0, **FIELDS[name]}
-        args = config(per_device_train_batch_size=2, gradient_accumulation_steps=2, **fields, **optimisations)
-        model = TINY["huginn" if "huginn" in name else "ouro"]()
-        trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
-        trainer.train()
-        policy = find_looped_model(trainer.model).training_policy
-        assert policy == TrainingPolicy()  # not after training, where other parameters may be trained
-        return trainer
-
-    on, off = train(), train(remove_padding=False, fused_lora=False)
+def test_a_training_run_is_the_same_with_and_without_optimisations(name, train):
+    fields = {"optim": "sgd", "learning_rate": 0.05, "p": [0.7], "max_grad_norm": 0.0, **FIELDS[name]}
+    fields |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    model = TINY["huginn" if "huginn" in name else "ouro"]
+    on, off = train(model(), **fields), train(model(), **fields, remove_padding=False, fused_lora=False)
+    for trainer in (on, off):  # not after training, where other parameters may be trained
+        assert find_looped_model(trainer.model).training_policy == TrainingPolicy()
     assert on.training_policy.lora_parameters and not off.training_policy.lora_parameters
-    assert_same_training(on, off, rtol=1e-4)
+    assert_same_weights(on, off, atol=1e-5, rtol=1e-4)
 
 
 @pytest.fixture
@@ -240,29 +199,21 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 @pytest.mark.parametrize(
     ("family", "checkpointing", "backend"), [("ouro", False, "eager"), ("huginn", True, "eager"), *SLOW]
 )
-def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, config, dataset, tokenizer, compiles):
+def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, train, compiles):
     compiles(backend)
-
-    def train(**optimisations):
-        sizes = {"max_steps": 9, "per_device_train_batch_size": 3, "gradient_checkpointing": checkpointing or None}
-        args = config(p=[0.6], adam_epsilon=1e-3, eval_strategy="no", **sizes, **optimisations)
-        trainer = Compiled(TINY[family](num_loops=3), args, train_dataset=dataset, processing_class=tokenizer)
-        trainer.train()
-        return trainer
-
-    on = train(compile_layers=True)
+    fields = {"max_steps": 9, "per_device_train_batch_size": 3, "gradient_checkpointing": checkpointing or None}
+    fields |= {"p": [0.6], "adam_epsilon": 1e-3, "cls": Compiled}
+    on = train(TINY[family](num_loops=3), compile_layers=True, **fields)
     assert 0 < on.programs[4] == on.programs[-1] < 30  # whatever lengths and gates
-    assert_same_training(on, train(), rtol=1e-3)
+    assert_same_weights(on, train(TINY[family](num_loops=3), **fields), atol=1e-5, rtol=1e-3)
 
 
-def test_each_training_of_a_process_is_compiled(config, dataset, tokenizer, compiles):
+def test_each_training_of_a_process_is_compiled(train, compiles):
     compiles("eager")
     programs = [0]
     for fields in ({"rule": "lora"}, {"p": 0.5}, {"rule": "module_wise"}):  # more kinds of gates than torch allows
-        args = config(max_steps=6, per_device_train_batch_size=3, compile_layers=True, **fields)
-        trainer = Compiled(tiny_ouro(num_loops=3), args, train_dataset=dataset, processing_class=tokenizer)
-        trainer.train()
-        programs.append(trainer.programs[-1])
+        fields |= {"max_steps": 6, "per_device_train_batch_size": 3, "compile_layers": True}
+        programs.append(train(tiny_ouro(num_loops=3), cls=Compiled, **fields).programs[-1])
     assert programs == sorted(set(programs))
 
 
@@ -295,16 +246,11 @@ def test_optimisations_are_off_where_processes_share_parameters():
     assert not may_skip_loops(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU), args)
 
 
-def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(config, dataset, tokenizer):
-    def policy(trainer):
-        return trainer.training_policy.lora_parameters
-
-    def trainer(**fields):
-        return LoopDropoutSFTTrainer(tiny_ouro(), config(**fields), train_dataset=dataset, processing_class=tokenizer)
-
+def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(make_sft):
+    policy = lambda trainer: trainer.training_policy.lora_parameters
     assert trained_lora_parameters(adapted(tiny_ouro(), lora_dropout=0.1)) is None
-    assert policy(trainer(rule="learned", p=[0.5])) is None and not policy(trainer(skip_frozen_loops=False))
-    skips = trainer()
+    assert policy(make_sft(rule="learned", p=[0.5])) is None and not policy(make_sft(skip_frozen_loops=False))
+    skips = make_sft()
     assert len(policy(skips)) == 28
     skips.model.get_base_model().model.norm.weight.requires_grad_(True)
     skips.train()

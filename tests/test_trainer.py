@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import Recording, assert_same_weights, tiny_ouro, trained_parameters
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -20,30 +20,6 @@ class Watch(Recording, LoopDropoutSFTTrainer):
         return [(each.batch["input_ids"].tolist(), each.gates.tolist()) for each in trained]
 
 
-@pytest.fixture
-def make(config, dataset, tokenizer):
-    """`make(cls, model, **fields)`: a trainer."""
-
-    def trainer(cls=LoopDropoutSFTTrainer, model=None, rows=dataset, peft_config=None, **fields):
-        data = {"train_dataset": rows, "eval_dataset": dataset.select(range(8))}
-        model = tiny_ouro() if model is None else model
-        return cls(model, args=config(**fields), **data, processing_class=tokenizer, peft_config=peft_config)
-
-    return trainer
-
-
-@pytest.fixture
-def train(make):
-    """`train(cls, model, **fields)`: run a short training and return the trainer."""
-
-    def run(*given, **fields):
-        trainer = make(*given, **fields)
-        trainer.train()
-        return trainer
-
-    return run
-
-
 def test_a_plain_config_trains_by_the_papers_default(model, dataset, tokenizer, tmp_path):
     args = SFTConfig(str(tmp_path), max_steps=1, report_to="none", bf16=False, use_cpu=True)
     trainer = LoopDropoutSFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
@@ -56,7 +32,9 @@ def test_a_plain_config_trains_by_the_papers_default(model, dataset, tokenizer, 
 
 
 def test_unit_gates_train_exactly_as_trl_and_peft_do(train):
-    theirs = lambda **fields: train(SFTTrainer, rule="lora", peft_config=default_peft_config(tiny_ouro()), **fields)
+    theirs = lambda **fields: train(
+        cls=SFTTrainer, rule="lora", peft_config=default_peft_config(tiny_ouro()), **fields
+    )
     ours, stock = train(rule="lora", remove_padding=False, fused_lora=False), theirs()
     assert_same_weights(ours, stock)
     assert_same_weights(train(rule="lora", adam_epsilon=1e-3), theirs(adam_epsilon=1e-3), atol=1e-6, rtol=1e-4)
@@ -65,7 +43,10 @@ def test_unit_gates_train_exactly_as_trl_and_peft_do(train):
 
 
 def test_evaluating_in_the_middle_leaves_training_as_it_was(train):
-    plain, evaluated = train(Watch), train(Watch, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=3)
+    plain, evaluated = (
+        train(cls=Watch),
+        train(cls=Watch, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=3),
+    )
     assert plain.drawn == evaluated.drawn
     assert_same_weights(plain, evaluated)
     losses = [log["eval_loss"] for log in evaluated.state.log_history if "eval_loss" in log]
@@ -84,11 +65,9 @@ class GatesAtEvents(TrainerCallback):
     on_log = on_save = on_step_end = on_substep_end = on_evaluate
 
 
-def test_no_sampled_gate_is_seen_outside_a_training_step(make):
-    events = dict.fromkeys(("eval_strategy", "save_strategy"), "steps") | dict.fromkeys(
-        ("eval_steps", "save_steps"), 1
-    )
-    trainer = make(gradient_accumulation_steps=2, **events)
+def test_no_sampled_gate_is_seen_outside_a_training_step(make_sft):
+    events = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_sft(gradient_accumulation_steps=2, **events)
     watch = GatesAtEvents(trainer)
     trainer.add_callback(watch)
     trainer.train()
@@ -130,20 +109,6 @@ def test_dataset_formats_are_trls(train, tokenizer, row):
     assert train(rows=Dataset.from_list([row] * 4), max_steps=1).state.global_step == 1
 
 
-def test_a_peft_model_with_an_adapter_of_its_own_is_trained_as_it_is(train):
-    peft_model = get_peft_model(tiny_ouro(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    weights = get_peft_model_state_dict(train(model=peft_model).model)
-    assert all("q_proj" in name for name in weights)
-    assert any(tensor.any() for name, tensor in weights.items() if "lora_B" in name)
-
-
-def test_a_model_is_loaded_by_name_at_the_depth_asked_for(train, tmp_path, tokenizer):
-    tiny_ouro().save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    trainer = train(model=str(tmp_path / "base"), model_init_kwargs={"num_loops": 2}, p=[0.1, 0.2])
-    assert trainer.num_loops == trainer.model.get_base_model().config.num_loops == 2
-
-
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -154,12 +119,12 @@ def test_a_model_is_loaded_by_name_at_the_depth_asked_for(train, tmp_path, token
         ({"model": "llama"}, NotLoopedError, "`llama` model, which is not looped"),
     ],
 )
-def test_mistakes_are_found_before_any_weight_is_loaded(make, tmp_path, monkeypatch, fields, error, message):
+def test_mistakes_are_found_before_any_weight_is_loaded(make_sft, tmp_path, monkeypatch, fields, error, message):
     tiny_ouro().save_pretrained(tmp_path / "ouro")
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1))
     llama.save_pretrained(tmp_path / "llama")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
     with pytest.raises(error, match=message) as caught:
-        make(**{**fields, "model": str(tmp_path / fields.get("model", "ouro"))})
+        make_sft(**{**fields, "model": str(tmp_path / fields.get("model", "ouro"))})
     assert "\n" not in str(caught.value)
