@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -381,11 +380,6 @@ def test_the_command_trains_resumes_evaluates_deeper_and_merges(name, tokenizer,
     command("merge", out / "recipe.yaml", adapter=out)
     merged = json.loads((out / "merged" / "config.json").read_text())
     assert len({"total_ut_steps", "mean_recurrence", "N", "num_loops", "H_cycles"} & merged.keys()) == 1
-    shutil.copytree(out, tmp_path / "adapter")
-    shutil.move(out / "merged", tmp_path / "merged")
-    subprocess.run([sys.executable, "-c", FRESH, tmp_path], check=True)
-    from_merged, adapted = torch.load(tmp_path / "logits.pt")
-    torch.testing.assert_close(from_merged, adapted, atol=1e-5, rtol=1e-5)
 
 
 FRESH = """

@@ -1,6 +1,6 @@
-"""Gates on PEFT's LoRA layers: bit-identity at unit gates, every adapter of every layer, and what is refused.
+"""Gates on PEFT's LoRA layers: the frozen model at zero gates, every adapter of every layer, and what is refused.
 
-`test_families.py` holds losses and gradients to the brute-force oracle.
+`test_families.py` holds losses and gradients to the brute-force oracle, `test_trainer.py` unit gates to PEFT's bits.
 """
 
 import copy
@@ -23,16 +23,6 @@ from loopdropout_trainer.looped import find_looped_model
 
 adapted = functools.partial(with_adapter, r=4, lora_alpha=8)
 IDS = torch.arange(2, 42).view(4, 10)
-
-
-def test_unit_gates_are_pefts_own_computation_bit_for_bit():
-    plain, gated = adapted().train(), adapted().train()
-    add_gates(gated)
-    for model in (plain, gated):
-        model(IDS, labels=IDS).loss.backward()
-    assert torch.equal(plain(IDS).logits, gated(IDS).logits)
-    for one, other in zip(plain.parameters(), gated.parameters(), strict=True):
-        assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
 def test_zero_gates_are_the_frozen_model_bit_for_bit_and_give_zero_gradients():

@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -392,3 +393,35 @@ def test_adaptive_sensitivity_is_the_gate_gradient(make_trainer):
     oracle_loss(trainer.model, batch, num_items, gated_update(gates)).backward()
     share = gates.grad.abs().sum(dim=1).double()
     assert torch.allclose(trainer.rule.estimate, share * K / share.sum(), rtol=1e-4)
+
+
+# --- A rule of one's own ----------------------------------------------------------------------------------------------
+
+ALTERNATING = '''
+from dataclasses import dataclass
+
+import torch
+
+from loopdropout_trainer.gates import GateRule, register_rule
+
+
+@register_rule
+@dataclass(frozen=True)
+class Alternating(GateRule):
+    """Even steps use the first half of the loops, odd steps the second, at twice the strength."""
+
+    name = "alternating"
+
+    def sample(self, draw):
+        late = torch.arange(draw.num_loops).unsqueeze(1) >= draw.num_loops // 2  # [K, 1]
+        return 2.0 * (late == bool(draw.step % 2)).float()
+'''
+
+
+def test_one_more_rule_is_one_file(train):
+    assert sum(map(bool, ALTERNATING.splitlines())) == 11  # docs/architecture.md tells this number
+    with patch.dict(RULES):
+        exec(ALTERNATING, {"__name__": "alternating"})
+        trainer = train(rule="alternating", max_steps=3)
+    active = [[log[f"active_loop_{t}"] for t in (1, 4)] for log in trainer.state.log_history if "gate_mean" in log]
+    assert active == [[1, 0], [0, 1], [1, 0]]
