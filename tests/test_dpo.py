@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Recording, tiny_ouro, trained_parameters, with_adapter
+from conftest import Recording, assert_same_weights, tiny_ouro, trained_parameters, with_adapter
 from datasets import Dataset
 from peft import PeftModel
 from torch.nn import functional as F
@@ -93,8 +93,7 @@ def test_accumulation_draws_the_gates_of_one_large_batch_and_gives_its_weights(m
     )
     one.train()
     other.train()
-    for name, weight in trained_parameters(one.model).items():
-        torch.testing.assert_close(weight, trained_parameters(other.model)[name], rtol=0, atol=1e-4)
+    assert_same_weights(one, other, rtol=0, atol=1e-4)
 
 
 def test_plain_dpo_arguments_get_the_papers_rule_and_other_arguments_are_refused(make, config, tokenizer):

@@ -241,11 +241,7 @@ def test_streams_are_numpys_philox():
 @pytest.mark.parametrize(
     "name, fields, message",
     [
-        ("loopdropout", {}, "Valid rules: adaptive, coto"),
-        ("lora", {"p": 0.5}, "no field 'p'; it takes no fields"),
         ("adaptive", {"estimate": 1}, "it takes p, direction, p_min, p_max, decay"),
-        ("loop_dropout", {"p": 1.0}, r"`p` .* \[0, 1\); got 1.0"),
-        ("loop_dropout", {"p": []}, "empty list"),
         ("adaptive", {"p": (0.5, 0.5)}, "`p` must be one"),
         ("adaptive", {"direction": "up"}, "'more' or 'less'"),
         ("adaptive", {"p": 0.5, "p_max": 0.4}, "between `p_min` and `p_max`"),
@@ -254,7 +250,6 @@ def test_streams_are_numpys_philox():
         ("lora_dropout", {"num_masks": 0}, "`num_masks` must be an integer from 1"),
         ("schedule", {"p_end": 2}, "`p_end`"),
         ("coto", {"ramp": 2}, "`ramp` must be a number from 0 to 1"),
-        ("loop_dropout", {"p": (0.5, 0.5)}, "`p` has 2 values, but the model runs 4 loops"),
         ("exactly_m", {"m": 5}, "`m` must be an integer from 1 to 4; got 5"),
     ],
 )

@@ -82,11 +82,9 @@ def test_training_on_over_weights_packed_for_inference_is_refused(saved_model, c
         trainer.train()
 
 
-def test_a_recipe_can_ask_for_a_4_bit_base(saved_model, config, dataset, tokenizer):
+def test_a_recipe_can_ask_for_a_4_bit_base(saved_model, train):
     recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "nanbeige" / "qlora.yaml")
-    args = config(max_steps=1, model_init_kwargs={**recipe["model_init_kwargs"], "dtype": "float32"})
-    trainer = LoopDropoutSFTTrainer(saved_model, args, train_dataset=dataset, processing_class=tokenizer)
+    trainer = train(saved_model, max_steps=1, model_init_kwargs={**recipe["model_init_kwargs"], "dtype": "float32"})
     layer = trainer.model.get_base_model().model.layers[0].mlp.up_proj
     assert layer.base_layer.weight.quant_type == "nf4" and layer.base_layer.weight.quant_state.nested
-    trainer.train()
     assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))

@@ -423,5 +423,10 @@ def test_one_more_rule_is_one_file(train):
     with patch.dict(RULES):
         exec(ALTERNATING, {"__name__": "alternating"})
         trainer = train(rule="alternating", max_steps=3)
-    active = [[log[f"active_loop_{t}"] for t in (1, 4)] for log in trainer.state.log_history if "gate_mean" in log]
-    assert active == [[1, 0], [0, 1], [1, 0]]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [[log[f"active_loop_{t}"] for t in range(1, 5)] for log in logs] == [
+        [1, 1, 0, 0],
+        [0, 0, 1, 1],
+        [1, 1, 0, 0],
+    ]
+    assert [log["gate_mean"] for log in logs] == [1, 1, 1]

@@ -3,18 +3,16 @@
 import sys
 from pathlib import Path
 
-from conftest import tiny_ouro
 from transformers import TrainerCallback
 
 import loopdropout_trainer
-from loopdropout_trainer import LoopDropoutSFTTrainer
 
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 OFF = {"remove_padding": False, "skip_frozen_loops": False, "fused_lora": False, "gradient_checkpointing": False}
 
 
-def test_a_plain_training_step_passes_through_few_files(config, dataset, tokenizer):
+def test_a_plain_training_step_passes_through_few_files(train):
     seen = set()
 
     def note(frame, event, argument):
@@ -29,11 +27,7 @@ def test_a_plain_training_step_passes_through_few_files(config, dataset, tokeniz
         def on_step_end(self, args, state, control, **kwargs):
             sys.setprofile(None)
 
-    args, data = (
-        config(max_steps=2, logging_steps=10, **OFF),
-        {"train_dataset": dataset, "processing_class": tokenizer},
-    )
-    LoopDropoutSFTTrainer(tiny_ouro(), args, callbacks=[Watch()], **data).train()
+    train(callbacks=[Watch()], max_steps=2, logging_steps=10, **OFF)
     inside = {file for file in seen if file.startswith(("training/", "adapters/", "models/"))}
     models = ("layers", "looped_modeling", "operations", "ouro")
     training = ("checkpoints/mixin", "gate_sampling", "sft_trainer")

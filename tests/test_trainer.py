@@ -88,16 +88,6 @@ def test_micro_batches_without_any_active_loop_train_on(train, fields):
     assert [log["gate_mean"] for log in trainer.state.log_history if "loss" in log] == [0] * 4
 
 
-def test_gate_statistics_are_logged_with_the_loss(train):
-    trainer = train(p=[0.0, 0.5, 0.5, 0.9], max_steps=3)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert len(logs) == 3
-    for log in logs:
-        active = torch.tensor([log[f"active_loop_{loop}"] for loop in range(1, 5)])
-        assert active[0] == 1 and 0 <= active[3] <= 1
-        assert log["gate_mean"] == pytest.approx(float((active / torch.tensor([1, 0.5, 0.5, 0.1])).mean()), abs=1e-3)
-
-
 USER, ASSISTANT = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
 
 
@@ -114,7 +104,6 @@ def test_dataset_formats_are_trls(train, tokenizer, row):
     [
         ({"p": [0.1, 0.2]}, ValueError, "`p` has 2 values, but the model runs 4 loops"),
         ({"model_init_kwargs": {"num_loops": 0}}, ValueError, "integer from 1 to 1,024; got 0"),
-        ({"packing": True, "packing_strategy": "wrapped"}, ValueError, "packing_strategy"),
         ({"peft_config": LoraConfig(use_dora=True, target_modules=["q_proj"])}, ValueError, "use_dora"),
         ({"model": "llama"}, NotLoopedError, "`llama` model, which is not looped"),
     ],

@@ -11,9 +11,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 
 
@@ -50,12 +48,10 @@ class Attention(llama.LlamaAttention):
         return self.o_proj(mixed.transpose(1, 2).flatten(2)), (k, v)
 
 
-class LoopCoderDecoderLayer(GradientCheckpointingLayer):
+class LoopCoderDecoderLayer(llama.LlamaDecoderLayer):
     def __init__(self, config, index):
-        super().__init__()
-        self.self_attn, self.mlp = Attention(config, index), llama.LlamaMLP(config)
-        self.input_layernorm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config, index)
+        self.self_attn = Attention(config, index)
 
     def forward(self, x, loop_idx, rotation, masks, first, gate):
         attended, keys = self.self_attn(self.input_layernorm(x), rotation, masks, first, gate)
@@ -63,16 +59,13 @@ class LoopCoderDecoderLayer(GradientCheckpointingLayer):
         return x + self.mlp(self.post_attention_layernorm(x)), keys
 
 
-class LoopCoderModel(llama.LlamaPreTrainedModel):
+class LoopCoderModel(llama.LlamaModel):
     config_class = LoopCoderConfig
 
     def __init__(self, config):
         super().__init__(config)
         layers = range(config.num_hidden_layers)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(LoopCoderDecoderLayer(config, index) for index in layers)
-        self.norm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = llama.LlamaRotaryEmbedding(config)
         self.gate_projections = nn.ModuleList(HeadGate(config) for _ in layers)
         self.post_init()
 
@@ -90,19 +83,12 @@ class LoopCoderModel(llama.LlamaPreTrainedModel):
                 x, keys = layer(x, loop, rotation, masks, first[index], self.gate_projections[index])
                 if loop == 0:
                     first[index] = keys
-        return BaseModelOutput(last_hidden_state=self.norm(x))
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
 
-class LoopCoderForCausalLM(llama.LlamaPreTrainedModel, GenerationMixin):
+class LoopCoderForCausalLM(llama.LlamaForCausalLM):
     config_class = LoopCoderConfig
 
     def __init__(self, config):
         super().__init__(config)
         self.model = LoopCoderModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids, attention_mask).last_hidden_state)
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutput(loss=loss, logits=logits)
