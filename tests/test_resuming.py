@@ -313,7 +313,7 @@ def test_what_is_not_finite_is_neither_stepped_nor_saved(make_trainer, spoils, f
     assert trainer.loop_state.gates is None
     if spoils != "weights":
         assert torch.equal(flat_weights(trainer), trainer.before)
-        make_trainer(cls=Spoiled, stop_on_nan=False, save_strategy="no").train()  # as was asked for
+        make_trainer(cls=Spoiled, **fields, stop_on_nan=False, save_strategy="no").train()  # as was asked for
     else:
         with pytest.raises(NonFiniteLossError, match="not saved"):
             trainer.save_model()

@@ -174,7 +174,9 @@ def compiles(monkeypatch):
     compile_ = torch.compile
 
     def by(backend):
-        monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(*args, backend=backend, **options))
+        monkeypatch.setattr(
+            torch, "compile", lambda *args, **options: compile_(*args, **{**options, "backend": backend})
+        )
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
 
