@@ -119,7 +119,7 @@ def test_optimisations_are_exact_with_a_float_mask_gates_for_each_module_and_tru
 
 
 def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(config, dataset, tokenizer, caplog):
-    assert not packed_attention._at_once_agrees(torch.device("cpu"), torch.bfloat16, 8)  # a CPU has none
+    assert not packed_attention._takes_all_at_once(torch.device("cpu"), torch.bfloat16, 8)  # a CPU has none
     model = tiny_ouro(attn_implementation="eager")
     assert model.can_pack
     model.config._attn_implementation = "flex_attention"

@@ -132,9 +132,8 @@ class GatedLora(LoraVariant):
 
         A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
         """
-        if self.loop_state.step.frozen or not (
-            torch.distributed.is_available() and torch.distributed.is_initialized()
-        ):
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if alone or self.loop_state.step.frozen:
             return result
         token = self._cast(x.flatten(0, -2)[:1], result)
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
@@ -400,8 +399,6 @@ def use_gates(
     gates = as_gate_matrix(gates, looped.config.num_loops)
     num_modules = len(adapted_layers(model))
     if gates.dim() == 3 and gates.shape[2] != num_modules:
-        raise ValueError(
-            f"Gates [K, B, M] need one for each of the {num_modules} adapted modules; got {gates.shape[2]}."
-        )
+        raise ValueError(f"Gates [K, N, M] need one for each of {num_modules} adapted modules; got {gates.shape[2]}.")
     with _all_gated(model), applied_gates(looped.loop_state, gates, segments):
         yield looped.loop_state

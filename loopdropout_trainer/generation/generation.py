@@ -145,17 +145,15 @@ def _advancing(decoder: Decoder | _Generate, model: torch.nn.Module, looped: Pre
 class _Ends:
     """Where completions end: at an end token, or before a stop string."""
 
-    def __init__(
-        self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
-    ) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, stop_strings
+    def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self.tokenizer, self.stop_strings = tokenizer, stops
         of_model = looped.generation_config.eos_token_id
         ids = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
         added = tokenizer.get_added_vocab()  # a stop string that is a special token never shows in decoded text
-        ids += [added[stop] for stop in stop_strings if stop in added]
+        ids += [added[stop] for stop in stops if stop in added]
         self.end_ids = sorted({token for token in ids if token is not None})
         # Each token holds a byte or more of the text.
-        self.window = max((len(stop.encode()) for stop in stop_strings), default=0) + 4
+        self.window = max((len(stop.encode()) for stop in stops), default=0) + 4
 
     def __call__(self, completions: list[list[int]]) -> list[bool]:
         """Tell which of these completions, not empty and not ended before their last token, have ended."""

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow.compute
 import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel, get_peft_model
+from pyarrow import compute
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, TrainingArguments
 from transformers.utils import logging
 
@@ -161,9 +161,7 @@ def row_shape(dataset: Any, args: TrainingArguments) -> tuple[int, int] | None:
         dataset: tokenised examples, or preference pairs, which are two rows each.
     """
     columns = dataset.column_names if isinstance(dataset, Dataset) else ()
-    longest = lambda column: pyarrow.compute.max(
-        pyarrow.compute.list_value_length(dataset.data.column(column))
-    ).as_py()
+    longest = lambda column: compute.max(compute.list_value_length(dataset.data.column(column))).as_py()
     if "input_ids" in columns:
         rows, tokens = 1, longest("input_ids")
     elif "chosen_ids" in columns:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
-from transformers.utils import logging
 
 from loopdropout_trainer.looped import launches_pay
 
@@ -20,8 +19,6 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # builds of torch without it
     varlen_attn = None
-
-logger = logging.get_logger(__name__)
 
 
 class Lengths:
@@ -121,31 +118,12 @@ def _at_once(
 
 
 def _takes_all_at_once(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether torch has a kernel for variable lengths here, which computes what it should."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and half and _at_once_agrees(device, dtype, head_dim)
-
-
-@functools.cache
-def _at_once_agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether torch's kernel for variable lengths computes here what examples give one by one, gradients included.
-
-    Tried once on random numbers, since the kernel is young and runs on some GPUs only; otherwise a line in the log says so.
-    """
-    results = []
-    try:
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            lengths = Lengths([37, 5, 64], device)
-            generator = torch.Generator(device).manual_seed(0)
-            drawn = torch.randn(4, 1, 2, sum(lengths.lengths), head_dim, generator=generator, device=device)
-            for attention in (_at_once, _one_by_one):
-                inputs = [x.to(dtype).requires_grad_() for x in drawn[:3]]
-                output = attention(*inputs, lengths, head_dim**-0.5)
-                results.append((output, *torch.autograd.grad(output, inputs, drawn[3].transpose(1, 2).to(dtype))))
-        agrees = all(torch.allclose(got, want, atol=5e-2, rtol=5e-2) for got, want in zip(*results, strict=True))
-        reason = "it computes something else"
-    except Exception as error:  # whatever a kernel raises that is not there
-        agrees, reason = False, str(error).strip() or type(error).__name__
-    if not agrees:
-        logger.warning(f"torch's attention for variable lengths is not used on {device}: {reason.splitlines()[0]}.")
-    return agrees
+    """Return whether torch's kernel for variable lengths computes this; `benchmarks/gpu.py` compares it with one by one."""
+    if (
+        varlen_attn is None
+        or device.type != "cuda"
+        or torch.version.hip
+        or dtype not in (torch.bfloat16, torch.float16)
+    ):
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
