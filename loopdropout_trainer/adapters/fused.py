@@ -50,13 +50,9 @@ class Projections(NamedTuple):
     @classmethod
     @torch.enable_grad()  # the first to ask for them may be a loop without gradient
     def prepare(
-        cls,
-        weights: list[torch.Tensor],
-        biases: list[torch.Tensor | None],
-        lora_parameters: Sequence[torch.Tensor],
-        scalings: Sequence[float],
-        stacked: bool = False,
-    ) -> Projections:
+        cls, weights: list[torch.Tensor], biases: list[torch.Tensor | None], lora_parameters: Sequence[torch.Tensor],
+        scalings: Sequence[float], stacked: bool = False,
+    ) -> Projections:  # fmt: skip
         """Cast and stack the trained A_1, B_1, A_2, B_2, ..., once for all loops of a forward pass; `stacked`: to one map."""
         dtype, down, up = weights[0].dtype, lora_parameters[::2], lora_parameters[1::2]  # A_i, B_i
         widths = [len(weight) for weight in weights]

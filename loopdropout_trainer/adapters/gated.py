@@ -54,13 +54,9 @@ class GatedLora(LoraVariant):
         ADAPTER_KINDS[kind] = cls
 
     def __init__(
-        self,
-        loop_state: LoopState,
-        module: int,
-        rule: Any = None,
-        in_activation_dtype: bool = False,
+        self, loop_state: LoopState, module: int, rule: Any = None, in_activation_dtype: bool = False,
         shared: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.loop_state = loop_state
         self.module = module
         self.rule = rule
@@ -208,11 +204,7 @@ def adapted_layers(model: nn.Module) -> list[LoraLayer]:
 
 
 def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
-    """Return the one matrix [out, in] that an adapter adds to a layer's weight at unit gates.
-
-    Raises:
-        ValueError: if there is none, because loops differ at unit gates.
-    """
+    """Return the one matrix [out, in] that an adapter adds to a layer's weight at unit gates; ValueError if there is none."""
     variant = layer.lora_variant.get(adapter)
     return variant.merged_update(layer, adapter) if isinstance(variant, GatedLora) else layer.get_delta_weight(adapter)
 

@@ -105,12 +105,9 @@ def _source(args: DataArguments, preparation: Preparation) -> tuple[str, Any, It
 
 
 def _prepare(
-    rows: Iterable[Row],
-    preparation: Preparation,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
+    rows: Iterable[Row], preparation: Preparation, tokenizer: PreTrainedTokenizerBase, max_length: int | None,
     report: DataReport,
-) -> DatasetDict:
+) -> DatasetDict:  # fmt: skip
     """Return the examples, `train` and `eval` if there are any, and fill in the report."""
     examples = _examples(rows, preparation, report)
     ranks, examples = np.array(examples["rank"]), examples.remove_columns("rank")

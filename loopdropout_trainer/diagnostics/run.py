@@ -89,12 +89,9 @@ def choose(arguments: DiagnosticArguments) -> list[Diagnostic]:
 
 
 def _load(
-    compared: ComparedModel,
-    base: ModelArguments,
-    arguments: DiagnosticArguments,
-    batches: list[dict[str, torch.Tensor]],
-    row_facts: dict[str, Any],
-) -> tuple[Context, dict[str, Any]]:
+    compared: ComparedModel, base: ModelArguments, arguments: DiagnosticArguments,
+    batches: list[dict[str, torch.Tensor]], row_facts: dict[str, Any],
+) -> tuple[Context, dict[str, Any]]:  # fmt: skip
     """Return a model with what it is measured on, and all that a measurement depends on."""
     state, adapter = all_processes(), compared.path if compared.kind == "adapter" else None
     of_model = replace(base, model_name_or_path=compared.path) if compared.kind == "merged" else base

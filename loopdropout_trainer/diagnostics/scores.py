@@ -84,10 +84,7 @@ def readout_losses(model: nn.Module, batches: Iterable[Batch]) -> list[float]:
 
     Args:
         model: looped causal language model, with or without an adapter; under the gates in force.
-        batches: see `single_loop_activation`.
-
-    Raises:
-        ValueError: if the batches hold no target token.
+        batches: see `single_loop_activation`, which raises the same error.
     """
     return [each.loss for each in score_readouts(model, batches)]
 

@@ -57,12 +57,9 @@ class Task(ABC):
 
 
 def evaluate_subject(
-    subject: Subject,
-    benchmark: Benchmark,
-    log_dir: str | Path | None = None,
-    settings: Mapping[str, Any] | None = None,
-    progress: bool = True,
-) -> BenchmarkResult:
+    subject: Subject, benchmark: Benchmark, log_dir: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None, progress: bool = True,
+) -> BenchmarkResult:  # fmt: skip
     """Evaluate a model with gates, a readout or a chat template of its own on a benchmark.
 
     Call it in all processes: each holds the complete model, takes a share of the problems, and returns the result of all.

@@ -60,16 +60,10 @@ class LoopedLM(HFLM):
     """
 
     def __init__(
-        self,
-        pretrained: str | nn.Module | Subject,
-        adapter: str | None = None,
-        gates: str | float | Sequence[float] | None = None,
-        readout: int | None = None,
-        decoding: str = "eager",
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        device: str | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, pretrained: str | nn.Module | Subject, adapter: str | None = None,
+        gates: str | float | Sequence[float] | None = None, readout: int | None = None, decoding: str = "eager",
+        tokenizer: PreTrainedTokenizerBase | None = None, device: str | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         self.state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
         if isinstance(pretrained, str):
             fields = ("num_loops", "dtype", "attn_implementation", "chat_template")

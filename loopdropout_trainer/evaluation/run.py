@@ -84,11 +84,7 @@ class EvaluationArguments(BenchmarkArguments):
         self.rows()  # which may not fit
 
     def rows(self) -> dict[str, tuple[str | None, int | None]]:
-        """Return adapter (None: the model alone) and depth (None: that of the settings) of each row's model, by name.
-
-        Raises:
-            ValueError: if two rows have one name.
-        """
+        """Return adapter (None: the model alone) and depth (None: that of the settings) of each row, by its own name."""
         rows: dict[str, tuple[str | None, int | None]] = {}
         for each in [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]:
             name, path = str(each).split("=", 1) if "=" in str(each) else ("", str(each))

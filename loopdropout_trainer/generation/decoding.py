@@ -169,17 +169,9 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        seed: int,
-        purpose: str,
-        step: int,
-        rows: Sequence[int],
-        length: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float | None = None,
-    ) -> None:
+        self, seed: int, purpose: str, step: int, rows: Sequence[int], length: int, temperature: float = 1.0,
+        top_k: int = 0, top_p: float = 1.0, min_p: float | None = None,
+    ) -> None:  # fmt: skip
         self.uniforms = uniforms(seed, purpose, step, [(row, 0) for row in rows], length)  # [N, length]
         warpers = (
             (temperature != 1, transformers.TemperatureLogitsWarper, float(temperature)),

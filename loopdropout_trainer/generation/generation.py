@@ -25,15 +25,10 @@ logger = logging.get_logger(__name__)
 
 
 def generate_greedy(
-    model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str | Sequence[int]],
-    max_new_tokens: int,
-    batch_size: int = 16,
-    stop_strings: Sequence[str] = (),
-    progress: bool = True,
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int, batch_size: int = 16, stop_strings: Sequence[str] = (), progress: bool = True,
     decoding: str = "eager",
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Complete each prompt with the most probable tokens, at the depth `model.config.num_loops` and under the gates in force.
 
     Args:
@@ -58,15 +53,10 @@ def generate_greedy(
 
 
 def generate_batches(
-    model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str | Sequence[int]],
-    max_new_tokens: int,
-    batch_size: int = 16,
-    stop_strings: Sequence[str] = (),
-    progress: bool = True,
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int, batch_size: int = 16, stop_strings: Sequence[str] = (), progress: bool = True,
     decoding: str = "eager",
-) -> Iterator[list[tuple[int, str]]]:
+) -> Iterator[list[tuple[int, str]]]:  # fmt: skip
     """Do the same as `generate_greedy`; yield (index of the prompt, completion) pairs as they come, longest prompts first.
 
     The gates must stay in force until the last pair has come.
@@ -90,28 +80,17 @@ def generate_batches(
 
 
 def sample_completions(
-    model: torch.nn.Module,
-    prompts: Sequence[Sequence[int]],
-    sampler: Sampler,
-    max_new_tokens: int,
-    end_ids: Sequence[int],
-    num_slots: int,
-    compiled: bool = False,
-) -> list[list[int]]:
-    """Sample a completion of each prompt by continuous batching, under the gates in force.
+    model: torch.nn.Module, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int,
+    end_ids: Sequence[int], num_slots: int, compiled: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    """Return the token ids of a sampled completion of each prompt, by continuous batching, under the gates in force.
 
     Args:
-        model: looped causal language model, with or without an adapter, that continuous batching supports (see
-            `decoding.why_unsupported`). It is put back into training if it was in it.
-        prompts: token ids, none of them empty.
+        model, prompts: as for `generate_greedy`; a model that continuous batching supports (`decoding.why_unsupported`).
         sampler: draws the tokens; its row i is prompt i.
         max_new_tokens: most tokens of a completion.
         end_ids: tokens that end a completion, and are its last one.
-        num_slots: rows that are decoded together; no completion depends on it, up to rounding.
-        compiled: run the steps compiled.
-
-    Returns:
-        The completions' token ids, in the order of `prompts`.
+        num_slots, compiled: rows that are decoded together, and whether by compiled steps; see `Decoder`.
     """
     looped, ends = find_looped_model(model), frozenset(end_ids)
     have_ended = lambda rows: [tokens[-1] in ends for tokens in rows]

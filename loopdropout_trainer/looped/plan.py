@@ -101,14 +101,9 @@ class GatePlan:
         return self.gates is not None and self.gates.dim() == 3
 
     def step(
-        self,
-        loop: int,
-        device: torch.device | None = None,
-        tokens: torch.Tensor | None = None,
-        num_active: int | None = None,
-        frozen: bool = False,
-        prepared: dict[Hashable, Any] | None = None,
-    ) -> LoopStep:
+        self, loop: int, device: torch.device | None = None, tokens: torch.Tensor | None = None,
+        num_active: int | None = None, frozen: bool = False, prepared: dict[Hashable, Any] | None = None,
+    ) -> LoopStep:  # fmt: skip
         """Return the step of one loop, with its gates on `device`; the other arguments are attributes of `LoopStep`.
 
         Raises:

@@ -63,13 +63,9 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | Any | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | Any | None = None, past_key_values: Cache | None = None, **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Return the attention's output [B, S, H], and its weights if the kernel gives them.
 
         The mask has the form of the kernel that the configuration names, or attends by itself, as packed examples do.

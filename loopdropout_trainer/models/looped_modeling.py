@@ -330,17 +330,11 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     @capture_outputs
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        initial_state: torch.FloatTensor | None = None,
-        output_readouts: bool = False,
-        **kwargs,
-    ) -> LoopedModelOutput:
+        self, input_ids: torch.LongTensor | None = None, attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None, past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None, use_cache: bool | None = None,
+        initial_state: torch.FloatTensor | None = None, output_readouts: bool = False, **kwargs,
+    ) -> LoopedModelOutput:  # fmt: skip
         """Run `config.num_loops` loops.
 
         Args:
@@ -479,16 +473,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
-    ) -> LoopedCausalLMOutput:
+        self, input_ids: torch.LongTensor | None = None, attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None, past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None, labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0, **kwargs,
+    ) -> LoopedCausalLMOutput:  # fmt: skip
         """Run all loops and score with the final one; the other arguments are those of the backbone's `forward`.
 
         Args:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from peft import PeftConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from peft import PeftConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from loopdropout_trainer.data import LoadedData
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
@@ -61,23 +61,31 @@ class RunPlan:
 
 
 def plan_run(
-    model: PreTrainedConfig, data: LoadedData, config: LoopDropoutArguments, peft_config: PeftConfig, model_name: str
+    model: PreTrainedConfig | PreTrainedModel | PeftModel,
+    data: LoadedData,
+    config: LoopDropoutArguments,
+    peft_config: PeftConfig | None = None,
+    model_name: str | None = None,
 ) -> RunPlan:
     """Work out what a run will do, without loading weights or taking a step.
 
     Args:
-        model: config of a looped model, with the depth that it will run at.
-        data, config, peft_config: as loaded for the run, its training arguments, and its adapter.
-        model_name: to be printed.
+        model: looped model with or without its adapter, or only its config with the depth that it will run at.
+        data, config: as loaded for the run, and its training arguments.
+        peft_config, model_name: the adapter, and a name to be printed; default: those that `model` has.
     """
+    if isinstance(model, PeftModel):
+        peft_config = model.peft_config[model.active_adapter]
     with torch.device("meta"):
-        model = find_looped_model(get_peft_model(AutoModelForCausalLM.from_config(model), peft_config))
+        is_config = isinstance(model, PreTrainedConfig)
+        model = AutoModelForCausalLM.from_config(model if is_config else find_looped_model(model).config)
+        model = find_looped_model(model if peft_config is None else get_peft_model(model, peft_config))
     adapter = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
 
     num_loops, rule = model.config.num_loops, config.make_rule().adapter
     steps_per_epoch, steps = num_steps(len(data.train), config)
     return RunPlan(
-        model=model_name,
+        model=model_name or model.config.name_or_path,
         num_loops=num_loops,
         parameters=sum(p.numel() for p in model.parameters()) - adapter,
         trainable_parameters={"per_loop": num_loops * adapter, "learned": num_loops + adapter}.get(rule, adapter),

@@ -78,13 +78,9 @@ def _license_of(base_model: str | None) -> dict[str, str]:
 
 
 def save_card(
-    model: PeftModel,
-    folder: str | Path,
-    name: str | None = None,
-    given: ModelCardFields | None = None,
-    merged: bool = False,
-    has_code: bool = False,
-) -> None:
+    model: PeftModel, folder: str | Path, name: str | None = None, given: ModelCardFields | None = None,
+    merged: bool = False, has_code: bool = False,
+) -> None:  # fmt: skip
     """Write the card of an adapter or a merged model, over the one of PEFT or TRL, which knows neither base nor rule.
 
     Args:

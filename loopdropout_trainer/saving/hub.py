@@ -71,12 +71,9 @@ def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tens
 
 
 def merge_and_save(
-    model: PeftModel,
-    output_dir: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    facts: ModelCardFields | None = None,
-    repo_id: str | None = None,
-) -> Path:
+    model: PeftModel, output_dir: str | Path, tokenizer: PreTrainedTokenizerBase | None = None,
+    facts: ModelCardFields | None = None, repo_id: str | None = None,
+) -> Path:  # fmt: skip
     """Save the unit-gate merged model as an ordinary checkpoint of its base: weights, tokenizer, generation config, card.
 
     The weights are safetensors in the base's dtype under the base's own key names. `model` itself stays unmerged.

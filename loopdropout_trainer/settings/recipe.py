@@ -103,13 +103,9 @@ def recipe_path(name: str) -> str:
 
 
 def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a recipe and those that it extends; the extending file's keys win.
+    """Read a recipe and those that it extends; the extending file's keys win. `extending` are those that led to it.
 
     A path `recipes/...` that is not there is one that ships with the package: sweeps name their recipes so.
-
-    Args:
-        path: of the recipe.
-        extending: the recipes that led to this one.
 
     Raises:
         RecipeError: if a file is missing, is not a flat YAML mapping, extends itself, or would run a stranger's code.

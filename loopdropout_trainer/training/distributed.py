@@ -271,12 +271,7 @@ def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, t
 
 
 def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tensor | None) -> None:
-    """Raise ValueError for a micro-batch with several examples in a row whose examples would see one another.
-
-    Args:
-        inputs: of the model.
-        example_ids: of the packed examples, or None for one example in each row.
-    """
+    """Raise ValueError for a micro-batch with several examples in a row that would see one another; None: not packed."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if example_ids is not None and (positions is None or mask is not None):
         raise ValueError(

@@ -78,13 +78,9 @@ def device_name() -> str:
 
 
 def step_memory(
-    model: PeftModel,
-    rows: int,
-    length: int,
-    num_loops: int,
-    recompute_pointwise: bool = False,
+    model: PeftModel, rows: int, length: int, num_loops: int, recompute_pointwise: bool = False,
     checkpointing: bool = False,
-) -> dict[str, int]:
+) -> dict[str, int]:  # fmt: skip
     """Return the bytes that the worst training step holds: of `weights`, `trained`, `kept` and `work`.
 
     Args:
@@ -128,12 +124,7 @@ def leaves_checkpointing_open(args: TrainingArguments) -> bool:
 
 
 def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArguments) -> None:
-    """Compute layers twice only if what a training step keeps does not fit the device, and say so in one line of the log.
-
-    Args:
-        model: as it will be trained; dataset: as the trainer has prepared it.
-        args: training arguments, which are changed.
-    """
+    """Compute layers twice (in `args`) only if what a training step keeps does not fit the device, and log why."""
     fits, reason = False, "how much memory it takes is not known"
     shape, usable = row_shape(dataset, args), usable_memory(args)
     if args.recompute_pointwise:

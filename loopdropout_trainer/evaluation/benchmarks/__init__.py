@@ -61,11 +61,7 @@ def load_benchmark(
 
 
 def development_benchmark(rows: Dataset | None, preparation: str | None, limit: int | None = None):
-    """Return held-out rows (`load_data(...).eval`) as a benchmark, with prompts and metric of the preparation's test set.
-
-    Raises:
-        ValueError: if there are no held-out rows, or the preparation has no questions with answers.
-    """
+    """Return held-out rows (`load_data(...).eval`) as a benchmark, with prompts and metric of the preparation's test set."""
     if preparation not in _SCORED_LIKE or not rows:
         raise ValueError(
             f"The benchmark `{DEVELOPMENT}` needs held-out rows (`num_eval_examples`) of a `preparation` with questions and "

@@ -106,14 +106,9 @@ class PackedLoops:
     """
 
     def __init__(
-        self,
-        inputs: LoopInputs,
-        packing: Packing,
-        loop_state: LoopState,
-        mask_of: Callable[[Sequence[int]], object],
-        lora_parameters: Sequence[torch.nn.Parameter] | None,
-        thresholds: Thresholds,
-    ) -> None:
+        self, inputs: LoopInputs, packing: Packing, loop_state: LoopState, mask_of: Callable[[Sequence[int]], object],
+        lora_parameters: Sequence[torch.nn.Parameter] | None, thresholds: Thresholds,
+    ) -> None:  # fmt: skip
         self.loop_state = loop_state
         self.plan = loop_state.plan
         self.prepared = {}
