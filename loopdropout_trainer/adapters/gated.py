@@ -167,9 +167,6 @@ class GatedVariants(dict[str, LoraVariant]):
 
     PEFT asks `adapter in layer.lora_variant`, runs plain LoRA if it is not, and else calls what is there. Here every adapter
     is, and a plain variant is replaced. One that cannot be gated raises ValueError when PEFT puts it on the layer.
-
-    Args:
-        loop_state, module, in_activation_dtype: of `GatedLora`.
     """
 
     def __init__(self, loop_state: LoopState, module: int, in_activation_dtype: bool) -> None:
