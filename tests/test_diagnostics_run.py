@@ -22,9 +22,8 @@ from loopdropout_trainer.diagnostics import (
     readout_losses,
     single_loop_activation,
 )
-from loopdropout_trainer.diagnostics.arguments import RowArguments
 from loopdropout_trainer.diagnostics.losses import SingleLoop
-from loopdropout_trainer.diagnostics.rows import load_rows_to_score
+from loopdropout_trainer.diagnostics.rows import RowArguments, load_rows_to_score
 from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA
 from loopdropout_trainer.settings.recipe import RecipeError
 

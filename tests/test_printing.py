@@ -5,8 +5,7 @@ import io
 from rich.console import Console
 
 from loopdropout_trainer.evaluation import BenchmarkResult, Prediction
-from loopdropout_trainer.runs.printing import correct_by_last_number, print_results
-from loopdropout_trainer.runs.progress import log_line
+from loopdropout_trainer.runs.printing import correct_by_last_number, log_line, print_results
 
 
 def answers(correct, total=40, start=0):

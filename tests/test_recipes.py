@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.data.load import LoadedData
-from loopdropout_trainer.data.preparation import DataReport
+from loopdropout_trainer.data.preparations import DataReport
 from loopdropout_trainer.evaluation import BENCHMARKS
 from loopdropout_trainer.models import HuginnConfig, NanbeigeConfig, OuroConfig
 from loopdropout_trainer.runs.plan import num_steps, plan_run

@@ -87,9 +87,7 @@ def check_layers(model: nn.Module) -> None:
             )
         if not isinstance(module, LoraLayer) or not _asks_its_variant(module):
             kind = f"{type(module).__module__}.{type(module).__name__}"
-            raise ValueError(
-                f"`{name}` is a {kind}, whose forward computes the update itself: no gate would reach it."
-            )
+            raise ValueError(f"`{name}` is a {kind}, whose forward computes the update itself: no gate reaches it.")
         for variant in module.lora_variant.values():
             check_variant(variant)
 

@@ -132,9 +132,8 @@ class GatedLora(LoraVariant):
 
         A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
         """
-        if self.loop_state.step.frozen or not (
-            torch.distributed.is_available() and torch.distributed.is_initialized()
-        ):
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if alone or self.loop_state.step.frozen:
             return result
         token = self._cast(x.flatten(0, -2)[:1], result)
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
@@ -172,9 +171,6 @@ class GatedVariants(dict[str, LoraVariant]):
 
     PEFT asks `adapter in layer.lora_variant`, runs plain LoRA if it is not, and else calls what is there. Here every adapter
     is, and a plain variant is replaced. One that cannot be gated raises ValueError when PEFT puts it on the layer.
-
-    Args:
-        loop_state, module, in_activation_dtype: of `GatedLora`.
     """
 
     def __init__(self, loop_state: LoopState, module: int, in_activation_dtype: bool) -> None:
@@ -209,11 +205,7 @@ def adapted_layers(model: nn.Module) -> list[LoraLayer]:
 
 
 def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
-    """Return the one matrix [out, in] that an adapter adds to a layer's weight at unit gates.
-
-    Raises:
-        ValueError: if there is none, because loops differ at unit gates.
-    """
+    """Return the one matrix [out, in] that an adapter adds to a layer's weight at unit gates; ValueError if there is none."""
     variant = layer.lora_variant.get(adapter)
     return variant.merged_update(layer, adapter) if isinstance(variant, GatedLora) else layer.get_delta_weight(adapter)
 
@@ -400,8 +392,6 @@ def use_gates(
     gates = as_gate_matrix(gates, looped.config.num_loops)
     num_modules = len(adapted_layers(model))
     if gates.dim() == 3 and gates.shape[2] != num_modules:
-        raise ValueError(
-            f"Gates [K, B, M] need one for each of the {num_modules} adapted modules; got {gates.shape[2]}."
-        )
+        raise ValueError(f"Gates [K, N, M] need one for each of {num_modules} adapted modules; got {gates.shape[2]}.")
     with _all_gated(model), applied_gates(looped.loop_state, gates, segments):
         yield looped.loop_state

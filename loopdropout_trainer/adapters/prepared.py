@@ -130,10 +130,8 @@ def _factors(layer: nn.Module, base: nn.Linear) -> tuple[torch.Tensor, torch.Ten
 def _is_plain(layer: nn.Module, state: LoopState, unit: bool) -> bool:
     """Return whether a layer is a linear map with at most one shared LoRA pair, in the same precision and of these gates."""
     if not isinstance(layer, LoraLayer) or layer.disable_adapters or layer.merged:
-        parts = [layer, layer.get_base_layer() if isinstance(layer, LoraLayer) else layer]
-        return type(parts[1]) is nn.Linear and not any(
-            part._forward_hooks or part._forward_pre_hooks for part in parts
-        )
+        both = [layer, layer.get_base_layer() if isinstance(layer, LoraLayer) else layer]
+        return type(both[1]) is nn.Linear and not any(part._forward_hooks or part._forward_pre_hooks for part in both)
     if len(layer.active_adapters) != 1 or (adapter := layer.active_adapters[0]) not in layer.lora_A:
         return False
     variant, dtypes = layer.lora_variant.get(adapter), (layer.lora_A[adapter].weight.dtype, layer.weight.dtype)

@@ -14,6 +14,7 @@ from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
+from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.command import run_command, user_supplied
@@ -26,15 +27,6 @@ class ShowArguments:
 
     index: int = HfArg(default=0, help="Number of the example, from 0.")
     held_out: bool = HfArg(default=False, help="Show a held-out example instead.")
-
-
-@dataclass
-class LossArguments:
-    """The trainer's settings that decide what is trained on."""
-
-    max_length: int | None = HfArg(default=1024, help="Longer examples are dropped.")
-    completion_only_loss: bool | None = HfArg(default=None, help="As in `SFTConfig`.")
-    assistant_only_loss: bool = HfArg(default=False, help="As in `SFTConfig`.")
     chat_template_path: str | None = HfArg(default=None, help="As in `SFTConfig`.")
 
 
@@ -43,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     (show, model, data_args, loss), _ = parse_recipe(
         types, argv, description=__doc__, unread_types=(RunArguments, AdapterArguments, LoopDropoutConfig)
     )
-    tokenizer = load_tokenizer(model, chat_template_path=loss.chat_template_path)
+    tokenizer = load_tokenizer(model, chat_template_path=show.chat_template_path)
     data = load_data(data_args, tokenizer, loss.max_length)
     examples = data.eval if show.held_out else data.train
     if examples is None or not 0 <= show.index < len(examples):

@@ -73,3 +73,12 @@ class DataArguments:
         if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= MOST_TRAINED_STEPS:
             valid = f"the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]"
             raise ValueError(f"`arithmetic_steps` must be {valid}; got {shown(self.arithmetic_steps)}.")
+
+
+@dataclass
+class LossArguments:
+    """The trainer's settings that decide what is trained on, for what shows or scores examples as training sees them."""
+
+    max_length: int | None = HfArg(default=1024, help="As in training: longer examples are dropped.")
+    completion_only_loss: bool | None = HfArg(default=None, help="As in training: whether only completions count.")
+    assistant_only_loss: bool = HfArg(default=False, help="As in training: whether only the assistant's turns count.")

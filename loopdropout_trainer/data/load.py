@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.boundary import token_lengths
-from loopdropout_trainer.data.preparation import DataReport, Preparation, Unwanted, random_order
-from loopdropout_trainer.data.preparations import PREPARATIONS
+from loopdropout_trainer.data.preparations import PREPARATIONS, DataReport, Preparation, Unwanted, random_order
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, present, read_files
 from loopdropout_trainer.settings.command import user_supplied
 
@@ -152,9 +151,7 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
             report.dropped[str(reason)] += 1
         except BadRow as error:
             if args.bad_rows == "error":
-                raise DataError(
-                    f"{place}: {error}. Mend the row, or leave such rows out: `bad_rows: skip`."
-                ) from error
+                raise DataError(f"{place}: {error}. Mend it, or leave such rows out: `bad_rows: skip`.") from error
             report.dropped[error.kind] += 1
             report.bad_rows = [*report.bad_rows, f"{place}: {error}"][:5]
     if not examples:

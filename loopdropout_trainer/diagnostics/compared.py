@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.diagnostics.arguments import DiagnosticArguments
+from transformers.hf_argparser import HfArg
+
 from loopdropout_trainer.evaluation.loading import train_info
 from loopdropout_trainer.saving.adapter_files import adapter_folder
 from loopdropout_trainer.saving.files import sha256
+from loopdropout_trainer.settings.arguments import check_depths
 from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.ranges import check_folder, check_list
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -22,6 +25,33 @@ TRAINED_ON = (
     *("prompt_end", "chat_template", "max_length"),
 )
 """Settings of a training that two adapters must share to be compared; the first one also with the base model."""
+
+
+@dataclass
+class DiagnosticArguments:
+    """What is diagnosed, how, and where the results go."""
+
+    adapters: list[str] = HfArg(
+        default_factory=list,
+        help="Adapters as name=folder or name=Hub name; a name that comes again is another seed of that method.",
+    )
+    models: list[str] = HfArg(default_factory=list, help="Merged models, likewise as name=folder.")
+    diagnostics: list[str] | None = HfArg(default=None, help="Names of the diagnostics to run. Default: all.")
+    imports: list[str] = HfArg(
+        default_factory=list,
+        aliases=["--import"],
+        help="Files (or module names) with diagnostics of your own; from the command line only.",
+    )
+    depths: list[int] | None = HfArg(default=None, help="Depths to run at. Default: 1 to twice the model's own.")
+    output_dir: str = HfArg(default="outputs", help="Results go to its subfolder `diagnostics`.")
+
+    def __post_init__(self):
+        check_folder("output_dir", self.output_dir)
+        for name in ("adapters", "models", "diagnostics", "imports"):
+            check_list(name, getattr(self, name))
+        if not self.adapters and not self.models:
+            raise ValueError("`adapters` must name one or more as name=path, or `models` a merged model.")
+        check_depths("depths", self.depths)
 
 
 @dataclass
@@ -47,9 +77,8 @@ class ComparedModel:
     @property
     def facts(self) -> dict[str, Any]:
         """What stands in the results beside the measurement."""
-        facts = {name: getattr(self, name) for name in ("method", "kind", "path")} | {
-            "seed": self.settings.get("seed")
-        }
+        facts = {name: getattr(self, name) for name in ("method", "kind", "path")}
+        facts |= {"seed": self.settings.get("seed")}
         facts |= {name: self.trained.get(name, self.settings.get(name)) for name in ("rule", "p")}
         return {**facts, "train_num_loops": self.trained.get("num_loops")}
 

@@ -43,7 +43,7 @@ class Context:
 
     def scores(self, gates: Sequence[float] | torch.Tensor | None = None) -> Scores:
         """Return the final loop's scores on all rows, under gates [K] or at unit gates."""
-        return score(self.model, self.batches, gates, over_processes=True)
+        return score(self.model, self.batches, gates)
 
 
 class Diagnostic:

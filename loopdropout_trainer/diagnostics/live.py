@@ -15,10 +15,9 @@ from transformers import Trainer, TrainerCallback
 
 from loopdropout_trainer.diagnostics.rows import evaluation_batches
 from loopdropout_trainer.diagnostics.scores import readout_losses, reduction, score
-from loopdropout_trainer.evaluation.processes import random_states_kept
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.ranges import check_integer
-from loopdropout_trainer.training.distributed import shards_weights
+from loopdropout_trainer.training.distributed import random_states_kept, shards_weights
 
 
 class LiveDiagnosticsCallback(TrainerCallback):
@@ -74,9 +73,9 @@ class LiveDiagnosticsCallback(TrainerCallback):
         num_loops = find_looped_model(model).config.num_loops
 
         def loss(gates: torch.Tensor) -> float:
-            return score(model, self.batches, gates, over_processes=True).loss
+            return score(model, self.batches, gates).loss
 
-        readouts = readout_losses(model, self.batches, over_processes=True)
+        readouts = readout_losses(model, self.batches)
         doses = {f"{dose:g}": loss(torch.full((num_loops,), dose)) for dose in (0.0, 0.5, 2.0)} | {"1": readouts[-1]}
         only = map(loss, torch.eye(num_loops))
         logs = {f"live/rho_loop_{t}": reduction(doses["0"], each) for t, each in enumerate(only, start=1)}

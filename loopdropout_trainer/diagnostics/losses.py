@@ -19,7 +19,7 @@ class SingleLoop(Diagnostic):
     needs_adapter = True
 
     def measure(self, context: Context) -> dict[str, Any]:
-        found = single_loop_activation(context.model, context.batches, over_processes=True)
+        found = single_loop_activation(context.model, context.batches)
         all_on = reduction(found.frozen, found.all_on)
         return {**asdict(found), "reductions_percent": found.reductions, "all_on_reduction_percent": all_on}
 
@@ -70,7 +70,7 @@ class Readouts(Diagnostic):
     title = "Cross entropy of each loop's readout"
 
     def measure(self, context: Context) -> dict[str, Any]:
-        scores = score_readouts(context.model, context.batches, over_processes=True)
+        scores = score_readouts(context.model, context.batches)
         accuracies = [each.accuracy_percent for each in scores]
         return {"losses": [each.loss for each in scores], "accuracies_percent": accuracies}
 

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, Trainer
+from transformers.hf_argparser import HfArg
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import DataArguments, DataError, load_data
+from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.data.preparations import without_calculator
-from loopdropout_trainer.diagnostics.arguments import HELD_OUT, RowArguments
 from loopdropout_trainer.diagnostics.scores import Batch
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.saving.files import sha256_of_json
+from loopdropout_trainer.settings.ranges import check_integer
+
+
+HELD_OUT = "held_out"
+
+
+@dataclass
+class RowArguments(LossArguments, DataArguments):
+    """Which rows losses are measured on. The recipe's data settings are needed for held-out rows only."""
+
+    rows: str = HfArg(
+        default=HELD_OUT,
+        help="`held_out` for the recipe's held-out rows, or a benchmark for its prompts with reference solutions.",
+    )
+    benchmark_files: dict[str, str] | None = HfArg(
+        default=None, help="Local files of benchmarks, as a mapping name: path (JSON on the command line)."
+    )
+    num_rows: int = HfArg(default=500, help="At most so many rows, from the first on.")
+    rows_batch_size: int = HfArg(default=8, help="Rows that one process computes at a time.")
+
+    def __post_init__(self):
+        if self.rows == HELD_OUT:
+            super().__post_init__()
+        check_integer("num_rows", self.num_rows)
+        check_integer("rows_batch_size", self.rows_batch_size)
 
 
 def labelled_batches(

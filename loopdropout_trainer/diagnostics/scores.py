@@ -1,7 +1,7 @@
 """Teacher-forced scores of target tokens: of the final loop under any gates, and of each loop's readout.
 
 A batch is model inputs with `labels` [B, S], -100 where no target is. Of several processes each holds the complete model
-and all batches, and takes a share of the batches: the results do not depend on how many processes there are.
+and all batches, and takes a share of the batches: all of them must call these functions, and get the same results.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters import use_gates
-from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.training.distributed import all_processes
 
 
 Batch = dict[str, torch.Tensor]
@@ -59,15 +59,12 @@ def reduction(frozen: float, loss: float) -> float:
     return 100 * (frozen - loss) / frozen
 
 
-def single_loop_activation(
-    model: PeftModel, batches: Iterable[Batch], over_processes: bool = False
-) -> SingleLoopActivation:
+def single_loop_activation(model: PeftModel, batches: Iterable[Batch]) -> SingleLoopActivation:
     """Measure how well the update works in one loop alone (Appendix "Single-Loop Activation").
 
     Args:
         model: PEFT model over a looped model; of several adapters, the active one is measured.
         batches: model inputs with `labels` [B, S], -100 where no target is; they are run K + 2 times.
-        over_processes: whether all processes call this with the same batches, and share the work.
 
     Raises:
         ValueError: if the batches hold no target token.
@@ -76,47 +73,42 @@ def single_loop_activation(
     num_loops = find_looped_model(model).config.num_loops
 
     def loss(gates: torch.Tensor) -> float:
-        return score(model, batches, gates, over_processes).loss
+        return score(model, batches, gates).loss
 
     only = tuple(map(loss, torch.eye(num_loops)))
     return SingleLoopActivation(loss(torch.zeros(num_loops)), only, loss(torch.ones(num_loops)))
 
 
-def readout_losses(model: nn.Module, batches: Iterable[Batch], over_processes: bool = False) -> list[float]:
+def readout_losses(model: nn.Module, batches: Iterable[Batch]) -> list[float]:
     """Return the cross entropy per target token, in nats, of the readout after each loop t = 1..K.
 
     Args:
         model: looped causal language model, with or without an adapter; under the gates in force.
-        batches, over_processes: see `single_loop_activation`.
-
-    Raises:
-        ValueError: if the batches hold no target token.
+        batches: see `single_loop_activation`, which raises the same error.
     """
-    return [each.loss for each in score_readouts(model, batches, over_processes)]
+    return [each.loss for each in score_readouts(model, batches)]
 
 
 def score(
     model: nn.Module,
     batches: Iterable[Batch],
     gates: Sequence[float] | torch.Tensor | None = None,
-    over_processes: bool = False,
 ) -> Scores:
     """Return the final loop's scores under gates [K]; None: those in force."""
     final = lambda looped, inputs: [looped.base_model(**inputs, use_cache=False).last_hidden_state]
     with nullcontext() if gates is None else use_gates(model, gates):
-        return _scores(model, batches, final, over_processes)[0]
+        return _scores(model, batches, final)[0]
 
 
-def score_readouts(model: nn.Module, batches: Iterable[Batch], over_processes: bool = False) -> list[Scores]:
+def score_readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Scores]:
     """Return the scores of every loop's readout, all K from one forward pass."""
-    return _scores(model, batches, lambda looped, inputs: looped.loop_readouts(**inputs), over_processes)
+    return _scores(model, batches, lambda looped, inputs: looped.loop_readouts(**inputs))
 
 
 def _scores(
     model: nn.Module,
     batches: Iterable[Batch],
     readouts_of: Callable[[nn.Module, Batch], Sequence[torch.Tensor]],
-    over_processes: bool,
 ) -> list[Scores]:
     """Return the means over all target tokens of each readout; those of single batches would weigh tokens differently."""
 
@@ -130,19 +122,16 @@ def _scores(
             sums.append([losses.item(), (logits.argmax(dim=-1) == targets).sum().item(), len(targets)])
         return np.array(sums)
 
-    sums = sum(over_batches(model, batches, sums_of, over_processes), np.zeros((1, 3)))
+    sums = sum(over_batches(model, batches, sums_of), np.zeros((1, 3)))
     if not sums[0, 2]:
         raise ValueError("The batches hold no target token: every label is -100.")
     return [Scores(losses / tokens, 100 * most_probable / tokens) for losses, most_probable, tokens in sums.tolist()]
 
 
-def over_batches(
-    model: nn.Module, batches: Iterable[Batch], measure: Callable[[Batch], Found], over_processes: bool = False
-) -> list[Found]:
+def over_batches(model: nn.Module, batches: Iterable[Batch], measure: Callable[[Batch], Found]) -> list[Found]:
     """Return what `measure` finds in every batch, in their order; it runs in evaluation mode and without gradients."""
-    state = all_processes() if over_processes else None
-    places = list(enumerate(batches))
-    share = places if state is None else places[state.process_index :: state.num_processes]
+    state = all_processes()
+    share = list(enumerate(batches))[state.process_index :: state.num_processes]
     was_training = model.training
     model.eval()
     try:
@@ -150,7 +139,7 @@ def over_batches(
             found = [(place, measure(batch)) for place, batch in share]
     finally:
         model.train(was_training)
-    return [value for _, value in sorted(gather_object(found) if state else found, key=lambda pair: pair[0])]
+    return [value for _, value in sorted(gather_object(found), key=lambda pair: pair[0])]
 
 
 def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch.Tensor]:

@@ -26,7 +26,7 @@ class _OfStates(Diagnostic):
 
     def measure(self, context: Context) -> dict[str, Any]:
         of_batch = partial(self.of_batch, context)
-        parts = over_batches(context.model, context.batches, of_batch, over_processes=True)
+        parts = over_batches(context.model, context.batches, of_batch)
         found = self.summary(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
         return {"states": "carried" if carries_states(context.model) else "readout", **found}
 

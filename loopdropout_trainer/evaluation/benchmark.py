@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from torch.distributed.tensor import DTensor
 
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.training.distributed import all_processes, from_main_process
 
 
 class Benchmark(ABC):

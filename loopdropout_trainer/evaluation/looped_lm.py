@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.loading import load_model
-from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_batches
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.training.distributed import all_processes
 
 
 # It warns of a model that is loaded already, as it is meant here.

@@ -13,15 +13,14 @@ from loopdropout_trainer.evaluation.answer_log import check_same
 from loopdropout_trainer.evaluation.benchmark import Benchmark, evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_benchmark
 from loopdropout_trainer.evaluation.loading import load_model, model_identity, train_info
-from loopdropout_trainer.evaluation.processes import all_processes, from_main_process
 from loopdropout_trainer.evaluation.results import BenchmarkResult, add_result, read_evaluation
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, check_depths
-from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.command import library_versions, user_supplied
 from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import public_settings
-from loopdropout_trainer.settings.versions import library_versions
+from loopdropout_trainer.training.distributed import all_processes, from_main_process
 from loopdropout_trainer.training.memory import device_name
 
 
@@ -71,9 +70,8 @@ class EvaluationArguments(BenchmarkArguments):
         known = {metric for name, task in BENCHMARKS.items() for metric in task.metric_names(name)}
         averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
         for name, metrics in averages.items():  # lm-eval's own metrics are written `metric,filter`
-            if not (
-                metrics and isinstance(metrics, list) and all(each in known or "," in str(each) for each in metrics)
-            ):
+            valid = isinstance(metrics, list) and all(each in known or "," in str(each) for each in metrics)
+            if not (valid and metrics):
                 raise ValueError(f"`averages` must map names to lists of {', '.join(known)}; got `{name}: {metrics}`.")
         check_depths("at_depths", self.at_depths)
         self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
@@ -86,11 +84,7 @@ class EvaluationArguments(BenchmarkArguments):
         self.rows()  # which may not fit
 
     def rows(self) -> dict[str, tuple[str | None, int | None]]:
-        """Return adapter (None: the model alone) and depth (None: that of the settings) of each row's model, by name.
-
-        Raises:
-            ValueError: if two rows have one name.
-        """
+        """Return adapter (None: the model alone) and depth (None: that of the settings) of each row, by its own name."""
         rows: dict[str, tuple[str | None, int | None]] = {}
         for each in [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]:
             name, path = str(each).split("=", 1) if "=" in str(each) else ("", str(each))

@@ -140,9 +140,7 @@ def parse_gates(gates: str | float | Sequence[float], num_loops: int) -> list[fl
         numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
         as_gate_matrix(numbers, num_loops)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"`gates` must be one for each of the {num_loops} loops, as 1-0-0-0; got {gates!r}."
-        ) from None
+        raise ValueError(f"`gates` must be one for each of {num_loops} loops, as 1-0-0-0; got {gates!r}.") from None
     return None if all(number == 1 for number in numbers) else numbers
 
 

@@ -131,9 +131,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         self._scores_new = True
         try:
             batch = super()._generate_and_score_completions(inputs)
-            if (
-                self.args.old_gates == "unit" and not self.args.scores_old
-            ):  # TRL takes the current ones, which are gated
+            if self.args.old_gates == "unit" and not self.args.scores_old:  # TRL takes the current ones: gated
                 ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
                 mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
                 length, size = batch["completion_ids"].shape[1], self.args.per_device_train_batch_size

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.probabilities import check_range
-from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, check_range, register_rule
 
 
 @register_rule

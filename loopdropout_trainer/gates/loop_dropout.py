@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.probabilities import check_p
-from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, check_p, register_rule
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from loopdropout_trainer.gates.loop_dropout import MaskedRule, survival
-from loopdropout_trainer.gates.probabilities import check_range
-from loopdropout_trainer.gates.rule import Draw, register_rule
+from loopdropout_trainer.gates.rule import Draw, check_range, register_rule
 
 
 @register_rule

@@ -80,9 +80,7 @@ class GateRule:
     name: ClassVar[str]
     adapter: ClassVar[str] = "gated"
     wants_sensitivity: ClassVar[bool] = False  # gates then require gradients, for `observe`
-    mergeable: ClassVar[bool] = (
-        True  # at unit gates every loop uses the same update; else a recipe cannot ask for merging
-    )
+    mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
 
     @property
     def alpha_factor(self) -> float:
@@ -140,3 +138,32 @@ def make_rule(name: str, **fields: Any) -> GateRule:
 def field_names(cls: type[GateRule]) -> list[str]:
     """Return the fields that the rule takes."""
     return [field.name for field in dataclasses.fields(cls) if field.init]
+
+
+# The ranges of fields: drop probabilities p, one number for all loops or one for each, and other numbers.
+
+
+def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
+    """Return p as a float or a tuple of floats; raise ValueError if one is not a number in [0, 1)."""
+    values = list(p) if isinstance(p, Sequence) and not isinstance(p, str) else [p]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise ValueError(f"`{name}` is a drop probability and must lie in [0, 1); got {value!r}.")
+    if not values:
+        raise ValueError(f"`{name}` must be one drop probability, or one for each loop; got an empty list.")
+    return float(values[0]) if len(values) == 1 else tuple(float(value) for value in values)
+
+
+def check_one_p(p: float | Sequence[float], name: str = "p") -> float:
+    """Return p as one float for all loops; raise ValueError if it is not one number in [0, 1)."""
+    p = check_p(p, name)
+    if isinstance(p, tuple):
+        raise ValueError(f"`{name}` must be one drop probability for all loops with this rule; got {list(p)}.")
+    return p
+
+
+def check_range(value: float, name: str, low: float, high: float, integer: bool = False) -> None:
+    """Raise ValueError unless `value` is a number, or an integer, in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)) or not low <= value <= high:
+        kind = "an integer" if integer else "a number"
+        raise ValueError(f"`{name}` must be {kind} from {low:g} to {high:g}; got {value!r}.")

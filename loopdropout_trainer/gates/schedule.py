@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from loopdropout_trainer.gates.loop_dropout import rescaled_masks
-from loopdropout_trainer.gates.probabilities import check_one_p, check_range
-from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, check_one_p, check_range, register_rule
 
 
 @register_rule

@@ -98,20 +98,14 @@ def sample_completions(
     num_slots: int,
     compiled: bool = False,
 ) -> list[list[int]]:
-    """Sample a completion of each prompt by continuous batching, under the gates in force.
+    """Return the token ids of a sampled completion of each prompt, by continuous batching, under the gates in force.
 
     Args:
-        model: looped causal language model, with or without an adapter, that continuous batching supports (see
-            `decoding.why_unsupported`). It is put back into training if it was in it.
-        prompts: token ids, none of them empty.
+        model, prompts: as for `generate_greedy`; a model that continuous batching supports (`decoding.why_unsupported`).
         sampler: draws the tokens; its row i is prompt i.
         max_new_tokens: most tokens of a completion.
         end_ids: tokens that end a completion, and are its last one.
-        num_slots: rows that are decoded together; no completion depends on it, up to rounding.
-        compiled: run the steps compiled.
-
-    Returns:
-        The completions' token ids, in the order of `prompts`.
+        num_slots, compiled: rows that are decoded together, and whether by compiled steps; see `Decoder`.
     """
     looped, ends = find_looped_model(model), frozenset(end_ids)
     have_ended = lambda rows: [tokens[-1] in ends for tokens in rows]
@@ -145,17 +139,15 @@ def _advancing(decoder: Decoder | _Generate, model: torch.nn.Module, looped: Pre
 class _Ends:
     """Where completions end: at an end token, or before a stop string."""
 
-    def __init__(
-        self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
-    ) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, stop_strings
+    def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self.tokenizer, self.stop_strings = tokenizer, stops
         of_model = looped.generation_config.eos_token_id
         ids = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
         added = tokenizer.get_added_vocab()  # a stop string that is a special token never shows in decoded text
-        ids += [added[stop] for stop in stop_strings if stop in added]
+        ids += [added[stop] for stop in stops if stop in added]
         self.end_ids = sorted({token for token in ids if token is not None})
         # Each token holds a byte or more of the text.
-        self.window = max((len(stop.encode()) for stop in stop_strings), default=0) + 4
+        self.window = max((len(stop.encode()) for stop in stops), default=0) + 4
 
     def __call__(self, completions: list[list[int]]) -> list[bool]:
         """Tell which of these completions, not empty and not ended before their last token, have ended."""

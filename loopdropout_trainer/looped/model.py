@@ -62,9 +62,7 @@ class LoopedModelMixin:
     def recompute_pointwise(self, enabled: bool = True) -> None:
         """In training, compute norms and activations once more in the backward pass instead of keeping their results."""
         if enabled:
-            raise ValueError(
-                f"`recompute_pointwise` must be false: {type(self).__name__} is no class of this package."
-            )
+            raise ValueError(f"`recompute_pointwise` must be false: {type(self).__name__} is not of this package.")
 
     def enable_input_require_grads(self) -> None:
         """Let the embeddings require a gradient; by a hook that `torch.save` can keep, which transformers' own is not."""

@@ -90,9 +90,8 @@ class GatePlan:
             return
         used = gates != 0
         if self.seeds is None:
-            object.__setattr__(
-                self, "active", used.flatten(2).any(dim=2).tolist() if gates.dim() == 3 else used.tolist()
-            )
+            active = used.flatten(2).any(dim=2) if gates.dim() == 3 else used
+            object.__setattr__(self, "active", active.tolist())
         if gates.dim() == 3 and bool(used.any()):
             object.__setattr__(self, "unused_modules", (~used.flatten(0, 1).any(dim=0)).tolist())
 

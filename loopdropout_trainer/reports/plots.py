@@ -25,7 +25,7 @@ from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.reports.averaging import average, difference, is_protocol, select, settings_of, shown, telling
 from loopdropout_trainer.reports.reading import ALL, BASE, NONE, TRAINING, ReportError
 from loopdropout_trainer.reports.specs import as_trained
-from loopdropout_trainer.settings.methods import method_title
+from loopdropout_trainer.settings.recipe import method_title
 
 
 ORANGE, BLUE, GREY = "#E69F00", "#0072B2", "#7a7a7a"

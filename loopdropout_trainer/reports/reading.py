@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 
 from loopdropout_trainer.settings.command import one_line
-from loopdropout_trainer.settings.methods import method_title
+from loopdropout_trainer.settings.recipe import method_title
 
 
 logger = logging.getLogger(__name__)

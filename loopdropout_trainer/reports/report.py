@@ -42,9 +42,7 @@ def write_report(
     described, table = [load_spec(path) for path in tables], load_table(folders)
     skipped, output_dir = table.attrs["skipped"], Path(output_dir)
     if not len(table):
-        raise ReportError(
-            f"There are no results below {', '.join(map(str, folders))}: train, evaluate or sweep first."
-        )
+        raise ReportError(f"No results below {', '.join(map(str, folders))}: train, evaluate or sweep first.")
     if described:
         finished = {spec.name: build_table(spec, table) for spec in described if not spec.figure}
         figures = {spec.name: paper_figure(spec, table) for spec in described if spec.figure}

@@ -20,33 +20,26 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
+from loopdropout_trainer import diagnostics
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
-from loopdropout_trainer.diagnostics import (
-    LiveDiagnosticsCallback,
-    evaluation_batches,
-    readout_losses,
-    single_loop_activation,
-)
 from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
-from loopdropout_trainer.evaluation.development import DEVELOPMENT, development_benchmark
+from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.runs.plan import plan_run
-from loopdropout_trainer.runs.printing import print_results, title_of
-from loopdropout_trainer.runs.progress import TrainingProgress, show_log
+from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log, title_of
 from loopdropout_trainer.runs.result import DIVERGED_FILE, read_results, write_results
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields, save_card
 from loopdropout_trainer.saving.files import sha256, write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.command import library_versions, user_supplied
 from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
 from loopdropout_trainer.settings.secrets import public_settings
-from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
-from loopdropout_trainer.training.distributed import shards_weights
+from loopdropout_trainer.training.distributed import from_main_process, shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.memory import device_name, memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config
@@ -180,13 +173,13 @@ class Run:
             )
             if self.script.live_diagnostics_steps:
                 every, rows = self.script.live_diagnostics_steps, self.script.live_diagnostics_rows
-                trainer.add_callback(LiveDiagnosticsCallback(trainer, every, rows))
+                trainer.add_callback(diagnostics.LiveDiagnosticsCallback(trainer, every, rows))
         checkpoint = self.checkpoint_for(config)
         if self.merges(config):  # before hours of training
-            trainer.from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
+            from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
         with trainer.only_run_in_output_dir():
             read = lambda: read_results(self.settings, config.output_dir, trainer.run_identity)
-            results = trainer.from_main_process(read) if checkpoint else None
+            results = from_main_process(read) if checkpoint else None
             if results is not None:
                 if config.should_save:
                     title = title_of(results)
@@ -292,10 +285,10 @@ class Run:
             measured["single_loop_benchmarks"].append(self.evaluate(trainer, self.benchmarks[0], moment, gates))
         if self.script.single_loop_batches and trainer.eval_dataset is not None:
             rows = self.script.single_loop_batches * trainer.args.per_device_eval_batch_size
-            batches = evaluation_batches(trainer, rows)
-            losses = single_loop_activation(trainer.model, batches, over_processes=True)
+            batches = diagnostics.evaluation_batches(trainer, rows)
+            losses = diagnostics.single_loop_activation(trainer.model, batches)
             measured["single_loop"] = {**asdict(losses), "reductions_percent": losses.reductions}
-            measured["readout_losses"] = readout_losses(trainer.model, batches, over_processes=True)
+            measured["readout_losses"] = diagnostics.readout_losses(trainer.model, batches)
         return measured
 
     def checkpoint_for(self, config: LoopDropoutArguments) -> str | bool | None:
@@ -322,7 +315,7 @@ class Run:
             return {"model": trainer.run_identity["model"], "adapter": None if moment == "before" else sha256(adapter)}
 
         subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
-        settings, bar = trainer.from_main_process(weights), moment in ("before", "after")
+        settings, bar = from_main_process(weights), moment in ("before", "after")
         run = lambda: evaluate_subject(subject, benchmark, folder, settings, progress=bar).as_json()
         try:
             return run()

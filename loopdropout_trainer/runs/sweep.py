@@ -32,16 +32,9 @@ from filelock import FileLock
 from optuna.trial import TrialState
 from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.evaluation.statistics import summarize
+from loopdropout_trainer.evaluation.results import summarize
+from loopdropout_trainer.runs import workers
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
-from loopdropout_trainer.runs.workers import (
-    FORKS,
-    check_recipes,
-    run_processes,
-    stop_on_sigterm,
-    stop_with_parent,
-    train,
-)
 from loopdropout_trainer.saving.files import LOCK_FILE, sha256_of_json, write_atomically
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
 from loopdropout_trainer.settings.command import run_command
@@ -195,9 +188,7 @@ class Sweep:
         for field, names in (("methods", definitions), ("parts", parts)):
             for name in names:
                 if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-                    raise RecipeError(
-                        f"`{field}` must have names of letters, digits, `.`, `_`, `-`; got {shown(name)}."
-                    )
+                    raise RecipeError(f"`{field}` must have names of letters, digits, `._-`; got {shown(name)}.")
         for field, names in (("only", parts), ("rate_factors", definitions)):
             for name in getattr(arguments, field) or ():
                 check_choice(field, name, list(names))
@@ -360,8 +351,8 @@ class Sweep:
             final = {m: {**recipe, "output_dir": str(self.output_dir / m)} for m, recipe in recipes.items()}
             benchmarks = [self.arguments.select_on, *(name for each in final.values() for name in each["benchmarks"])]
             with_model = not self.arguments.print_commands  # which may be printed where no model is
-            with ProcessPoolExecutor(1, mp_context=FORKS) as pool:
-                pool.submit(check_recipes, str(self.script), final, benchmarks, with_model).result()
+            with ProcessPoolExecutor(1, mp_context=workers.FORKS) as pool:
+                pool.submit(workers.check_recipes, str(self.script), final, benchmarks, with_model).result()
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.output_dir / "sweep.lock")
         with self._lock:
@@ -410,7 +401,7 @@ class Sweep:
             return
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
         given = [(self.arguments, self.script.parent, gpus[place % len(gpus)]) for place in range(number)]
-        status = run_processes([spawn.Process(target=_work, args=each) for each in given])
+        status = workers.run_processes([spawn.Process(target=_work, args=each) for each in given])
         self._refresh()
         if not all(map(self.is_done, self.jobs())):
             raise SweepError(f"A worker ended with exit status {status}; the same command goes on from there.")
@@ -449,11 +440,8 @@ class Sweep:
     def _do(self, trial: optuna.Trial, job: Job) -> float:
         """Do a job as a trial, and return its score. The lock is held until it is written down whose the job is."""
         known = {"worker": f"{socket.gethostname()}:{os.getpid()}", "run": job.run, **job._asdict()}
-        known |= {
-            "run_name": self._recipe(job)["run_name"],
-            "chosen": job.learning_rate in self._choices().get(job.method, ()),
-        }
-        for name, value in known.items():
+        chosen = job.learning_rate in self._choices().get(job.method, ())
+        for name, value in {**known, "run_name": self._recipe(job)["run_name"], "chosen": chosen}.items():
             trial.set_user_attr(name, value)
         self._lock.release()
         outcome = self._outcome(job) or self._train(job)
@@ -470,7 +458,7 @@ class Sweep:
             pass
         log = folder / "log.txt"
         arguments = (str(self.script), self._argv(job), self.launcher, str(log))
-        status = run_processes([FORKS.Process(target=train, args=arguments)])
+        status = workers.run_processes([workers.FORKS.Process(target=workers.train, args=arguments)])
         outcome = self._outcome(job)
         if outcome is None or (status and "error" not in outcome):
             error = f"{job.run} failed with exit status {status}; the same command goes on from there. {log} ends:"
@@ -521,9 +509,7 @@ class Sweep:
         rows, choices = [], self._choices()
         for run, trial in self._last.items():
             known, selected = trial.user_attrs, self._selected.get(run)
-            mine = choices.get(
-                known["method"]
-            )  # None: if a rate was chosen, then by another sweep, and the trial says so
+            mine = choices.get(known["method"])  # None: another sweep may have chosen one, as the trial then says
             row = {key: known[key] for key in ("method", "learning_rate", "seed")} | {"folder": run}
             row["chosen"] = known["chosen"] if mine is None else known["learning_rate"] in mine
             row |= {"final": not known["selects"], "diverged": trial.state == TrialState.PRUNED}
@@ -551,8 +537,8 @@ class Sweep:
 
 def _work(arguments: SweepArguments, scripts: Path, gpu: str) -> None:
     """Be one of several workers of a sweep that another process has checked, with one GPU if there are any."""
-    stop_with_parent()
-    stop_on_sigterm()
+    workers.stop_with_parent()
+    workers.stop_on_sigterm()
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 

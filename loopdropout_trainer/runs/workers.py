@@ -87,8 +87,7 @@ def check_recipes(script: str, recipes: Mapping[str, Any], benchmarks: Sequence[
 
     `with_model`: also against the model's configuration, which must be there or on the Hub.
     """
-    from loopdropout_trainer.evaluation.benchmarks import find_task
-    from loopdropout_trainer.evaluation.development import DEVELOPMENT
+    from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, find_task
 
     run = runpy.run_path(script)["RUN"]
     what = "`select_on` or `measure`"

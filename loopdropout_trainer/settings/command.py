@@ -6,12 +6,14 @@ Faults of this package keep their traceback.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from loopdropout_trainer.settings.secrets import hide_secrets
@@ -136,3 +138,20 @@ def _say_once(text: str) -> None:
         time.sleep(5)  # still here: the error was this process's alone
     sys.stdout.flush()  # else what is still in its buffer would come after the error
     print(text, file=sys.stderr, flush=True)
+
+
+LIBRARIES = (
+    *("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate"),
+    *("datasets", "evaluate", "tokenizers", "lm-eval", "evalplus"),
+)
+
+
+def library_versions() -> dict[str, str | None]:
+    """Return the version of Python and of each library; None for one that is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions

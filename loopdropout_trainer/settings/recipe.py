@@ -103,13 +103,9 @@ def recipe_path(name: str) -> str:
 
 
 def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a recipe and those that it extends; the extending file's keys win.
+    """Read a recipe and those that it extends; the extending file's keys win. `extending` are those that led to it.
 
     A path `recipes/...` that is not there is one that ships with the package: sweeps name their recipes so.
-
-    Args:
-        path: of the recipe.
-        extending: the recipes that led to this one.
 
     Raises:
         RecipeError: if a file is missing, is not a flat YAML mapping, extends itself, or would run a stranger's code.
@@ -220,3 +216,29 @@ def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
 def settings_yaml(settings: Mapping[str, Any]) -> str:
     """Return the settings of a run as a recipe that repeats it, without anything secret."""
     return yaml.dump(public_settings(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+_TITLES = {  # where it is not the rule's name as a sentence begins: "Dose control"
+    "lora": "LoRA",
+    "loop_dropout": "Loop Dropout",
+    "module_wise": "Module-wise",
+    "weight_noise": "Low-rank weight noise",
+    "coto": "CoTo",
+    "lora_dropout": "LoRA Dropout",
+    "learned": "Learned gates",
+    "exactly_m": "Exactly m loops",
+}
+
+
+def method_title(fields: Mapping[str, Any]) -> str:
+    """Return what people call the method of a run with these settings; a rule of one's own goes by its own name."""
+    rule = fields.get("rule")
+    if rule == "lora":
+        if fields.get("loraplus_lr_ratio") not in (None, 1):
+            return "LoRA+"
+        if fields.get("use_rslora"):
+            return "rsLoRA"
+        if fields.get("lora_dropout"):
+            return "Input dropout"
+    title = _TITLES.get(rule, str(rule).replace("_", " ").capitalize())
+    return f"{title} + Loop Dropout" if rule in ("independent", "learned") and fields.get("p") else title

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
 from loopdropout_trainer.gates import GateRule
-from loopdropout_trainer.gates.probabilities import check_range
-from loopdropout_trainer.gates.rule import field_names
+from loopdropout_trainer.gates.rule import check_range, field_names
 from loopdropout_trainer.gates.streams import uniforms
 from loopdropout_trainer.looped.model import MOST_LOOPS
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
@@ -26,6 +29,38 @@ CHECKPOINTING_FIELDS = tuple(
     if name in TrainingArguments.__dataclass_fields__
 )
 """The names that the installed transformers has for the field that computes layers twice."""
+
+
+def all_processes(**kwargs: Any) -> PartialState:
+    """Return this process's view of all of them, and set up their group if nobody has; kwargs are for that."""
+    # Without `cpu`, every process of a group without accelerators takes itself for the only one.
+    return PartialState(cpu=not torch.accelerator.is_available(), **kwargs)
+
+
+def from_main_process(compute: Callable[[], Any]) -> Any:
+    """Return in all processes what the main one computes, or raise what it raises."""
+    outcome: list[Any] = [None]
+    if all_processes().is_main_process:
+        try:
+            outcome = [compute()]
+        except (OSError, RuntimeError, ValueError) as error:
+            outcome = [error]
+    (value,) = broadcast_object_list(outcome)
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Put Python's, NumPy's and torch's random states back after the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -174,15 +209,12 @@ def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> 
     same number of full batches. The rows of one round lie side by side, by process.
     """
     labels, packed, state = inputs.get("labels"), inputs.get("example_ids"), accelerator.gradient_state
-    if (
-        labels is None or not state.end_of_dataloader or state.remainder <= 0
-    ):  # of a stream, whose length is not known, it is -1
+    if labels is None or not state.end_of_dataloader or state.remainder <= 0:  # -1: of a stream of unknown length
         return inputs
     rows = torch.arange(len(labels)) if packed is None else packed[:, 0].cpu()  # [N] of the examples
     repeated = rows >= state.remainder - accelerator.process_index * (int(rows[-1]) + 1)
-    of_tokens = (
-        rows.unsqueeze(1) if packed is None else example_index(inputs["position_ids"], len(rows)).cpu()
-    )  # [B, 1 or S]
+    # [B, 1 or S]
+    of_tokens = rows.unsqueeze(1) if packed is None else example_index(inputs["position_ids"], len(rows)).cpu()
     return {**inputs, "labels": labels.masked_fill(repeated[of_tokens].to(labels.device), IGNORED)}
 
 
@@ -239,12 +271,7 @@ def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, t
 
 
 def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tensor | None) -> None:
-    """Raise ValueError for a micro-batch with several examples in a row whose examples would see one another.
-
-    Args:
-        inputs: of the model.
-        example_ids: of the packed examples, or None for one example in each row.
-    """
+    """Raise ValueError for a micro-batch with several examples in a row that would see one another; None: not packed."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if example_ids is not None and (positions is None or mask is not None):
         raise ValueError(

@@ -20,17 +20,8 @@ from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import GatePlan, TrainingPolicy, find_looped_model
 from loopdropout_trainer.saving.cards import save_card
+from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.config import LoopDropoutArguments
-from loopdropout_trainer.training.distributed import (
-    check_packed_batch,
-    check_processes,
-    check_quantised_base,
-    example_index,
-    float32_adapter,
-    has_unsharded_weights,
-    may_skip_loops,
-    non_reentrant_checkpointing,
-)
 from loopdropout_trainer.training.memory import choose_checkpointing, leaves_checkpointing_open
 from loopdropout_trainer.training.preflight import check_dataset, check_run, complete_peft_config
 
@@ -77,9 +68,9 @@ class GateSamplingMixin:
         with references_like_the_policy(model, self.rule, getattr(args, "reference_gates", "unit") == "same"):
             super().__init__(*call.args, **call.kwargs)
 
-        check_processes(self.accelerator)
-        non_reentrant_checkpointing(self.args)
-        float32_adapter(self.model, before)
+        distributed.check_processes(self.accelerator)
+        distributed.non_reentrant_checkpointing(self.args)
+        distributed.float32_adapter(self.model, before)
         if self.rule.passes > 1 and self.is_deepspeed_enabled:
             raise ValueError(
                 f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
@@ -90,7 +81,7 @@ class GateSamplingMixin:
             in_activation_dtype=True,
             rule=self.rule,
             seed=self.args.seed,
-            fused=self.args.fused_lora and has_unsharded_weights(self.accelerator),
+            fused=self.args.fused_lora and distributed.has_unsharded_weights(self.accelerator),
         )
         looped = find_looped_model(self.model)
         looped.trained_with = {
@@ -131,9 +122,9 @@ class GateSamplingMixin:
         packed_ids = inputs.pop("example_ids", None)
         if self.model.training:
             if packed_ids is not None or "position_ids" in inputs:
-                check_packed_batch(inputs, packed_ids)
+                distributed.check_packed_batch(inputs, packed_ids)
             if getattr(find_looped_model(self.model), "is_loaded_in_4bit", False):
-                check_quantised_base(self.model, self.accelerator)
+                distributed.check_quantised_base(self.model, self.accelerator)
             self._draw_gates(inputs, packed_ids)
         else:
             self._unit_gates()
@@ -197,7 +188,9 @@ class GateSamplingMixin:
 
     def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_ids: torch.Tensor | None) -> None:
         ids = self.example_ids_of(inputs) if packed_ids is None else packed_ids.tolist()
-        segments = None if packed_ids is None else example_index(inputs["position_ids"], len(ids))  # [B, S]
+        segments = None
+        if packed_ids is not None:
+            segments = distributed.example_index(inputs["position_ids"], len(ids))  # [B, S]
         first_row = self._next_row()
         num_loops, loops_to_run = self.draw_depth(self.gate_seed)
         draw = self._draw([(first_row + row, segment) for row, segment in ids], num_loops)
@@ -239,7 +232,7 @@ class GateSamplingMixin:
         """Return how micro-batches may run in training, and say so if they cannot run as they were asked to."""
         args, parameters = self.args, None
         packs = args.remove_padding and not args.torch_compile and find_looped_model(self.model).can_pack
-        if packs and args.skip_frozen_loops and may_skip_loops(self.accelerator, args):
+        if packs and args.skip_frozen_loops and distributed.may_skip_loops(self.accelerator, args):
             parameters = trained_lora_parameters(self.model)
         if packs and args.skip_frozen_loops and parameters is None:
             logger.warning_once(
@@ -250,7 +243,7 @@ class GateSamplingMixin:
 
     def _compile_layers(self) -> None:
         """Compile what is to be compiled, and say which optimisations are in use."""
-        args, unsharded = self.args, has_unsharded_weights(self.accelerator)
+        args, unsharded = self.args, distributed.has_unsharded_weights(self.accelerator)
         looped, policy = find_looped_model(self.model), self.training_policy
         used = {
             "remove_padding": policy.packs,

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from loopdropout_trainer.gates.probabilities import check_range
+from loopdropout_trainer.gates.rule import check_range
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.training.depth import relative_weights
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow.compute
 import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel, get_peft_model
+from pyarrow import compute
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, TrainingArguments
 from transformers.utils import logging
 
@@ -128,12 +128,7 @@ def leaves_checkpointing_open(args: TrainingArguments) -> bool:
 
 
 def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArguments) -> None:
-    """Compute layers twice only if what a training step keeps does not fit the device, and say so in one line of the log.
-
-    Args:
-        model: as it will be trained; dataset: as the trainer has prepared it.
-        args: training arguments, which are changed.
-    """
+    """Compute layers twice (in `args`) only if what a training step keeps does not fit the device, and log why."""
     fits, reason = False, "how much memory it takes is not known"
     shape, usable = row_shape(dataset, args), usable_memory(args)
     if args.recompute_pointwise:
@@ -161,9 +156,7 @@ def row_shape(dataset: Any, args: TrainingArguments) -> tuple[int, int] | None:
         dataset: tokenised examples, or preference pairs, which are two rows each.
     """
     columns = dataset.column_names if isinstance(dataset, Dataset) else ()
-    longest = lambda column: pyarrow.compute.max(
-        pyarrow.compute.list_value_length(dataset.data.column(column))
-    ).as_py()
+    longest = lambda column: compute.max(compute.list_value_length(dataset.data.column(column))).as_py()
     if "input_ids" in columns:
         rows, tokens = 1, longest("input_ids")
     elif "chosen_ids" in columns:

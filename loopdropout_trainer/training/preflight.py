@@ -12,16 +12,10 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-    get_scheduler,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.optimization import get_scheduler
 
 from loopdropout_trainer.adapters import check_adapter, check_peft_config
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model

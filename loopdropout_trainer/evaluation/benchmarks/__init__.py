@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from datasets import Dataset
+
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
+from loopdropout_trainer.evaluation.metrics import metamath_gsm8k
 from loopdropout_trainer.settings.ranges import check_integer
 
 
@@ -15,6 +19,11 @@ BENCHMARKS: dict[str, Task] = {**metamath.BENCHMARKS, **gsm8k.BENCHMARKS, **tulu
 
 LM_EVAL = "lm_eval:"
 """Before the name of a task, group or tag of lm-eval's that has no name here."""
+
+DEVELOPMENT = "development"
+"""Held-out training rows as a benchmark, for choosing a learning rate."""
+
+_SCORED_LIKE = {"metamath_gsm": "metamath_gsm8k", "gsm8k": "gsm8k", "arithmetic": "arithmetic_test"}
 
 
 def find_task(name: str) -> Task:
@@ -49,3 +58,19 @@ def load_benchmark(
         check_integer("benchmark_limit", limit)
     files = [files] if isinstance(files, str | Path) else files
     return find_task(name).load(name, files and list(map(Path, files)), limit, confirm_run_unsafe_code)
+
+
+def development_benchmark(rows: Dataset | None, preparation: str | None, limit: int | None = None):
+    """Return held-out rows (`load_data(...).eval`) as a benchmark, with prompts and metric of the preparation's test set."""
+    if preparation not in _SCORED_LIKE or not rows:
+        raise ValueError(
+            f"The benchmark `{DEVELOPMENT}` needs held-out rows (`num_eval_examples`) of a `preparation` with questions and "
+            f"answers ({', '.join(_SCORED_LIKE)}); got {preparation!r} with {len(rows or ())}."
+        )
+    task = BENCHMARKS[_SCORED_LIKE[preparation]]
+    rows = rows.select(range(min(limit or len(rows), len(rows))))
+    references = rows["answer"][:]
+    if preparation == "metamath_gsm":  # its answers are numbers for the scorer, and text for the others
+        references = [str(metamath_gsm8k.extract_answer(answer)) for answer in references]
+    prompts = [task.prompt(row) for row in rows]
+    return GeneratedBenchmark(DEVELOPMENT, prompts, references, task.metric, task.max_new_tokens, task.stop_strings)

@@ -15,11 +15,11 @@ from loopdropout_trainer.data.rows import BadRow, DataError, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.metrics import load_metric
-from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_batches
 from loopdropout_trainer.saving.files import sha256_of_json
+from loopdropout_trainer.training.distributed import all_processes
 
 
 Row = dict[str, Any]

@@ -25,12 +25,11 @@ from loopdropout_trainer.data.rows import DataError, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks.generated import Row, read_problems
-from loopdropout_trainer.evaluation.processes import random_states_kept
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.command import user_supplied
-from loopdropout_trainer.settings.versions import library_versions
+from loopdropout_trainer.settings.command import library_versions, user_supplied
+from loopdropout_trainer.training.distributed import random_states_kept
 
 
 # lm-eval gives this advice for each task of local rows.
@@ -86,9 +85,7 @@ class LmEvalTask(Task):
             specs = {task: {"task": task, **self.overrides} for task in splits or names}
             for task, of_task in (splits or {}).items():
                 if task not in manager.all_subtasks:
-                    raise DataError(
-                        f"`{name}` has no task `{task}`: `benchmark_files` must name a folder of TASK.jsonl."
-                    )
+                    raise DataError(f"`{name}` has no task `{task}`: `benchmark_files` takes a folder of TASK.jsonl.")
                 specs[task] |= {"custom_dataset": of_task, "dataset_kwargs": None}
             if splits or self.overrides:  # built-in tasks take other fields inside a group only
                 names = [{"group": f"{name} with local settings", "task": list(specs.values())}]

@@ -9,9 +9,7 @@ from loopdropout_trainer.evaluation.metrics import metamath_gsm8k
 
 PROMPT = PROMPT_TEMPLATES["alpaca"] + " Let's think step by step."
 # Each with and without its colon, as the reference has them; those without are the ones that matter.
-STOPS = tuple(
-    word + colon for word in ("Question", "USER", "ASSISTANT", "Instruction", "Response") for colon in (":", "")
-)
+STOPS = tuple(word + end for word in ("Question", "USER", "ASSISTANT", "Instruction", "Response") for end in (":", ""))
 
 
 def _boxed_answer(row: Row) -> str | None:

@@ -22,10 +22,10 @@ from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Task
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.evaluation.code.sandbox import check_allowed, check_program, run_scorer
-from loopdropout_trainer.evaluation.processes import all_processes
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.training.distributed import all_processes
 
 
 MAX_NEW_TOKENS = 1024

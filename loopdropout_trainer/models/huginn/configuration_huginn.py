@@ -164,9 +164,7 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
         if "rope_theta" not in (self.rope_parameters or {}):
             raise ValueError("`rope_theta` is missing: a converted model has that of the model it was made of.")
         if self.n_heads % (groups := self.num_key_value_heads):
-            raise ValueError(
-                f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads} and {groups}."
-            )
+            raise ValueError(f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads}, {groups}.")
         drop_huginn_ids(self)
 
     def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:

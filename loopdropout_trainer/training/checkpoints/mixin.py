@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
@@ -25,11 +24,11 @@ from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.saving.files import folder_lock, is_about_files, staged_files
 from loopdropout_trainer.saving.hub import PushError, push_error
 from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.checkpoints import sealing
 from loopdropout_trainer.training.checkpoints.identity import continues, differences, run_identity
 from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, run_of
 from loopdropout_trainer.training.checkpoints.signals import StopSignals, TrainingInterrupted
-from loopdropout_trainer.training.distributed import float32_state_dict, has_unsharded_weights, shards_weights
 from loopdropout_trainer.training.memory import forget_peak_memory, peak_memory_gb
 
 
@@ -69,7 +68,7 @@ class CheckpointsMixin:
     @cached_property
     def run_identity(self) -> dict[str, Any]:
         """What makes this run the run that it is; its checkpoints carry it."""
-        return run_identity(self.args, self.model, self.train_dataset, unsharded=not shards_weights(self.args))
+        return run_identity(self.args, self.model, self.train_dataset, not distributed.shards_weights(self.args))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train, from the beginning or from a checkpoint.
@@ -92,16 +91,16 @@ class CheckpointsMixin:
         vars(self).pop("run_identity", None)  # arguments may have been changed since
         self._complete, self._stopping = False, None
         with self.only_run_in_output_dir():
-            if wanted is True and self.from_main_process(self._is_complete):
+            if wanted is True and distributed.from_main_process(self._is_complete):
                 return self._load_complete_training()
-            checkpoint, self._goes_on_changed = self.from_main_process(lambda: self._choose_checkpoint(wanted))
+            checkpoint, self._goes_on_changed = distributed.from_main_process(lambda: self._choose_checkpoint(wanted))
             with StopSignals() as self._signals:
                 output = super().train(checkpoint, *args, **kwargs)
                 self._note_totals()
                 if not self._stopping:  # after the last step: in an evaluation, or while saving
                     self._sum_over_processes()
                     last = self._checkpoint_folder()
-                    if self._stopping and not self.from_main_process((last / sealing.MANIFEST).exists):
+                    if self._stopping and not distributed.from_main_process((last / sealing.MANIFEST).exists):
                         self._save_checkpoint(self.model, trial=None)
         if self._stopping:
             raise TrainingInterrupted(
@@ -120,21 +119,8 @@ class CheckpointsMixin:
             LockedError: if another run is at work there.
         """
         with ExitStack() as lock:
-            self.from_main_process(lambda: lock.enter_context(folder_lock(self.args.output_dir)))
+            distributed.from_main_process(lambda: lock.enter_context(folder_lock(self.args.output_dir)))
             yield
-
-    def from_main_process(self, compute: Callable[[], Any]) -> Any:
-        """Return on all processes what the main one computes, or raise what it raises."""
-        outcome: list[Any] = [None]
-        if self.accelerator.is_main_process:
-            try:
-                outcome = [compute()]
-            except (OSError, RuntimeError, ValueError) as error:
-                outcome = [error]
-        (result,) = broadcast_object_list(outcome)
-        if isinstance(result, Exception):
-            raise result
-        return result
 
     def _what_is_safe(self) -> str:
         """Return which checkpoint is the newest, as a sentence; of any run where this process has not computed its own's."""
@@ -191,8 +177,8 @@ class CheckpointsMixin:
     def _is_complete(self) -> bool:
         """Return whether `output_dir` holds the adapter of this very run, trained to its end."""
         folder = Path(self.args.output_dir)
-        run = run_of(folder)
-        if run is None or not has_unsharded_weights(self.accelerator) or differences(run, self.run_identity):
+        run, unsharded = run_of(folder), distributed.has_unsharded_weights(self.accelerator)
+        if run is None or not unsharded or differences(run, self.run_identity):
             return False
         fault = sealing.fault_of(folder)
         if fault is not None:
@@ -346,7 +332,7 @@ class CheckpointsMixin:
         """Raise NonFiniteLossError instead of saving weights that are not finite."""
         finite = torch.stack([torch.isfinite(_local(p)).all() for p in self.model.parameters() if p.requires_grad])
         broken = (~finite).sum().float()
-        if not has_unsharded_weights(self.accelerator):
+        if not distributed.has_unsharded_weights(self.accelerator):
             broken = self.accelerator.reduce(broken, "sum")
         if broken.item():
             raise NonFiniteLossError(
@@ -368,7 +354,7 @@ class CheckpointsMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.is_deepspeed_enabled:
-            state_dict = float32_state_dict(self.model, state_dict)
+            state_dict = distributed.float32_state_dict(self.model, state_dict)
         folder = Path(output_dir or self.args.output_dir)
         if not self.args.should_save or self._saving == folder:  # a checkpoint is complete when it is sealed
             self._save_files(folder, state_dict, folder)
