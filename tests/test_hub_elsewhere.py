@@ -28,8 +28,6 @@ def merged(model, folder, tokenizer=None):
     return merge_and_save(with_adapter(model, scale=0.1).eval(), folder, tokenizer, repo_id=str(folder))
 
 
-# The base models' own code
-
 OLD = "transformers==4.51.0 huggingface_hub==0.36.2 tokenizers==0.21.4"
 NEWER = "transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.1"
 ORIGINALS = {  # where the code is, and the transformers release that runs it
@@ -94,9 +92,6 @@ def test_the_original_code_loads_a_merged_model_and_gives_its_logits(name, golde
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt").float(), want, atol=1e-4, rtol=1e-4)
 
 
-# Programs that serve Nanbeige
-
-
 def chat_tokenizer(folder):
     """A tokenizer of Nanbeige's kind: SentencePiece and ChatML's marks. No tokens of single bytes: llama.cpp joins them."""
     sentencepiece = pytest.importorskip("sentencepiece")
@@ -106,9 +101,9 @@ def chat_tokenizer(folder):
         model_writer=written,
         vocab_size=90,
         model_type="bpe",
-        user_defined_symbols=["<|im_start|>", "<|im_end|>"],
         pad_id=-1,
         minloglevel=2,
+        user_defined_symbols=["<|im_start|>", "<|im_end|>"],
     )
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(written.getvalue())
@@ -121,17 +116,10 @@ def chat_tokenizer(folder):
 def nanbeige(request, tmp_path):
     """A merged tiny Nanbeige with the published theta, and its tokenizer."""
     tokenizer = chat_tokenizer(tmp_path / "tokenizer")
-    model = tiny_nanbeige(
-        vocab_size=len(tokenizer),
-        num_loops=2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=0,
-        rope_theta=70_000_000.0,
-        rms_norm_eps=1e-5,
-        skip_loop_final_norm=request.param,
-        initializer_range=0.3,  # logits that differ
-    )
+    published = {"num_loops": 2, "rope_theta": 70_000_000.0, "rms_norm_eps": 1e-5}
+    tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    differ = {"skip_loop_final_norm": request.param, "initializer_range": 0.3}  # logits that differ
+    model = tiny_nanbeige(vocab_size=len(tokenizer), **tokens, **published, **differ)
     return merged(model, tmp_path / "merged", tokenizer), tokenizer
 
 
