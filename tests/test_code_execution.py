@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import python
 
 from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.evaluation import load_benchmark
@@ -232,9 +233,9 @@ def evalplus_verdicts(dataset, solutions, folder):
     """What EvalPlus's own command says of (task, code) pairs: whether each passes, without its added tests and with them."""
     samples = folder / f"{dataset}.jsonl"
     samples.write_text("".join(json.dumps({"task_id": task, "solution": code}) + "\n" for task, code in solutions))
-    command = [sys.executable, "-m", "evalplus.evaluate", "--dataset", dataset, "--samples", str(samples)]
     paths = {f"{dataset.upper()}_OVERRIDE_PATH": str(FILES[dataset]), "XDG_CACHE_HOME": str(folder)}
-    subprocess.run(command, env={**os.environ, **paths}, capture_output=True, check=True)
+    words = ("evalplus.evaluate", "--dataset", dataset, "--samples", samples)
+    python("-m", *words, env={**os.environ, **paths})
     found = json.loads((folder / f"{dataset}_eval_results.json").read_text())["eval"]
     verdicts = [found[task].pop(0) for task, _ in solutions]  # of one task in their order
     base = [verdict["base_status"] == "pass" for verdict in verdicts]

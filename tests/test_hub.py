@@ -2,10 +2,8 @@
 
 import ast
 import json
-import os
 import runpy
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import randomise, tiny_ouro, with_adapter
+from conftest import ENVIRONMENT, python, randomise, tiny_ouro, with_adapter
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
@@ -155,12 +153,9 @@ def code_of(folder):
 def test_the_code_of_cards_runs_in_a_fresh_process(tmp_path, base, trained, tokenizer):
     model = load_adapter(load(base), trained).eval()
     merged = merge_and_save(model, tmp_path / "merged", tokenizer, repo_id=str(tmp_path / "merged"))
-    code = f"{code_of(merged)}\ndel model\n{code_of(trained)}"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
-    )
+    printed = python("-c", f"{code_of(merged)}\ndel model\n{code_of(trained)}", cwd=tmp_path)
     want = pytest.approx(model(IDS).logits.double().sum().item(), abs=1e-2)
-    assert [float(line) for line in run.stdout.split()] == [want, want]
+    assert [float(line) for line in printed.split()] == [want, want]
     for card in map(card_of, (merged, trained)):  # a local base is named without its path
         assert "license: apache-2.0" in card and "| Base model | base |" in card and "\nbase_model:" not in card
         assert str(base) not in card
@@ -297,8 +292,7 @@ model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=
 assert type(model).__name__ == "PlainOuroForCausalLM" and "loopdropout_trainer" not in sys.modules
 torch.save(model(torch.arange(2, 42).view(4, 10)).logits, {str(tmp_path / "logits.pt")!r})
 """
-    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
-    subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=True, timeout=120)
+    python("-c", code, env={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}, cwd=tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(IDS).logits, atol=2e-5, rtol=1e-4)
 
 

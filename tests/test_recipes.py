@@ -59,8 +59,7 @@ def test_recipe_parses_and_names_itself(path):
     seed = {"huginn": 301, "loopus": 501}.get(family, 101)
     assert (config.seed, config.data_seed, config.gate_seed) == (seed, None, None)
     assert config.eval_strategy == "no" and not config.load_best_model_at_end  # the final checkpoint
-    assert adapter.lora_alpha / adapter.lora_r == 2
-    assert adapter.lora_target_modules is None
+    assert (adapter.lora_alpha / adapter.lora_r, adapter.lora_target_modules) == (2, None)
     accumulation, epochs, length, warmup, rows = {
         "metamath_gsm": (4, 1, 1024, 0.03, 100_000),
         "gsm8k": (1, 2, 512, 0.05, 6_973),
