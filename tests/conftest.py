@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,20 @@ def load_script(path):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+os.environ.setdefault("NLTK_DATA", str(Path(__file__).parent / "nltk_data"))  # IFEval's sentences and words
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT["PYTHONPATH"] = str(Path(__file__).parents[1])
+
+
+def python(*command, processes=1, **options):
+    """Run a script or module on the CPU, in several processes if there are several; return what it printed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *(launcher if processes > 1 else ()), *map(str, command)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, **{"env": ENVIRONMENT, **options})
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout
 
 
 FAMILIES = {

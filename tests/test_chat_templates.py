@@ -32,24 +32,20 @@ REASONED = {**ANSWER, "reasoning_content": "Add."}
 CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "answer", "prompt", "trained"),
-    [
-        ("ouro", ANSWER, CHATML, "2<|im_end|>"),
-        ("ouro_thinking", ANSWER, CHATML, "2<|im_end|>"),
-        ("ouro_thinking", REASONED, CHATML, "<think>\nAdd.\n</think>\n\n2<|im_end|>"),
-        ("nanbeige", REASONED, CHATML + "<think>\n", "Add.\n</think>\n\n2<|im_end|>"),
-        ("nanbeige", ANSWER, CHATML + "<think>\n\n</think>\n\n", "2<|im_end|>"),
-        ("tulu2", ANSWER, "<|system|>\nBe brief.\n<|user|>\n1+1?\n<|assistant|>\n", "2<|endoftext|>"),
-        (
-            "huginn",
-            ANSWER,
-            "<|begin_text|><|begin_header|>system<|end_header|>\n\nBe brief.<|end_turn|>"
-            "<|begin_header|>user<|end_header|>\n\n1+1?<|end_turn|><|begin_header|>Huginn<|end_header|>\n\n",
-            "2<|end_turn|>",
-        ),
-    ],
-)
+HUGINN = "<|begin_text|><|begin_header|>system<|end_header|>\n\nBe brief.<|end_turn|>"
+HUGINN += "<|begin_header|>user<|end_header|>\n\n1+1?<|end_turn|><|begin_header|>Huginn<|end_header|>\n\n"
+RENDERED = [
+    ("ouro", ANSWER, CHATML, "2<|im_end|>"),
+    ("ouro_thinking", ANSWER, CHATML, "2<|im_end|>"),
+    ("ouro_thinking", REASONED, CHATML, "<think>\nAdd.\n</think>\n\n2<|im_end|>"),
+    ("nanbeige", REASONED, CHATML + "<think>\n", "Add.\n</think>\n\n2<|im_end|>"),
+    ("nanbeige", ANSWER, CHATML + "<think>\n\n</think>\n\n", "2<|im_end|>"),
+    ("tulu2", ANSWER, "<|system|>\nBe brief.\n<|user|>\n1+1?\n<|assistant|>\n", "2<|endoftext|>"),
+    ("huginn", ANSWER, HUGINN, "2<|end_turn|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "prompt", "trained"), RENDERED)
 def test_the_prompt_is_not_trained_and_the_answer_with_its_end_is(chat_tokenizer, name, answer, prompt, trained):
     set_chat_template(chat_tokenizer, name)
     thinking = {"enable_thinking": answer is REASONED}
@@ -110,9 +106,7 @@ def test_trls_chat_template_path_is_another_name_for_a_jinja_file(tmp_path):
         load_tokenizer(model, chat_template_path="x/y")
 
 
-def test_missing_tokens_roles_and_an_end_that_does_not_stop_generation_are_refused(
-    tokenizer, chat_tokenizer, monkeypatch
-):
+def test_missing_tokens_roles_and_an_end_that_does_not_stop_are_refused(tokenizer, chat_tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match=r"`chat_template: ouro` needs <\|im_start\|>"):
         set_chat_template(tokenizer, "ouro")

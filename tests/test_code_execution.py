@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import python
 
 from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.evaluation import load_benchmark
@@ -34,8 +35,7 @@ needs_sandbox = pytest.mark.skipif(
 
 
 def rows(dataset):
-    with gzip.open(FILES[dataset], "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    return list(map(json.loads, gzip.decompress(FILES[dataset].read_bytes()).splitlines()))
 
 
 def completion(code):
@@ -155,20 +155,12 @@ def surroundings(tmp_path, monkeypatch):
         abstract.bind("\0" + name)
         abstract.listen()
         yield {
-            "VICTIM": str(victim),
-            "SECRET": SECRET,
-            "PORT": str(server.getsockname()[1]),
-            "ABSTRACT": name,
-            "PARENT": str(os.getpid()),
-            "SENTINEL": str(sentinel.pid),
-            "MARKER": f"98765.{os.getpid()}",
-            "SHARED": str(os.getpid()),
-            "HOME_FOLDER": str(Path.home()),
-            "LIBRARIES": str(Path(np.__file__).parent),
-            "PACKAGE": str(Path(programs.__file__).parent),
-            "SANDBOX": str(tmp_path),
+            "VICTIM": str(victim), "SECRET": SECRET, "PORT": str(server.getsockname()[1]), "ABSTRACT": name,
+            "PARENT": str(os.getpid()), "SENTINEL": str(sentinel.pid), "MARKER": f"98765.{os.getpid()}",
+            "SHARED": str(os.getpid()), "HOME_FOLDER": str(Path.home()), "LIBRARIES": str(Path(np.__file__).parent),
+            "PACKAGE": str(Path(programs.__file__).parent), "SANDBOX": str(tmp_path),
             "DATA": str(tmp_path / "problems.jsonl"),
-        }
+        }  # fmt: skip
         assert victim.read_text() == SECRET
     assert sentinel.poll() is None  # not killed
     sentinel.kill()
@@ -201,9 +193,6 @@ def test_hostile_programs_reach_nothing(surroundings, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("programs_*")) and not list(tmp_path.glob("sandbox_*"))
 
 
-# Before anything is generated
-
-
 def test_without_bubblewrap_nothing_is_loaded_until_the_user_confirms(monkeypatch):
     monkeypatch.setattr(sandbox, "sandbox_fault", lambda: "`bwrap` is not installed")
     with pytest.raises(ValueError, match="`bwrap` is not installed.*confirm_run_unsafe_code true"):
@@ -222,8 +211,6 @@ def test_root_without_the_right_to_make_namespaces_is_told_at_once():
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert "bubblewrap cannot contain them here (" in done.stderr
 
-
-# EvalPlus
 
 VARIANTS = {
     "HumanEval/2": {
@@ -246,9 +233,9 @@ def evalplus_verdicts(dataset, solutions, folder):
     """What EvalPlus's own command says of (task, code) pairs: whether each passes, without its added tests and with them."""
     samples = folder / f"{dataset}.jsonl"
     samples.write_text("".join(json.dumps({"task_id": task, "solution": code}) + "\n" for task, code in solutions))
-    command = [sys.executable, "-m", "evalplus.evaluate", "--dataset", dataset, "--samples", str(samples)]
     paths = {f"{dataset.upper()}_OVERRIDE_PATH": str(FILES[dataset]), "XDG_CACHE_HOME": str(folder)}
-    subprocess.run(command, env={**os.environ, **paths}, capture_output=True, check=True)
+    words = ("evalplus.evaluate", "--dataset", dataset, "--samples", samples)
+    python("-m", *words, env={**os.environ, **paths})
     found = json.loads((folder / f"{dataset}_eval_results.json").read_text())["eval"]
     verdicts = [found[task].pop(0) for task, _ in solutions]  # of one task in their order
     base = [verdict["base_status"] == "pass" for verdict in verdicts]

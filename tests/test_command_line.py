@@ -35,9 +35,8 @@ def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
     main(["recipes", "copy", str(tmp_path / "mine")])
     assert (tmp_path / "mine" / "metamath_gsm" / "lora.yaml").is_file()
     (tmp_path / "mine" / "sft.py").write_text("changed")
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match="2"):
         main(["recipes", "copy", str(tmp_path / "mine")])
-    assert exit.value.code == 2
     assert (tmp_path / "mine" / "sft.py").read_text() == "changed"
 
 
@@ -84,12 +83,11 @@ def test_a_wheel_works_outside_of_the_clone(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
     env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    assert "quickstart.yaml" in run(sys.executable, str(site / "bin/loopdropout"), "recipes", env=env, cwd=elsewhere)
+    elsewhere = {"env": env, "cwd": tmp_path}
+    assert "quickstart.yaml" in run(sys.executable, str(site / "bin/loopdropout"), "recipes", **elsewhere)
     command = (sys.executable, "-m", "loopdropout_trainer")
-    plan = run(*command, "sft", "quickstart.yaml", "--dry_run", "true", env=env, cwd=elsewhere)
+    plan = run(*command, "sft", "quickstart.yaml", "--dry_run", "true", **elsewhere)
     assert "tiny_ouro" in plan and "trainable parameters" in plan
     sweep = ("sweep", "sweeps/metamath_gsm_sharing.yaml", "--print_commands", "true")
-    jobs = run(*command, *sweep, env=env, cwd=elsewhere).splitlines()
+    jobs = run(*command, *sweep, **elsewhere).splitlines()
     assert len(jobs) == 30 and all("recipes/sft.py" in job for job in jobs)  # six methods at five rates

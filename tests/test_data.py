@@ -14,7 +14,6 @@ import pytest
 from conftest import tiny_ouro
 from datasets import Dataset
 from transformers import AutoTokenizer
-from trl import SFTConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, chat_template, load_data
@@ -108,9 +107,6 @@ def joined(pieces):
     return [("".join(text for text, _ in run), is_trained) for is_trained, run in runs]
 
 
-# Templates and loss masks
-
-
 def turns(messages, end):
     """Tulu's turns, written down a second time: pieces of text, and whether they are trained on."""
     pieces = []
@@ -175,9 +171,6 @@ def test_metamath_prompt_and_target(bytes_tokenizer, batch_of, monkeypatch, prom
         assert spans(ids, labels, bytes_tokenizer) == pieces
 
 
-# Which rows
-
-
 def test_metamath_keeps_short_gsm_rows_in_order(write, bytes_tokenizer, bpe_tokenizer, monkeypatch):
     room = 511 - len(ALPACA.format("Q").encode()) - 1  # of 512 tokens: the prompt, a space and the response
     made_up = [{"type": "GSM_SV", "query": "Q", "response": "x" * size} for size in (room, room + 1)]
@@ -224,9 +217,8 @@ def test_the_split_is_fixed_and_no_held_out_row_is_trained_on(write, tokenizer):
 
 
 def test_tulu_draw_is_fixed(write, bytes_tokenizer):
-    rows = [
-        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "x"}]} for i in range(300)
-    ]
+    chat = lambda i: [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "x"}]
+    rows = [{"messages": chat(i)} for i in range(300)]
     path = write("a.jsonl", rows)
     drawn = load("tulu2", path, bytes_tokenizer, num_train_examples=100).train["messages"][:]
     assert len(drawn) == 100 and drawn != [row["messages"] for row in rows[:100]]
@@ -236,22 +228,16 @@ def test_tulu_draw_is_fixed(write, bytes_tokenizer):
     assert not any(messages in drawn for messages in with_eval.eval["messages"])
 
 
-def test_arithmetic_problems(tokenizer):
-    generate = lambda **fields: load_data(DataArguments("arithmetic", num_eval_examples=10, **fields), tokenizer)
-    data = generate(num_train_examples=30)
-    assert (len(data.train), len(data.eval)) == (30, 10)
-    assert data.train[0]["prompt"] == f"Question: {data.train[0]['question']}\nAnswer:"
-    assert list(generate(num_train_examples=60).eval["question"]) == list(data.eval["question"])
-    assert generate(num_train_examples=30, arithmetic_steps=[3, 5]).train.to_list() == data.train.to_list()
-
-
 TEST_SPLITS = {"easy_test": (1, 3), "medium_test": (2, 4), "test": (3, 5)}
 
 
 @pytest.mark.parametrize("steps", TEST_SPLITS.values())
 def test_arithmetic_of_chosen_steps_is_balanced_and_holds_no_test_problem(tokenizer, steps):
-    args = DataArguments("arithmetic", num_train_examples=1400, num_eval_examples=100, arithmetic_steps=list(steps))
-    data = load_data(args, tokenizer)
+    fields = {"num_eval_examples": 100, "arithmetic_steps": list(steps)}
+    generate = lambda number: load_data(DataArguments("arithmetic", num_train_examples=number, **fields), tokenizer)
+    data = generate(1400)
+    assert data.train[0]["prompt"] == f"Question: {data.train[0]['question']}\nAnswer:"
+    assert list(generate(30).eval["question"]) == list(data.eval["question"])
     trained = [*data.train["question"], *data.eval["question"]]
     num_steps = Counter(answer.count("\n") for answer in [*data.train["answer"], *data.eval["answer"]])
     assert len(set(trained)) == 1500
@@ -268,9 +254,8 @@ def test_arithmetic_texts_of_old_splits_are_as_they_were():
     splits = ("train", "short", "test", "hard", "larger", "wording")
     text = json.dumps([arithmetic_problems(split, 200, seed).to_list() for split in splits for seed in (0, 3)])
     text += json.dumps(runpy.run_path(str(RECIPES / "make_tiny_texts.py"))["pretraining_texts"](200))
-    assert (
-        hashlib.sha256(text.encode()).hexdigest() == "a7c1226f9b1d89c662948e54c02d702cc2f707b1af870cd7b492b6442ab3d801"
-    )
+    found = hashlib.sha256(text.encode()).hexdigest()
+    assert found == "a7c1226f9b1d89c662948e54c02d702cc2f707b1af870cd7b492b6442ab3d801"
 
 
 def test_long_examples_are_dropped_not_cut(write, bytes_tokenizer, bpe_tokenizer, batch_of):
@@ -292,19 +277,14 @@ def test_long_examples_are_dropped_not_cut(write, bytes_tokenizer, bpe_tokenizer
             assert len(kept) == sum(length <= limit for length in lengths)
 
 
-# Data of the user's
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz", "a.parquet"])
 def test_local_files_of_every_kind(tmp_path, tokenizer, name):
     rows = [{"prompt": f"q{i}\n,\"'", "completion": f"ä{i}" * 40_000} for i in range(5)]  # cells may be long
     path, plain = tmp_path / name, tmp_path / name.removesuffix(".gz")
-    if plain.suffix == ".json":
-        plain.write_text("\n " + json.dumps(rows))
-    else:
-        getattr(
-            Dataset.from_list(rows), {".jsonl": "to_json", ".csv": "to_csv", ".parquet": "to_parquet"}[plain.suffix]
-        )(plain)
+    data = Dataset.from_list(rows)
+    in_one = lambda path: path.write_text("\n " + json.dumps(rows))
+    ways = {".json": in_one, ".jsonl": data.to_json, ".csv": data.to_csv, ".parquet": data.to_parquet}
+    ways[plain.suffix](plain)
     if name.endswith(".gz"):
         path.write_bytes(gzip.compress(plain.read_bytes()))
     assert list(load(None, path, tokenizer).train) == rows
@@ -325,9 +305,8 @@ def test_several_files_and_eval_files_and_their_report(write, tokenizer):
 def test_a_dataset_folder_by_name(tmp_path, tokenizer):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text('{"question": "Why?", "answer": "Because."}\n')
-    args = DataArguments(
-        dataset_name=str(tmp_path / "mine"), column_mapping={"prompt": "question", "completion": "answer"}
-    )
+    mapping = {"prompt": "question", "completion": "answer"}
+    args = DataArguments(dataset_name=str(tmp_path / "mine"), column_mapping=mapping)
     assert load_data(args, tokenizer).train.to_list() == [{"prompt": "Why?", "completion": "Because."}]
     with pytest.raises(SetupError, match="The dataset `.*none` cannot be loaded"):
         load_data(DataArguments(dataset_name=str(tmp_path / "none")), tokenizer)
@@ -385,23 +364,11 @@ def test_prepared_data_is_cached(write, tokenizer, bpe_tokenizer, cache, monkeyp
     assert len(folders()) == 5  # settings, tokenizer and content count; nothing unfinished stays
 
 
-def test_no_field_clashes_with_the_trainer():
-    assert not DataArguments.__dataclass_fields__.keys() & SFTConfig.__dataclass_fields__.keys()
-
-
 def test_command_shows_the_loss_tokens(tmp_path, write, bytes_tokenizer, capsys):
     bytes_tokenizer.save_pretrained(tmp_path / "model")
-    recipe = write(
-        "recipe.yaml",
-        [
-            f"model_name_or_path: {tmp_path / 'model'}",
-            "preparation: tulu2",
-            f"train_files: [{SAMPLES / 'tulu2.jsonl'}]",
-            "chat_template: tulu2",
-            "assistant_only_loss: true",
-            "learning_rate: 1e-4",  # none of this command's business
-        ],
-    )
+    fields = {"preparation": "tulu2", "train_files": [str(SAMPLES / "tulu2.jsonl")], "chat_template": "tulu2"}
+    fields |= {"model_name_or_path": str(tmp_path / "model"), "assistant_only_loss": True}
+    recipe = write("recipe.yaml", [{**fields, "learning_rate": 1e-4}])  # the last is none of this command's business
     show([recipe, "--index", "5"])
     printed = capsys.readouterr().out
     assert "<|assistant|>\n⟦🐱😻🎉🐾🧸🐈<eos>⟧\n" in printed

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import golden_adapted, tiny_ouro
+from conftest import byte_tokenizer, golden_adapted, tiny_ouro
 from datasets import Dataset
 from test_generation import adapted
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.data.boundary import token_lengths
 from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.diagnostics import (
     DIAGNOSTICS,
@@ -29,9 +27,6 @@ from loopdropout_trainer.diagnostics.rows import batched
 from loopdropout_trainer.diagnostics.states import linear_cka
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
-
-
-# The golden oracle
 
 
 @pytest.fixture
@@ -65,18 +60,11 @@ def test_batches_without_targets_are_refused(ouro, batches):
             measure(golden_adapted(ouro), given)
 
 
-# Labels
-
-
 @pytest.fixture(scope="module")
 def merging_tokenizer():
     """A token for each byte, and one for the end of "Answer:" with the space that begins its answer."""
-    pieces = ["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet()), ":Ġ"]
-    backend = Tokenizer(BPE({piece: index for index, piece in enumerate(pieces)}, [(":", "Ġ")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template("tulu2"), **special)
+    names = {"eos_token": "<eos>", "pad_token": "<pad>", "chat_template": chat_template("tulu2")}
+    return byte_tokenizer(["<eos>", "<pad>"], [":Ġ"], [(":", "Ġ")], **names)
 
 
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -104,11 +92,12 @@ def test_labels_are_the_trainers(form, losses, merging_tokenizer, config):
     if form == "prompt and completion":  # as one text, the prompt's end would have merged into the first target
         assert 258 in merging_tokenizer("".join(FORMATS[form][0].values()))["input_ids"]
         assert 258 not in mine[0]["input_ids"]
+        assert token_lengths(data["train_dataset"], merging_tokenizer).tolist() == [
+            len(b["input_ids"][0]) for b in mine
+        ]
         targets = [merging_tokenizer.decode(row[row != -100]) for batch in mine for row in batch["labels"]]
         assert losses or targets == [" 0<eos>", " 2<eos>", " 4<eos>"]
 
-
-# Computations of their own
 
 IDS = [[(7 * row + 13 * place) % 200 + 40 for place in range(length)] for row, length in enumerate((12, 9, 15, 7, 11))]
 LABELLED = {"input_ids": IDS, "labels": [[-100] * (3 + row) + ids[3 + row :] for row, ids in enumerate(IDS)]}

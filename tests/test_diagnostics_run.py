@@ -3,17 +3,17 @@
 import copy
 import json
 import random
-import runpy
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import flat_weights, tiny_ouro
-from test_evaluation import python
+from conftest import flat_weights, load_script, python, tiny_ouro
 from test_generation import adapted
+from test_sweep import RECIPE
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.diagnostics import (
@@ -29,16 +29,6 @@ from loopdropout_trainer.settings.recipe import RecipeError
 
 
 ROOT = Path(__file__).parents[1]
-MEASURED = {
-    "single_loop": {"frozen", "only", "all_on", "reductions_percent", "all_on_reduction_percent"},
-    "patterns": {"frozen", "patterns"},
-    "dose": {"doses", "losses", "reductions_percent"},
-    "readouts": {"losses", "accuracies_percent"},
-    "depth": {"depths", "losses", "accuracies_percent"},
-    "updates": {"states", "relative_sizes", "cosines"},
-    "settling": {"states", "state_distances", "readout_divergences", "agreements_percent"},
-    "similarity": {"states", "cka", "num_tokens"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +55,14 @@ def saved(tmp_path_factory, tokenizer):
     return folder
 
 
-def main(*arguments):
-    runpy.run_path(str(ROOT / "recipes" / "diagnose.py"))["main"](list(map(str, arguments)))
-
-
 @pytest.fixture(scope="module")
 def diagnose(saved):
     """`diagnose(output_dir, *options)` runs the script on the recipe and its adapters."""
 
     def run(output_dir, *options, adapters=("LoRA=lora", "Loop Dropout=dropout_1", "Loop Dropout=dropout_2")):
         named = [adapter.replace("=", f"={saved}/") for adapter in adapters]
-        main(saved / "recipe.yaml", "--output_dir", output_dir, "--adapters", *named, *options)
+        words = [saved / "recipe.yaml", "--output_dir", output_dir, "--adapters", *named, *options]
+        load_script("recipes/diagnose.py").main(list(map(str, words)))
         files = (Path(output_dir) / "diagnostics").glob("*.json")
         return {file.stem: json.loads(file.read_text()) for file in files}
 
@@ -85,7 +72,7 @@ def diagnose(saved):
 def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, tmp_path, capsys):
     files = diagnose(tmp_path, "--models", f"Merged={saved / 'merged'}", "--depths", "1", "4", "6")
     printed = capsys.readouterr().out
-    assert set(files) == set(MEASURED) == set(DIAGNOSTICS) - {"last_two"}
+    assert set(files) == set(DIAGNOSTICS) and len(files) == 8
     documented = (ROOT / "docs" / "diagnostics.md").read_text()
     for name, content in files.items():
         assert content["schema"] == 1 and content["diagnostic"] == name and content["settings"]["num_loops"] == 4
@@ -94,15 +81,13 @@ def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, 
         methods = [run["method"] for run in content["runs"]]
         assert methods == ([] if gated else ["base"]) + ["LoRA"] + ["Loop Dropout"] * 2 + ([] if gated else ["Merged"])
         assert [each["method"] for each in content["left_out"]] == (["base", "Merged"] if gated else [])
-        for run in content["runs"]:
-            assert set(run["measured"]) == MEASURED[name]
         dropout = next(run for run in content["runs"] if run["method"] == "Loop Dropout")
         facts = [dropout[name] for name in ("seed", "rule", "p", "train_num_loops")]
         assert facts == [2, "loop_dropout", 0.5, 4]
-        for field in MEASURED[name] | {name}:
+        for field in {name}.union(*(run["measured"] for run in content["runs"])):
             assert f"`{field}`" in documented
     drawn = {path.stem for path in (tmp_path / "diagnostics/figures").glob("*.png")}
-    assert drawn >= {*MEASURED} - {"similarity", "readouts", "depth"}
+    assert drawn >= {*files} - {"similarity", "readouts", "depth"}
 
     # From the folders, without the run: losses of the first adapter, and equality of an adapter and its merged model.
     data = {"preparation": "arithmetic", "num_train_examples": 20, "num_eval_examples": 6, "max_length": 512}
@@ -123,10 +108,6 @@ def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, 
     assert any(f"{mean:.4f} ± {sd:.4f}" in line for line in printed.splitlines() if line.startswith("loss, gates all"))
 
 
-def what_was_measured(files):
-    return {name: [run["measured"] for run in content["runs"]] for name, content in files.items()}
-
-
 def test_a_killed_run_goes_on_and_other_rows_are_measured_anew(diagnose, tmp_path, monkeypatch):
     names = ("--diagnostics", "single_loop", "readouts")
     before = diagnose(tmp_path, *names)
@@ -136,24 +117,25 @@ def test_a_killed_run_goes_on_and_other_rows_are_measured_anew(diagnose, tmp_pat
     of_adapter = [place for place, line in enumerate(lines) if '"frozen"' in line]
     log.write_text("".join(lines[: of_adapter[2]]) + lines[of_adapter[2]][:-9])  # killed while a line was written
     (tmp_path / "diagnostics" / "single_loop.json").unlink()
+    values = lambda files: {name: [run["measured"] for run in content["runs"]] for name, content in files.items()}
     measured, original = [], SingleLoop.measure
     monkeypatch.setattr(SingleLoop, "measure", lambda *args: measured.append(args) or original(*args))
-    assert what_was_measured(diagnose(tmp_path, *names)) == what_was_measured(before) and len(measured) == 1
+    assert values(diagnose(tmp_path, *names)) == values(before) and len(measured) == 1
     fewer = diagnose(tmp_path, *names, "--num_rows", "3")
     assert fewer["single_loop"]["settings"]["rows"]["num_rows"] == 3 and len(measured) == 4
-    assert what_was_measured(diagnose(tmp_path, *names)) == what_was_measured(before) and len(measured) == 4
+    assert values(diagnose(tmp_path, *names)) == values(before) and len(measured) == 4
 
 
-@pytest.mark.parametrize(
-    ("seed", "results", "message"),
-    [
-        (9, {"num_train_examples": 40}, "`num_train_examples` was 20 .* 40"),
-        (9, {"model_name_or_path": "ByteDance/Ouro-1.4B"}, "`model_name_or_path`.*ByteDance/Ouro-1.4B"),
-        (1, {"seed": 7}, "`LoRA` .* and `LoRA` .* hold the same weights"),
-        (9, "{", "results.json is not the results file of a training"),
-        (9, '{"run_info": {"settings": 3}}', "results.json is not the results file of a training"),
-    ],
-)
+NOT_RESULTS = "results.json is not the results file"
+INCOMPARABLE = [
+    (9, {"num_train_examples": 40}, "`num_train_examples` was 20 .* 40"),
+    (9, {"model_name_or_path": "ByteDance/Ouro-1.4B"}, "`model_name_or_path`.*ByteDance/Ouro-1.4B"),
+    (1, {"seed": 7}, "`LoRA` .* and `LoRA` .* hold the same weights"),
+    *((9, content, NOT_RESULTS) for content in ("{", '{"run_info": {"settings": 3}}')),
+]
+
+
+@pytest.mark.parametrize(("seed", "results", "message"), INCOMPARABLE)
 def test_adapters_that_cannot_be_compared_are_refused(diagnose, saved, tmp_path, seed, results, message):
     shutil.copytree(saved / "lora", saved / "copy", dirs_exist_ok=True)
     adapted(tiny_ouro(), seed).save_pretrained(saved / "copy")
@@ -166,27 +148,24 @@ def test_adapters_that_cannot_be_compared_are_refused(diagnose, saved, tmp_path,
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--diagnostics", "doses"], "`diagnostics` .*'doses'"),
-        (["--import", "missing.py"], "`import` names missing.py"),
-        (["--models", "Merged"], "`models` .*'Merged'"),
-        (["--models", "LoRA=x"], "`models` .*'LoRA=x'"),
-        (["--models", "base=x"], "`models` .*'base=x'"),
-        (["--adapters", "LoRA=nowhere"], "adapter nowhere"),
-        (["--depths", "0"], "`depths`"),
-        (["--num_rows", "0"], "`num_rows`"),
-        (["--rows", "gsm9k"], "gsm9k"),
-        (["--rows", "gsm8k", "--benchmark_files", '{"gsm8k": "nowhere.jsonl"}'], "nowhere.jsonl"),
-        (["--rows", "gsm8k", "--benchmark_files", '{"gsm8k": "FILE"}'], "row 1"),
-    ],
-)
-def test_mistakes_are_one_sentence(diagnose, tmp_path, options, message):
+MISTAKES = {  # words: what the sentence names
+    "--diagnostics doses": "`diagnostics` .*'doses'",
+    "--import missing.py": "`import` names missing.py",
+    **{f"--models {model}": f"`models` .*'{model}'" for model in ("Merged", "LoRA=x", "base=x")},
+    "--adapters LoRA=nowhere": "adapter nowhere",
+    "--depths 0": "`depths`",
+    "--num_rows 0": "`num_rows`",
+    "--rows gsm9k": "gsm9k",
+    '--rows gsm8k --benchmark_files {"gsm8k":"nowhere.jsonl"}': "nowhere.jsonl",
+    '--rows gsm8k --benchmark_files {"gsm8k":"FILE"}': "row 1",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_are_one_sentence(diagnose, tmp_path, words):
     (tmp_path / "bad.jsonl").write_text('{"question": 3, "rows": []}\n')
-    options = [option.replace("FILE", str(tmp_path / "bad.jsonl")) for option in options]
-    with pytest.raises(ValueError, match=message) as caught:
-        diagnose(tmp_path / "out", *options)
+    with pytest.raises(ValueError, match=MISTAKES[words]) as caught:
+        diagnose(tmp_path / "out", *words.replace("FILE", str(tmp_path / "bad.jsonl")).split())
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "out").rglob("*.json"))
 
@@ -196,7 +175,9 @@ def test_a_recipe_runs_no_code(saved, tmp_path):
     recipe = (saved / "recipe.yaml").read_text() + f"imports: [{tmp_path / 'code.py'}]\n"
     (tmp_path / "recipe.yaml").write_text(recipe)
     with pytest.raises(RecipeError, match="`imports`.*command line"):
-        main(tmp_path / "recipe.yaml", "--adapters", f"LoRA={saved / 'lora'}")
+        load_script("recipes/diagnose.py").main(
+            [str(tmp_path / "recipe.yaml"), "--adapters", f"LoRA={saved / 'lora'}"]
+        )
 
 
 def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
@@ -204,11 +185,9 @@ def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
     text = (ROOT / "docs" / "diagnostics.md").read_text()
     code = text.split("## A diagnostic of your own")[1].split("```python\n")[1].split("```")[0]
     (tmp_path / "my_diagnostic.py").write_text(code)
-    try:
-        options = ("--import", str(tmp_path / "my_diagnostic.py"), "--diagnostics", "last_two", "patterns")
+    options = ("--import", str(tmp_path / "my_diagnostic.py"), "--diagnostics", "last_two", "patterns")
+    with patch.dict(DIAGNOSTICS):
         files = diagnose(tmp_path, *options, adapters=("LoRA=lora",))
-    finally:
-        DIAGNOSTICS.pop("last_two", None)
     patterns = {tuple(each["loops"]): each["loss"] for each in files["patterns"]["runs"][0]["measured"]["patterns"]}
     (run,) = files["last_two"]["runs"]
     assert run["measured"]["losses"] == pytest.approx([patterns[3, 4], patterns[1, 2, 3, 4]])
@@ -222,16 +201,13 @@ def test_two_processes_find_what_one_finds(diagnose, saved, tmp_path):
     one = diagnose(tmp_path / "one", "--diagnostics", *names, "--depths", "1", "5")
     adapters = [f"{name}={saved / folder}" for name, folder in (("LoRA", "lora"), ("Loop Dropout", "dropout_1"))]
     adapters += [f"Loop Dropout={saved / 'dropout_2'}", "--output_dir", tmp_path / "two", "--depths", "1", "5"]
-    script = (ROOT / "recipes" / "diagnose.py", saved / "recipe.yaml", "--adapters", *adapters)
-    python(*script, "--diagnostics", *names, processes=2)
+    words = (saved / "recipe.yaml", "--adapters", *adapters, "--diagnostics", *names)
+    python(ROOT / "recipes" / "diagnose.py", *words, processes=2)
     for name in names:
         two = json.loads((tmp_path / "two" / "diagnostics" / f"{name}.json").read_text())
         assert two["num_processes"] == 2
         for mine, other in zip(one[name]["runs"], two["runs"], strict=True):
             assert mine["measured"] == other["measured"], name
-
-
-# While training
 
 
 @pytest.fixture
@@ -295,18 +271,9 @@ def test_what_it_cannot_measure_is_refused(tokenizer, dataset, config):
 
 
 def test_a_recipe_asks_for_it(tmp_path, monkeypatch):
-    """`live_diagnostics_steps` of a recipe, and the same without evaluation rows."""
     monkeypatch.chdir(tmp_path)
-    sft = runpy.run_path(str(ROOT / "recipes" / "sft.py"))["main"]
-    recipe = {
-        "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_train_examples": 8, "num_eval_examples": 4,
-        "max_steps": 2, "per_device_train_batch_size": 2, "max_length": 256, "dtype": "float32", "bf16": False,
-        "use_cpu": True, "live_diagnostics_steps": 1, "live_diagnostics_rows": 4, "save_steps": 2, "output_dir": "out",
-    }  # fmt: skip
-    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-    sft(["recipe.yaml"])
+    asked = {"live_diagnostics_steps": 1, "live_diagnostics_rows": 2, "max_steps": 2, "save_steps": 2}
+    Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **asked, "learning_rate": 1e-3, "output_dir": "out"}))
+    load_script("recipes/sft.py").main(["recipe.yaml"])
     history = json.loads(Path("out/checkpoint-2/trainer_state.json").read_text())["log_history"]
-    logs = [log for log in history if "live/seconds" in log]
-    assert [log["step"] for log in logs] == [1, 2]
-    with pytest.raises(RecipeError, match="needs rows to evaluate on: give `num_eval_examples` or `eval_files`"):
-        sft(["recipe.yaml", "--num_eval_examples", "0", "--output_dir", "other"])
+    assert [log["step"] for log in history if "live/seconds" in log] == [1, 2]

@@ -110,8 +110,6 @@ def test_completions_end_before_the_earliest_stop_string_and_generation_ends_the
     assert found == [tokenizer.decode(ids[:end])]
 
 
-# Continuous batching
-
 MANY = [text[: 3 + 11 * i % 40] for i, text in enumerate(PROMPTS * 4)]
 STOPS = ["e", "7", "Z", "&"]  # among random bytes: completions of many lengths
 
@@ -168,9 +166,7 @@ def test_answers_come_as_they_are_complete_and_the_model_is_itself_in_between(to
     assert list(generate_batches(model, tokenizer, [], 4, progress=False)) == []
 
 
-def test_compiled_steps_give_the_same_text_and_one_compilation_serves_all_lengths(
-    tokenizer, caplog, monkeypatch, tmp_path
-):
+def test_compiled_steps_give_the_same_text_and_are_compiled_once(tokenizer, caplog, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # an earlier run may have compiled for fewer lengths
     model = adapted(varied(tiny_ouro(num_hidden_layers=1, num_loops=2))).double()
     arguments = model, tokenizer, MANY, 290, 6, STOPS[:1]
@@ -184,9 +180,6 @@ def test_compiled_steps_give_the_same_text_and_one_compilation_serves_all_length
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     warned = [record for record in caplog.records if record.levelname == "WARNING"]
     assert not [record for record in warned if record.name.startswith("loopdropout_trainer")]
-
-
-# Prepared projections
 
 
 @torch.no_grad()
@@ -233,9 +226,6 @@ def test_no_update_is_merged_in_bfloat16():
     errors = [(logits - exact).abs().mean() for logits in (logits_of(model, prepared), logits_of(model))]
     assert 0 < errors[0] < 1.5 * errors[1]
     assert all(matrix.up is not None for matrix in prepared._made.values())
-
-
-# What is not supported
 
 
 def test_other_models_are_left_to_transformers_generate(tokenizer, monkeypatch, log):

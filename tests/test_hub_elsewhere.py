@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import golden_model, tiny_nanbeige, with_adapter
+from conftest import golden_model, python, tiny_nanbeige, with_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loopdropout_trainer import merge_and_save
@@ -27,8 +27,6 @@ def merged(model, folder, tokenizer=None):
     """Merge an adapter with random factors into a model; return the folder."""
     return merge_and_save(with_adapter(model, scale=0.1).eval(), folder, tokenizer, repo_id=str(folder))
 
-
-# The base models' own code
 
 OLD = "transformers==4.51.0 huggingface_hub==0.36.2 tokenizers==0.21.4"
 NEWER = "transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.1"
@@ -86,15 +84,10 @@ def test_the_original_code_loads_a_merged_model_and_gives_its_logits(name, golde
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages")]
     subprocess.run([*install, *ORIGINALS[name][1].split()], check=True)
     env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(tmp_path / "packages")}
-    files = [str(folder), str(tmp_path / "arguments.pt"), str(tmp_path / "logits.pt")]
-    subprocess.run([sys.executable, "-c", FORWARD, *files], env=env, cwd=tmp_path, check=True)
-
+    python("-c", FORWARD, folder, tmp_path / "arguments.pt", tmp_path / "logits.pt", env=env, cwd=tmp_path)
     with torch.no_grad():
         want = AutoModelForCausalLM.from_pretrained(folder)(ids, **own_arguments).logits
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt").float(), want, atol=1e-4, rtol=1e-4)
-
-
-# Programs that serve Nanbeige
 
 
 def chat_tokenizer(folder):
@@ -106,9 +99,9 @@ def chat_tokenizer(folder):
         model_writer=written,
         vocab_size=90,
         model_type="bpe",
-        user_defined_symbols=["<|im_start|>", "<|im_end|>"],
         pad_id=-1,
         minloglevel=2,
+        user_defined_symbols=["<|im_start|>", "<|im_end|>"],
     )
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(written.getvalue())
@@ -121,17 +114,10 @@ def chat_tokenizer(folder):
 def nanbeige(request, tmp_path):
     """A merged tiny Nanbeige with the published theta, and its tokenizer."""
     tokenizer = chat_tokenizer(tmp_path / "tokenizer")
-    model = tiny_nanbeige(
-        vocab_size=len(tokenizer),
-        num_loops=2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=0,
-        rope_theta=70_000_000.0,
-        rms_norm_eps=1e-5,
-        skip_loop_final_norm=request.param,
-        initializer_range=0.3,  # logits that differ
-    )
+    published = {"num_loops": 2, "rope_theta": 70_000_000.0, "rms_norm_eps": 1e-5}
+    tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    differ = {"skip_loop_final_norm": request.param, "initializer_range": 0.3}  # logits that differ
+    model = tiny_nanbeige(vocab_size=len(tokenizer), **tokens, **published, **differ)
     return merged(model, tmp_path / "merged", tokenizer), tokenizer
 
 
@@ -152,8 +138,7 @@ def test_mlx_lm_gives_the_logits_of_a_merged_nanbeige_and_the_cards_line_runs(na
     torch.testing.assert_close(torch.tensor(logits.tolist()), want, atol=1e-4, rtol=1e-4)
     ((program, *words),) = commands_of(folder, "MLX-LM")
     assert program == "mlx_lm.generate"
-    run = [sys.executable, "-m", "mlx_lm", "generate", *words, "--max-tokens", "4"]
-    assert "4 tokens" in subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert "4 tokens" in python("-m", "mlx_lm", "generate", *words, "--max-tokens", "4", env=None)
 
 
 @pytest.mark.peer
@@ -165,8 +150,7 @@ def test_llama_cpp_gives_the_probabilities_of_a_merged_nanbeige(nanbeige, tmp_pa
     (convert, _) = commands_of(folder, "llama.cpp")
     assert convert[:3] == ["python", "convert_hf_to_gguf.py", str(folder)]
     file = tmp_path / "model.gguf"
-    run = [sys.executable, *convert[1:3], "--outfile", str(file), "--outtype", "f32"]
-    subprocess.run(run, cwd=os.environ["LLAMA_CPP"], check=True, capture_output=True)
+    python(*convert[1:3], "--outfile", file, "--outtype", "f32", env=None, cwd=os.environ["LLAMA_CPP"])
 
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(file), 256, 1, False

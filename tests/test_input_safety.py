@@ -6,43 +6,17 @@ import sys
 import time
 
 import pytest
-from conftest import byte_tokenizer, tiny_ouro, with_adapter
+from conftest import tiny_ouro, with_adapter
 from datasets import Dataset
 from peft import LoraConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, load_adapter
-from loopdropout_trainer.data.boundary import prompt_completion_ids, token_lengths
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict import normalize, score
 from loopdropout_trainer.settings.recipe import settings_yaml
 from loopdropout_trainer.settings.secrets import hide_secrets, public_settings
 
 
 TOKEN = "hf_averysecrettokenofsomeone"
-IGNORED = -100
-
-
-@pytest.fixture
-def merging_tokenizer():
-    """Splits a text nowhere, and has a token for the end of a prompt with the start of an answer."""
-    more, merges = ["Th", "The", ":The"], [("T", "h"), ("Th", "e"), (":", "The")]
-    return byte_tokenizer(["<eos>", "<pad>"], more, merges, eos_token="<eos>", pad_token="<pad>")
-
-
-def test_no_trained_token_holds_the_end_of_a_prompt(config, merging_tokenizer):
-    tokenizer, model = merging_tokenizer, tiny_ouro(vocab_size=300)
-    assert ":The" in tokenizer.tokenize("Answer:The end")
-    rows = Dataset.from_list([{"prompt": "Answer:", "completion": "The end"}] * 4)
-    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=rows, processing_class=tokenizer)
-    ids, labels = (trainer.train_dataset[0][name] for name in ("input_ids", "labels"))
-    trained = [label for label in labels if label != IGNORED]
-    assert ids[: labels.index(trained[0])] == tokenizer("Answer:")["input_ids"]  # what evaluation gives the model
-    assert tokenizer.convert_ids_to_tokens(trained[:1]) == ["The"]
-    assert tokenizer.decode(trained) == "The end<eos>"
-    assert token_lengths(rows, tokenizer).tolist() == [len(ids)] * 4
-    # A boundary that holds by itself changes nothing.
-    joined, prompt = (tokenizer(text)["input_ids"] for text in ("Answer: The<eos>", "Answer:"))
-    assert prompt_completion_ids(tokenizer, ["Answer:"], [" The<eos>"]) == ([joined], [len(prompt)])
-    assert prompt_completion_ids(tokenizer, [], []) == ([], [])
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear"])
@@ -57,18 +31,18 @@ def test_an_adapter_without_named_layers_goes_on_the_recurrent_block(config, dat
     assert mine.target_modules == targets  # the user's own is left alone
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"lora_alpha": float("nan")}, "`lora_alpha` .*; got nan"),
-        ({"target_modules": ["nothing"]}, "recurrent block .*; got 'nothing'"),
-        ("frozen", "The adapter is frozen, so nothing would be trained"),
-        ("masked", "`train_dataset` has no token to train on"),
-    ],
-)
+NOTHING = [
+    ({"lora_alpha": float("nan")}, "`lora_alpha` .*; got nan"),
+    ({"target_modules": ["nothing"]}, "recurrent block .*; got 'nothing'"),
+    ("frozen", "adapter is frozen"),
+    ("masked", "`train_dataset` has no token"),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), NOTHING)
 def test_a_run_that_trains_nothing_is_refused(config, dataset, tokenizer, fault, message):
     model = with_adapter().requires_grad_(False) if fault == "frozen" else tiny_ouro()
-    masked = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [IGNORED] * 3}] * 4)
+    masked = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4)
     rows, lora = masked if fault == "masked" else dataset, LoraConfig(**fault) if isinstance(fault, dict) else None
     with pytest.raises(ValueError, match=message):
         LoopDropoutSFTTrainer(model, config(), train_dataset=rows, processing_class=tokenizer, peft_config=lora)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_ouro
-from test_evaluation import ENVIRONMENT, python, saved  # noqa: F401 (a fixture)
+from conftest import ENVIRONMENT, python, tiny_ouro
+from test_evaluation import saved  # noqa: F401 (a fixture)
 from test_generation import adapted, varied
 
 from loopdropout_trainer import use_gates
@@ -95,22 +95,15 @@ def test_sampling_and_other_options_go_to_transformers_and_run_as_asked(tokenize
 
 def test_what_a_model_does_not_have_is_refused_in_one_sentence(tokenizer):
     model = tiny_ouro().eval()
-    for fields, message in (
-        ({"gates": "1-0"}, "`gates` .* 4 loops.*; got '1-0'"),
-        ({"gates": "1-x-0-0"}, "got '1-x-0-0'"),
-        ({"gates": "1-0-0-0"}, "the model has no adapter"),
-        ({"readout": 5}, "`readout` must be an integer from 1 to 4; got 5"),
-    ):
+    cases = {"1-0": "`gates` .* 4 loops.*; got '1-0'", "1-x-0-0": "got '1-x-0-0'", "1-0-0-0": "has no adapter"}
+    for gates, readout, message in [*((each, None, cases[each]) for each in cases), (None, 5, "`readout` .*; got 5")]:
         with pytest.raises(ValueError, match=message):
-            LoopedLM(model, tokenizer=tokenizer, **fields)
+            LoopedLM(model, tokenizer=tokenizer, gates=gates, readout=readout)
     long = requests("generate_until", [("a", {"max_gen_toks": 16})])
     with pytest.raises(ValueError, match="`max_gen_toks` must be less than `max_length`, 16"):
         LoopedLM(model, tokenizer=tokenizer, max_length=16).generate_until(long)
     with pytest.raises(ValueError, match="`system_instruction` is a turn of a chat"):
         Subject(model, tokenizer, system_instruction="Be brief.")
-
-
-# The command line
 
 
 @pytest.fixture(scope="module")

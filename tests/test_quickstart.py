@@ -2,13 +2,11 @@
 
 import hashlib
 import json
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import load_script, python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)
@@ -20,11 +18,8 @@ from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 ROOT = Path(__file__).parents[1]
 
 
-def run(*words, launcher=(sys.executable,)):
-    command = [*launcher, str(ROOT / "recipes" / "sft.py"), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def run(*words, launcher=()):
+    return python(*launcher, ROOT / "recipes" / "sft.py", *words, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +28,7 @@ def quickstart(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart") / "run"
     short = ("--max_steps", 6, "--num_train_examples", 64, "--num_eval_examples", 8)
     short += ("--benchmark_limit", 4, "--depths", 1, 2, 3)
-    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu")
+    launcher = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu")
     return folder, run(ROOT / "recipes/quickstart.yaml", *short, "--output_dir", folder, launcher=launcher)
 
 
@@ -64,11 +59,10 @@ def test_it_trains_measures_and_saves_both_methods(quickstart):
         assert said in printed
 
 
-def test_merging_later_gives_the_same_model(quickstart, tmp_path, monkeypatch):
+def test_merging_later_gives_the_same_model(quickstart, tmp_path):
     folder, _ = quickstart
     words = ("--adapter", str(folder), "--merged_dir", str(tmp_path / "merged"))
-    monkeypatch.setattr(sys, "argv", ["merge.py", str(folder / "recipe.yaml"), *words])
-    runpy.run_path(str(ROOT / "recipes/merge.py"), run_name="__main__")
+    load_script("recipes/merge.py").main([str(folder / "recipe.yaml"), *words])
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "merged" / name).read_bytes() == (folder / "merged" / name).read_bytes(), name
     card = (folder / "merged" / "README.md").read_text()
@@ -111,12 +105,3 @@ def test_the_tiny_model_is_what_its_card_says():
     assert 60 <= correct[4] <= 90
     assert correct[1] < correct[2] < correct[4] - 5
     assert correct[8] < correct[4] - 10
-
-
-@pytest.mark.slow
-def test_pretraining_twice_gives_the_same_bytes(tmp_path):
-    for name in "ab":
-        command = [sys.executable, str(ROOT / "recipes/make_tiny_base.py"), "--steps", "20", "--output_dir"]
-        subprocess.run([*command, tmp_path / name], check=True, capture_output=True, timeout=600, cwd=ROOT)
-    for file in (tmp_path / "a").iterdir():
-        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name

@@ -1,10 +1,11 @@
-"""Recipes: every one parses into the dataclasses and is the paper's; what a plan says is what the trainer does."""
+"""Recipes: how files and command lines become settings; the shipped ones are the paper's; plans are what trainers do."""
 
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import CONVERSIONS, NANBEIGE_3B, tiny_ouro
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -17,8 +18,8 @@ from loopdropout_trainer.evaluation import BENCHMARKS
 from loopdropout_trainer.models import HuginnConfig, NanbeigeConfig, OuroConfig
 from loopdropout_trainer.runs.plan import num_steps, plan_run
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
-from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.recipe import load_recipe, parse_recipe
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, parse_recipe, settings_yaml
 
 
 ROOT = Path(__file__).parents[1]
@@ -58,8 +59,7 @@ def test_recipe_parses_and_names_itself(path):
     seed = {"huginn": 301, "loopus": 501}.get(family, 101)
     assert (config.seed, config.data_seed, config.gate_seed) == (seed, None, None)
     assert config.eval_strategy == "no" and not config.load_best_model_at_end  # the final checkpoint
-    assert adapter.lora_alpha / adapter.lora_r == 2
-    assert adapter.lora_target_modules is None
+    assert (adapter.lora_alpha / adapter.lora_r, adapter.lora_target_modules) == (2, None)
     accumulation, epochs, length, warmup, rows = {
         "metamath_gsm": (4, 1, 1024, 0.03, 100_000),
         "gsm8k": (1, 2, 512, 0.05, 6_973),
@@ -122,11 +122,10 @@ def rows_of(number, num_tokens):
 
 
 OURO = {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+FULL_SIZE = [("metamath_gsm", 100_000, 3125), ("gsm8k", 6973, 1744), ("tulu2", 98_415, 769)]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "examples", "steps"), [("metamath_gsm", 100_000, 3125), ("gsm8k", 6973, 1744), ("tulu2", 98_415, 769)]
-)
+@pytest.mark.parametrize(("recipe", "examples", "steps"), FULL_SIZE)
 def test_full_size_steps_and_parameters(recipe, examples, steps, monkeypatch):
     config = parse(RECIPES / f"{recipe}.yaml", "--use_cpu", "true")[3]
     data = rows_of(examples, 250)
@@ -137,19 +136,15 @@ def test_full_size_steps_and_parameters(recipe, examples, steps, monkeypatch):
     for word in (f"{steps:,}", "15,138,816", "K = 4", "loop_dropout, p = 0.5"):
         assert word in str(plan)
     monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
-    args = dataclasses.replace(
-        config, gradient_accumulation_steps=2, per_device_train_batch_size=8, num_train_epochs=1
-    )
+    fields = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8, "num_train_epochs": 1}
+    args = dataclasses.replace(config, **fields)
     assert [num_steps(number, args)[0] for number in (100_000, 33)] == [3125, 2]
 
 
-MICRO_BATCHES = {"gradient_accumulation_steps": 3}
-SHARES = {"num_train_epochs": 1.4, "gradient_accumulation_steps": 2}
+BATCHES = [{"gradient_accumulation_steps": 3}, {"num_train_epochs": 1.4, "gradient_accumulation_steps": 2}]
 
 
-@pytest.mark.parametrize(
-    "fields", [MICRO_BATCHES, SHARES, {"per_device_train_batch_size": 50}, {"max_steps": 3}], ids=str
-)
+@pytest.mark.parametrize("fields", [*BATCHES, {"per_device_train_batch_size": 50}, {"max_steps": 3}], ids=str)
 def test_plan_is_what_the_trainer_does(fields, config, dataset, tokenizer):
     args = config(**{"max_steps": -1, "num_train_epochs": 2, **fields})
     model = tiny_ouro()
@@ -159,25 +154,19 @@ def test_plan_is_what_the_trainer_does(fields, config, dataset, tokenizer):
     trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     assert plan.trainable_parameters == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     assert plan.tokens == sum(len(row["input_ids"]) for row in trainer.train_dataset)
-    trainer.add_callback(StopsAtOnce())
+    stop = TrainerCallback()
+    stop.on_step_end = lambda args, state, control, **given: setattr(control, "should_training_stop", True)
+    trainer.add_callback(stop)
     trainer.train()
     assert trainer.state.max_steps == plan.steps
     assert plan_run(trainer.model, LoadedData(dataset, None, report, ""), args) == dataclasses.replace(plan, data="")
 
 
-class StopsAtOnce(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
+REAL_SIZE = [("nanbeige", NanbeigeConfig(**NANBEIGE_3B), 23_969_792)]
+REAL_SIZE += [(name, HuginnConfig(**fields), trainable) for name, (fields, _, trainable) in CONVERSIONS.items()]
 
 
-@pytest.mark.parametrize(
-    ("name", "hub_config", "trainable"),
-    [
-        ("nanbeige", NanbeigeConfig(**NANBEIGE_3B), 23_969_792),
-        *((name, HuginnConfig(**fields), trainable) for name, (fields, _, trainable) in CONVERSIONS.items()),
-    ],
-    ids=OTHERS,
-)
+@pytest.mark.parametrize(("name", "hub_config", "trainable"), REAL_SIZE, ids=OTHERS)
 def test_dry_runs_of_other_families_at_their_real_size(name, hub_config, trainable):
     paths = [RECIPES / f"{name}.yaml", *(RECIPES / name).glob("*.yaml")]
     assert len(paths) >= 2
@@ -198,13 +187,91 @@ def test_the_readme_lists_every_recipe_and_no_other():
     assert all((RECIPES / name).is_file() for name in listed)
 
 
-def test_another_rule_keeps_what_it_has_as_well(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("model_name_or_path: m\ndataset_name: d\nuse_cpu: true\np: 0.3\n")
-    assert parse(path, "--rule", "loop_dropout")[3].p == 0.3
-    assert parse(path, "--rule", "lora")[3].p is None
-    assert parse(path, "--rule", "unscaled")[3].p == 0.3
-    path.write_text(path.read_text() + "rule: parallel_noise\nrule_args: {c: 2.0}\n")
+# Recipes as files: strict, with errors that name the field
+
+BASE = "model_name_or_path: some/model\ndataset_name: d\noutput_dir: out\nuse_cpu: true\nreport_to: none\n"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """`recipe(text, name=...)`: write a recipe and return its path."""
+
+    def write(text, name="recipe.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_another_rule_keeps_what_it_has_as_well(recipe):
+    path = recipe(BASE + "p: 0.3\n")
+    p_of = lambda path, *words: parse(path, "--rule", *words)[3].p
+    assert [p_of(path, rule) for rule in ("loop_dropout", "lora", "unscaled")] == [0.3, None, 0.3]
+    path = recipe(BASE + "p: 0.0\nrule: independent\n")  # LoRA is not trained under another name
+    assert [p_of(path, *words.split()) for words in ("dose_control", "independent", "dose_control --p 0")] == [
+        0.5,
+        0,
+        0,
+    ]
+    path = recipe(BASE + "p: 0.3\nrule: parallel_noise\nrule_args: {c: 2.0}\n")
     assert not parse(path, "--rule", "loop_dropout")[3].rule_args
     assert parse(path, "--rule", "weight_noise")[3].rule_args == {"c": 2.0}
     assert parse(path, "--learning_rate", "1e-3")[3].rule_args == {"c": 2.0}
+
+
+def test_the_command_line_overrides_the_recipe(recipe):
+    text = "learning_rate: 1e-4\np: [0.1, 0.2]\nlora_r: 4\nsave_strategy: no\nlr_scheduler_kwargs: {a: 1e-3}\n"
+    path = recipe(f"{BASE}{text}resume_from_checkpoint: true\n")
+    words = "--learning_rate 2e-4 --rule unscaled --merge --compare_with lora loop_dropout"
+    model, adapter, _, config, run, settings = parse(path, *words.split())
+    assert (config.learning_rate, config.rule, config.p) == (2e-4, "unscaled", [0.1, 0.2])
+    assert (config.save_strategy, config.lr_scheduler_kwargs) == ("no", {"a": 1e-3})
+    assert (adapter.lora_r, run.merge, run.compare_with) == (4, True, ["lora", "loop_dropout"])
+    assert (model.model_name_or_path, settings["learning_rate"]) == ("some/model", 2e-4)
+    assert config.resume_from_checkpoint == "true"  # a field of several types takes each
+    assert [parse(path, "--p", *p.split())[3].p for p in ("0.3", "0.3 0.4")] == [0.3, [0.3, 0.4]]
+    tiny = ModelArguments("tiny-ouro")
+    assert (tiny.model_name_or_path, tiny.base_name) == (str(TINY_OURO_PATH), "tiny_ouro")
+
+
+def test_a_recipe_builds_on_another_and_states_what_differs(recipe):
+    recipe(BASE + "seed: 1\nlora_r: 4\n", "base.yaml")
+    recipe("extends: ../base.yaml\nseed: 2\n", "variants/second.yaml")
+    path = recipe("extends: second.yaml\nlora_r: 8\n", "variants/third.yaml")
+    assert load_recipe(path) == {**yaml.safe_load(BASE), "seed": 2, "lora_r": 8}
+
+
+def test_fields_of_other_scripts_may_be_passed_over_but_mistakes_not(recipe):
+    small = dataclasses.make_dataclass("Small", [("seed", int, 0)])
+    assert parse_recipe((small,), [str(recipe(BASE + "seed: 3\n"))], unread_types=TYPES)[0] == [small(3)]
+    with pytest.raises(RecipeError, match="`sede`; did you mean `seed`"):
+        parse_recipe((small,), [str(recipe(BASE + "sede: 3\n"))], unread_types=TYPES)
+
+
+def test_saved_settings_repeat_the_run_without_secrets_and_read_back_as_they_were(recipe):
+    path = recipe(BASE + "hub_token: hf_secret\nmodel_init_kwargs: {token: hf_secret}\nlearning_rate: 1e-4\n")
+    text = settings_yaml(parse(path, "--p", "0.3")[-1])
+    assert "hf_secret" not in text
+    again = parse(recipe(text))[3]
+    assert (again.p, again.learning_rate) == (0.3, 1e-4)
+    values = {"run_name": "1e-4", "project": "no", "hub_revision": "12:30", "learning_rate": 1e-4, "p": [0.5, 1e-3]}
+    values |= {"system_instruction": None, "prompt_end": "", "eos_token": "null", "lr_scheduler_kwargs": {"a": 1e-30}}
+    assert load_recipe(recipe(settings_yaml(values))) == values
+
+
+def test_help_lists_what_this_package_adds_and_help_all_everything(capsys, monkeypatch):
+    listed = {}
+    for option in ("--help", "--help_all"):
+        monkeypatch.setattr("sys.argv", ["sft.py", option])
+        with pytest.raises(SystemExit, match="0"):
+            parse_recipe(TYPES, description="Trains.")
+        listed[option] = capsys.readouterr().out
+    assert "Rank r of the shared update. (default: 16)" in " ".join(listed["--help"].split())
+    names = {cls: {field.name for field in dataclasses.fields(cls) if field.init} for cls in TYPES}
+    ours = set().union(*(names[cls] for cls in TYPES if cls is not LoopDropoutConfig))
+    shown = ours | {"rule", "p", "skip_frozen_loops", "loop_loss", "learning_rate", "output_dir"}
+    assert all(f"  --{name} " in listed["--help"] for name in shown)
+    assert "--torch_compile_mode" not in listed["--help"]
+    assert all(f"  --{name} " in listed["--help_all"] for name in set().union(*names.values()))

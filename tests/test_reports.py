@@ -28,10 +28,8 @@ FIGURES = [path for path in FILES if path.stem.startswith("figure_")]
 PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").read_bytes()))["paper"]
 SUBJECTS = ("Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra",
             "Precalculus")  # fmt: skip
-GROUPS = {
-    "subject": {name: {"correct": 3, "total": 10} for name in SUBJECTS},
-    "level": {str(level): {"correct": 2, "total": 8} for level in range(1, 6)},
-}
+COUNTS = {"correct": 3, "total": 10}
+GROUPS = {"subject": dict.fromkeys(SUBJECTS, COUNTS), "level": dict.fromkeys("12345", COUNTS)}
 TOTALS = {"metamath_gsm8k": 40, "metamath_math500": 50, "gsm8k": 40}
 
 
@@ -154,14 +152,12 @@ def test_every_table_comes_out_of_what_its_sweeps_leave(path, table):
 
 def test_every_table_and_figure_of_the_paper_has_a_file():
     labels = {load_spec(path).label for path in FILES}
-    paper = {"recipes", "math_main", "tulu_main", "matched_expansion", "single_loop_generation", "mask_controls",
-             "sharing_mask", "training_cost_seeds", "family_comparison", "control_seeds", "tulu_all", "variants",
-             "rank_results",
-             "answer_decomposition", "returned_seeds", "coto_seeds", "lora_dropout_seeds", "ouro26_tuned",
-             "ouro26_tuned_seeds", "rank_tuned", "rank_tuned_seeds", "math_rank16_breakdown", "depth_matrix", "gsm8k_scale",
-             "lr_curve", "transfer", "depth", "single_occurrence", "metamath_readouts"}  # fmt: skip
-    figures = {"teaser", "overview", "rank_overview", "depth_gains", "depth_accuracy", "early_adaptation"}
-    assert labels >= {f"tab:{name}" for name in paper} | {f"fig:{name}" for name in figures}
+    tables = """recipes math_main tulu_main matched_expansion single_loop_generation mask_controls sharing_mask
+        training_cost_seeds family_comparison control_seeds tulu_all variants rank_results answer_decomposition
+        returned_seeds coto_seeds lora_dropout_seeds ouro26_tuned ouro26_tuned_seeds rank_tuned rank_tuned_seeds
+        math_rank16_breakdown depth_matrix gsm8k_scale lr_curve transfer depth single_occurrence metamath_readouts"""
+    figures = "teaser overview rank_overview depth_gains depth_accuracy early_adaptation"
+    assert labels >= {f"tab:{name}" for name in tables.split()} | {f"fig:{name}" for name in figures.split()}
     for command in (command for path in FILES for command in load_spec(path).made_by):
         file = command.split()[2] if " " in command else command
         assert (ROOT / "recipes" / file).is_file(), command
@@ -180,10 +176,8 @@ def test_bold_is_the_papers(table):
     want = dict(entry.split(": ") for line in BOLD.strip().splitlines() for entry in line.split(" | "))
     for path in TABLES:
         filled = build_table(load_spec(path), table)
-        filled["mean"] = [
-            float(text.split()[0]) if isinstance(bold, str) else None
-            for text, bold in filled[["paper", "bold"]].values
-        ]
+        printed = filled["paper"].str.split().str[0]
+        filled["mean"] = printed.where(filled["bold"].map(lambda bold: isinstance(bold, str))).astype(float)
         found = sorted(text.split()[0] for text in filled["paper"][best(filled)])
         assert found == sorted(want.pop(path.stem, "").split()), path.stem
     assert not want
@@ -258,6 +252,12 @@ BASIC = {"rule": "lora", "p": 0.5, "model_name_or_path": "x/m", "learning_rate":
 
 
 @pytest.fixture
+def two(tmp_path):
+    (tmp_path / "two.yaml").write_text(TWO)
+    return load_spec(tmp_path / "two.yaml")
+
+
+@pytest.fixture
 def runs(tmp_path):
     for rule in ("lora", "loop_dropout"):
         for seed in (1, 2):
@@ -272,23 +272,28 @@ def evaluate_again(run, total=30, **settings):
     write_evaluation(run / "test", run, [answers("b", total, [1] * total)], **settings)
 
 
-@pytest.mark.parametrize(
-    ("change", "setting"),
-    [
-        (lambda run: evaluate_again(run, max_new_tokens=99), "max_new_tokens"),
-        (lambda run: evaluate_again(run, system_instruction="Be brief."), "system_instruction"),
-        (lambda run: evaluate_again(run, chat_template="tulu"), "chat_template"),
-        (lambda run: evaluate_again(run, 20), "total"),
-        (lambda run: write_training(run, {**BASIC, "seed": 2, "model_name_or_path": "x/other"}), "model"),
-        (lambda run: write_training(run, {**BASIC, "seed": 2, "learning_rate": 2e-3}), "learning_rate"),
-        (lambda run: write_training(run, {**BASIC, "seed": 2, "a_setting_of_next_year": 1}), "a_setting_of_next_year"),
-        (lambda run: write_training(run, {**BASIC, "seed": 2}, train_info={"p": 0.3}), "p"),
-        (lambda run: write_training(run, {**BASIC, "seed": 1}), "seed 1"),
-    ],
-)  # fmt: skip
-def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(runs, change, setting):
+def train_again(run, train_info=None, **settings):
+    write_training(run, {**BASIC, "seed": 2, **settings}, train_info=train_info or {})
+
+
+OTHERWISE = {  # what the error names: how the run is changed
+    "max_new_tokens": (evaluate_again, {"max_new_tokens": 99}),
+    "system_instruction": (evaluate_again, {"system_instruction": "Be brief."}),
+    "chat_template": (evaluate_again, {"chat_template": "tulu"}),
+    "total": (evaluate_again, {"total": 20}),
+    "model": (train_again, {"model_name_or_path": "x/other"}),
+    "learning_rate": (train_again, {"learning_rate": 2e-3}),
+    "a_setting_of_next_year": (train_again, {"a_setting_of_next_year": 1}),
+    "p": (train_again, {"train_info": {"p": 0.3}}),
+    "seed 1": (train_again, {"seed": 1}),
+}
+
+
+@pytest.mark.parametrize("setting", OTHERWISE)
+def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(runs, setting):
     """A table of the paper's kind refuses them with the names; a summary and a figure show them apart."""
-    change(runs / "lora" / "2")
+    change, fields = OTHERWISE[setting]
+    change(runs / "lora" / "2", **fields)
     with pytest.raises(ReportError, match=setting):
         only_cell(runs)
     if setting != "seed 1":
@@ -301,24 +306,20 @@ def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(runs, change,
 
 
 def test_figures_never_pool_and_name_what_differs(tmp_path):
-    for p in (0.25, 0.75):
-        for seed in (1, 2):
-            by_depth = {str(k): answers("b", 20, np.arange(20) < 10 + k + (p > 0.5)).as_json() for k in (2, 4)}
-            settings = {**BASIC, "rule": "loop_dropout", "p": p, "seed": seed}
-            benchmarks = {"b": by_depth["4"]}
-            write_training(tmp_path / f"{p}" / str(seed), settings, benchmarks=benchmarks, by_depth=by_depth)
+    for p, seed in itertools.product((0.25, 0.75), (1, 2)):
+        by_depth = {str(k): answers("b", 20, np.arange(20) < 10 + k + (p > 0.5)).as_json() for k in (2, 4)}
+        settings = {**BASIC, "rule": "loop_dropout", "p": p, "seed": seed}
+        write_training(tmp_path / f"{p}" / f"{seed}", settings, benchmarks={"b": by_depth["4"]}, by_depth=by_depth)
     plot = automatic_figures(load_table([tmp_path]))["depth_accuracy"]
     assert sorted(set(plot.data["by"])) == ["Loop Dropout, p = 0.25", "Loop Dropout, p = 0.75"]
     assert set(plot.data["seeds"]) == {2}
 
 
-def test_results_that_were_evaluated_differently_are_not_compared(runs, tmp_path):
+def test_results_that_were_evaluated_differently_are_not_compared(runs, two):
     for seed in (1, 2):
         evaluate_again(runs / "lora" / str(seed), chat_template="other")
-    path = tmp_path / "two.yaml"
-    path.write_text(TWO)
     with pytest.raises(ReportError, match="chat_template"):
-        build_table(load_spec(path), load_table([runs]))
+        build_table(two, load_table([runs]))
     accuracy = summary_tables(load_table([runs]))[0]
     assert accuracy["column"].nunique() == 2 and accuracy["column"].str.contains("chat_template = other").any()
 
@@ -443,14 +444,8 @@ def test_any_diagnostic_is_in_the_table_and_drawn(tmp_path):
     assert numbers.loc["last_two.loss", "mine"] == "1.0000 ± 0.7071"
 
 
-def entry(key, value):
-    return lambda content: content["rows"]["1"].update({key: value})
-
-
-def result(key, value):
-    return lambda content: content["rows"]["1"]["benchmarks"]["b"].update({key: value})
-
-
+entry = lambda key, value: lambda content: content["rows"]["1"].update({key: value})
+result = lambda key, value: lambda content: content["rows"]["1"]["benchmarks"]["b"].update({key: value})
 EVALUATION, TRAINING, DIAGNOSTIC = "test/evaluation.json", "results.json", "diagnostics/single_loop.json"
 FAULTS = {  # what the sentence names: file, and its text or a change of its content
     "Expecting": (EVALUATION, "hello"),
@@ -490,15 +485,13 @@ def test_a_file_that_cannot_be_read_is_named_with_its_fault_and_left_out(runs, f
 # --- files of tables ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_named_and_not_invented(runs, tmp_path):
-    path = tmp_path / "two.yaml"
-    path.write_text(TWO)
+def test_what_is_missing_is_named_and_not_invented(runs, two):
     (runs / "lora" / "2" / "test" / "evaluation.json").unlink()
-    filled = build_table(load_spec(path), load_table([runs]))
+    filled = build_table(two, load_table([runs]))
     assert filled["text"][0] == "36.67"  # one seed is one seed
     assert only_cell(runs, "seed: [1, 2]").missing == "no result of seed 2"
     shutil.rmtree(runs / "lora")
-    filled = build_table(load_spec(path), load_table([runs]))
+    filled = build_table(two, load_table([runs]))
     assert (filled["text"][0], len(missing_of(filled))) == ("–", 1)
     markdown = specs.markdown(filled)
     assert "no run with method LoRA" in markdown and "loopdropout sweep sweeps/x.yaml" in markdown
@@ -510,8 +503,7 @@ MISTAKES = {  # a line of a table's file: what the sentence names
     "columns: {B: {metric: b, show: speed}}": "show`",
     "columns: {B: {average_of: 3}}": "average_of`",
     "figure: pie": "`figure`",
-    "label: tab:../../evil": "`label`",
-    "label: 'tab:a}\\input{b'": "`label`",
+    **{f"label: '{label}'": "`label`" for label in ("tab:../../evil", "tab:a}\\input{b")},
 }
 
 
@@ -534,11 +526,9 @@ def test_a_report_of_any_runs(runs, tmp_path):
     out = tmp_path / "report"
     (runs / "lora" / "x").mkdir()
     (runs / "lora" / "x" / "evaluation.json").write_text("{")
-    for rule in ("lora", "loop_dropout"):
-        settings = {**BASIC, "seed": 1, "rule": rule, "a_note": HOSTILE}
-        write_training(runs / rule / "1", settings, single_loop=single_loop())
-    write_training(runs / "lora" / "2", {**BASIC, "seed": 2, "a_note": HOSTILE})
-    write_training(runs / "loop_dropout" / "2", {**BASIC, "seed": 2, "rule": "loop_dropout", "a_note": HOSTILE})
+    for rule, seed in itertools.product(("lora", "loop_dropout"), (1, 2)):
+        settings = {**BASIC, "seed": seed, "rule": rule, "a_note": HOSTILE}
+        write_training(runs / rule / f"{seed}", settings, single_loop=single_loop())
     _, summary = write_report([runs], [], out, HOSTILE)
     assert "38.33 ± 2.36" in (out / "tables" / "accuracy.md").read_text()
     assert "+16.67 [" in (out / "tables" / "differences.md").read_text()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import shlex
 import signal
 import subprocess
@@ -14,13 +13,13 @@ from pathlib import Path
 import optuna
 import pytest
 import yaml
+from conftest import ENVIRONMENT, load_script
 
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, load_runs
 from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 RECIPE = {
     "model_name_or_path": "tiny-ouro", "dtype": "float32", "preparation": "arithmetic", "num_train_examples": 8,
     "num_eval_examples": 2, "max_length": 256, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True,
@@ -32,7 +31,6 @@ SCRIPT = """
 import json, os, pathlib, sys, time, yaml
 if __name__ != "__main__":
     from loopdropout_trainer.runs.run import Run as RUN
-
 LAB = pathlib.Path(__file__).parent
 
 def main(argv):
@@ -44,7 +42,6 @@ def main(argv):
         print(json.dumps(note), file=log)
     trap = LAB / "trap"
     if trap.exists() and trap.read_text() in ("fail", str(out)):
-        kind = trap.read_text()
         trap.unlink()
         (out / "results.json").write_text('{"run_info": ')  # cut off
         print("It is broken.", file=sys.stderr)
@@ -94,8 +91,7 @@ class Lab:
 
     def ran(self):
         """(trained or measured, METHOD/lr_X/seed_S, benchmarks, process, GPU) of each start of the script."""
-        log = self.folder / "log"
-        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return [json.loads(line) for log in self.folder.glob("log") for line in log.read_text().splitlines()]
 
     def did(self):
         return [(did, run) for did, run, *_ in self.ran()]
@@ -137,7 +133,7 @@ def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
     frame = sweep.study.trials_dataframe()
     assert len(frame) == len(lab.ran()) == 10 and set(frame["state"]) == {"COMPLETE"}
 
-    lab.run(methods=["lora", "loop_dropout"])
+    sweep.run()
     assert len(lab.ran()) == 10  # nothing is done twice
     lab.run(methods=["lora"], seeds=[101, 102, 103])  # a sweep may grow
     assert lab.did()[10:] == [("trained", "lora/lr_0.02/seed_103")]
@@ -146,10 +142,10 @@ def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
 def test_what_is_measured_may_change_on_a_finished_sweep(lab):
     lab.run()
     count = len(lab.ran())
-    lab.run(measure={"benchmarks": ["arithmetic_test", "arithmetic_hard"]})
+    sweep = lab.run(measure={"benchmarks": ["arithmetic_test", "arithmetic_hard"]})
     assert lab.did()[count:] == [("measured", f"lora/lr_0.02/seed_{seed}") for seed in (101, 102)]
     assert all("arithmetic_hard" in run["results"]["benchmarks"] for run in load_runs(lab.out) if run["final"])
-    lab.run(measure={"benchmarks": ["arithmetic_test", "arithmetic_hard"]})
+    sweep.run()
     assert len(lab.ran()) == count + 2
     sweep = lab.run(output_dir=str(lab.folder / "two"), selection_seeds=2, measure={"benchmark_limit": 1})
     assert Counter(did for did, _ in lab.did()[count + 2 :]) == {"trained": 6, "measured": 2}
@@ -211,7 +207,7 @@ def test_a_rate_that_diverges_is_out(lab):
     sweep = lab.run()
     assert [line.split()[2] for line in sweep.table().splitlines()[1:]] == ["50.00", "diverged", "70.00*"]
     count = len(lab.ran())
-    lab.run()
+    sweep.run()
     assert len(lab.ran()) == count  # nor is it tried again
     (lab.folder / "diverging").write_text("[0.01, 0.02, 0.04]")
     lab.run(output_dir=str(lab.folder / "none"))
@@ -246,11 +242,7 @@ def test_what_a_running_job_reads_is_never_written_again(lab):
 
 def test_commands_for_a_scheduler(lab):
     commands = lambda: lab.sweep(print_commands=True).commands()
-
-    def finish(commands):
-        for command in commands:
-            subprocess.run(shlex.split(command), check=True)
-
+    finish = lambda commands: [subprocess.run(shlex.split(command), check=True) for command in commands]
     grid = commands()
     assert len(grid) == 3 and all(str(lab.folder / "sft.py") in command for command in grid)
     finish(grid[1:])
@@ -268,20 +260,16 @@ def test_commands_for_a_scheduler(lab):
 
 
 def test_a_launcher_starts_the_script(lab):
-    words = ["--recipe", str(lab.recipe), "--learning_rates", "0.01", "--methods", "lora", "--seeds", "101"]
-    words += ["--output_dir", str(lab.out), "--launcher"]
-    launcher = shlex.join(["env", "CUDA_VISIBLE_DEVICES=7", sys.executable])
-    (arguments,), _ = parse_recipe([SweepArguments], [*words, launcher])
-    Sweep(arguments, lab.folder).run()
-    assert {gpu for *_, gpu in lab.ran()} == {"7"} and len(lab.ran()) == 1
-    with pytest.raises(RecipeError, match="`launcher` cannot be split into words"):
-        parse_recipe([SweepArguments], [*words, "'"])
+    words = f"--recipe {lab.recipe} --learning_rates 0.01 --methods lora --seeds 101 --output_dir {lab.out} --launcher"
+    parse = lambda launcher: parse_recipe([SweepArguments], [*words.split(), launcher])[0][0]
+    Sweep(parse(f"env CUDA_VISIBLE_DEVICES=7 {sys.executable}"), lab.folder).run()
+    assert [gpu for *_, gpu in lab.ran()] == ["7"]
+    with pytest.raises(RecipeError, match="`launcher`"):
+        parse("'")
 
 
 def test_methods_are_rules_recipes_or_fields(lab):
-    words = ["--learning_rates", "1e-4", "--methods", "lora", "unscaled", "--settings", '{"p": 0.1}']
-    (arguments,), _ = parse_recipe([SweepArguments], ["--recipe", str(lab.recipe), *words])
-    sweep = Sweep(arguments, lab.folder)
+    sweep = lab.sweep(methods=["lora", "unscaled"], settings={"p": 0.1})
     assert sweep.methods["unscaled"]["p"] == 0.1 and "p" not in sweep.methods["lora"]
     (lab.folder / "plus.yaml").write_text("extends: recipe.yaml\nlora_r: 4\n")
     sweep = lab.sweep(methods=["lora", str(lab.folder / "plus.yaml")], rate_factors={"plus": 0.5})
@@ -337,10 +325,10 @@ def start(lab, *options, **fields):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
-def wait_for(condition, process, seconds=180):
+def wait_for(condition, process=None, seconds=180):
     end = time.monotonic() + seconds
     while not (met := condition()):
-        assert time.monotonic() < end and process.poll() is None
+        assert time.monotonic() < end and (process is None or process.poll() is None)
         time.sleep(0.02)
     return met
 
@@ -395,10 +383,7 @@ def test_a_sweep_that_is_stopped_takes_its_run_with_it_and_goes_on(lab, stop):
     output, _ = process.communicate(timeout=60)
     if stop != signal.SIGKILL:
         assert process.returncode == 130 and "the same command continues" in output
-    end = time.monotonic() + 30
-    while is_running(training) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not is_running(training)
+    wait_for(lambda: not is_running(training), seconds=30)
     (lab.folder / "slow").unlink()
     lab.run()
     assert lab.did()[0] == lab.did()[1] and len(lab.ran()) == 1 + 5
@@ -412,8 +397,7 @@ def test_a_real_sweep(tmp_path):
     fields = {"recipe": str(recipe), "learning_rates": [0.001, 0.002], "seeds": [1], "output_dir": str(tmp_path / "out"),
               "parts": parts, "measure": {"benchmarks": ["arithmetic_easy_test"], "depths": [2, 4]}}  # fmt: skip
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
-    main = runpy.run_path(str(ROOT / "recipes/sweep.py"))["main"]
-    main([str(tmp_path / "sweep.yaml")])
+    load_script("recipes/sweep.py").main([str(tmp_path / "sweep.yaml")])
     runs = [run for run in load_runs(tmp_path / "out") if run["final"]]
     assert [run["method"] for run in runs] == ["loop_dropout", "lora", "lora@deep", "lora@deep"]
     for run in runs:
