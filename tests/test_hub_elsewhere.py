@@ -1,7 +1,8 @@
 """Merged models in other programs: the base models' own code, MLX-LM, llama.cpp. `pytest -m "network or peer"`.
 
 - The original code comes from the Hub, or from the folder LOOPDROPOUT_ORIGINAL_CODE: in it one folder for each family, with
-  its Python files and its config.json. pip installs the transformers release that the code was written for.
+  its Python files and its config.json. pip installs the transformers release that the code was written for. LoopUS's code, a
+  torch module with a loader of its own, is in the folder `models` of its authors' repository.
 - MLX-LM: `pip install mlx-lm`, and `mlx[cpu]` where there is no Apple GPU.
 - llama.cpp: `pip install xllamacpp sentencepiece`, and LLAMA_CPP, the folder of llama.cpp's source, for its converter.
 """
@@ -33,7 +34,10 @@ NEWER = "transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.1"
 ORIGINALS = {  # where the code is, and the transformers release that runs it
     "ouro": ("ByteDance/Ouro-1.4B", NEWER),
     "huginn": ("tomg-group-umd/huginn-0125", NEWER),
-    "loopus": ("Thrillcrazyer/Qwen3-4B_LoopUS", "transformers==5.3.0"),
+    "loopus": (
+        "Thrillcrazyer/Qwen3-4B_LoopUS",
+        "transformers==5.3.0 huggingface_hub==1.5.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9",
+    ),
     "nanbeige": ("Nanbeige/Nanbeige4.2-3B", OLD),
     "raven_llama": ("smcleish/Recurrent-Llama-3.2-train-recurrence-32", OLD),
     "raven_olmo": ("smcleish/Recurrent-OLMo-2-0425-train-recurrence-32", OLD),
@@ -41,8 +45,12 @@ ORIGINALS = {  # where the code is, and the transformers release that runs it
 FORWARD = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
-folder, arguments, logits = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, torch_dtype=torch.float32).eval()
+folder, arguments, logits, has_own_loader = sys.argv[1:]
+if has_own_loader == "True":
+    from base.modeling_lds import LDSForCausalLM
+    model = LDSForCausalLM.from_pretrained(folder, tokenizer=object(), torch_dtype=torch.float32).eval()
+else:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, torch_dtype=torch.float32).eval()
 assert "loopdropout_trainer" not in sys.modules
 arguments = torch.load(arguments)
 with torch.no_grad():
@@ -67,12 +75,13 @@ def original_code(family, folder):
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_the_original_code_loads_a_merged_model_and_gives_its_logits(name, golden, tmp_path):
     original_code(name, tmp_path / "base")
-    auto_map = json.loads((tmp_path / "base" / "config.json").read_text())["auto_map"]
+    auto_map = json.loads((tmp_path / "base" / "config.json").read_text()).get("auto_map", {})
     model = golden_model(golden(name))
-    model.config.auto_map = auto_map
+    if auto_map:
+        model.config.auto_map = auto_map
     model.config.name_or_path = model.name_or_path = str(tmp_path / "base")
     folder = merged(model, tmp_path / "merged")
-    assert set(json.loads((folder / "config.json").read_text())["auto_map"]) == set(auto_map)
+    assert set(json.loads((folder / "config.json").read_text()).get("auto_map", ())) == set(auto_map)
 
     ids = torch.arange(2, 22).view(2, 10)
     arguments, own_arguments = {"input_ids": ids, "use_cache": False}, {}
@@ -84,7 +93,8 @@ def test_the_original_code_loads_a_merged_model_and_gives_its_logits(name, golde
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages")]
     subprocess.run([*install, *ORIGINALS[name][1].split()], check=True)
     env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(tmp_path / "packages")}
-    python("-c", FORWARD, folder, tmp_path / "arguments.pt", tmp_path / "logits.pt", env=env, cwd=tmp_path)
+    files = (folder, tmp_path / "arguments.pt", tmp_path / "logits.pt")
+    python("-c", FORWARD, *files, not auto_map, env=env, cwd=tmp_path)
     with torch.no_grad():
         want = AutoModelForCausalLM.from_pretrained(folder)(ids, **own_arguments).logits
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt").float(), want, atol=1e-4, rtol=1e-4)
