@@ -545,6 +545,6 @@ def test_a_report_of_any_runs(runs, tmp_path):
     evil.write_text("label: tab:y\ntitle: '<script>&_#'\ncolumns: {'a|b': {metric: b}}\nrows: [[LoRA]]\n")
     write_report([runs], [evil], out)
     assert (out / "tables" / "t.tex").is_file() and "<script>&" not in (out / "report.html").read_text()
-    for folder, fault in ((out, "There are no results"), (tmp_path / "nowhere", "There is no folder")):
+    for folder, fault in ((out, "No results"), (tmp_path / "nowhere", "There is no folder")):
         with pytest.raises(ReportError, match=fault):
             write_report([folder], [], tmp_path / "again")

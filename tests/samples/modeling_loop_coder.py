@@ -11,7 +11,9 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.models.llama import modeling_llama as llama
 
 
@@ -48,10 +50,12 @@ class Attention(llama.LlamaAttention):
         return self.o_proj(mixed.transpose(1, 2).flatten(2)), (k, v)
 
 
-class LoopCoderDecoderLayer(llama.LlamaDecoderLayer):
+class LoopCoderDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, index):
-        super().__init__(config, index)
-        self.self_attn = Attention(config, index)
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config, index), llama.LlamaMLP(config)
+        self.input_layernorm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x, loop_idx, rotation, masks, first, gate):
         attended, keys = self.self_attn(self.input_layernorm(x), rotation, masks, first, gate)
@@ -59,13 +63,16 @@ class LoopCoderDecoderLayer(llama.LlamaDecoderLayer):
         return x + self.mlp(self.post_attention_layernorm(x)), keys
 
 
-class LoopCoderModel(llama.LlamaModel):
+class LoopCoderModel(llama.LlamaPreTrainedModel):
     config_class = LoopCoderConfig
 
     def __init__(self, config):
         super().__init__(config)
         layers = range(config.num_hidden_layers)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(LoopCoderDecoderLayer(config, index) for index in layers)
+        self.norm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = llama.LlamaRotaryEmbedding(config)
         self.gate_projections = nn.ModuleList(HeadGate(config) for _ in layers)
         self.post_init()
 
@@ -83,12 +90,19 @@ class LoopCoderModel(llama.LlamaModel):
                 x, keys = layer(x, loop, rotation, masks, first[index], self.gate_projections[index])
                 if loop == 0:
                     first[index] = keys
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+        return BaseModelOutput(last_hidden_state=self.norm(x))
 
 
-class LoopCoderForCausalLM(llama.LlamaForCausalLM):
+class LoopCoderForCausalLM(llama.LlamaPreTrainedModel, GenerationMixin):
     config_class = LoopCoderConfig
 
     def __init__(self, config):
         super().__init__(config)
         self.model = LoopCoderModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids, attention_mask).last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutput(loss=loss, logits=logits)
