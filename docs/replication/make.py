@@ -90,7 +90,7 @@ def counted(measured: dict) -> dict:
 
 
 def collect(folders: Iterable[str]) -> pd.DataFrame:
-    """Return the rows of all finished runs of some sweeps, and those of the file that are of other runs."""
+    """Return the numbers of all finished runs of some sweeps, and those of the file that these did not measure."""
     rows = []
     for folder in map(Path, folders):
         runs = {run["folder"]: run for run in load_runs(folder) if not run["diverged"]}  # some are in several parts
@@ -98,9 +98,10 @@ def collect(folders: Iterable[str]) -> pd.DataFrame:
             rows += rows_of(run, folder.name)
     table = pd.DataFrame(rows)
     if RUNS.exists():
-        key = ["study", "method", "learning_rate", "seed"]
+        key = ["study", "method", "learning_rate", "seed", "examples", "steps", "metric", "depth", "loop"]
         known = pd.read_csv(RUNS)
-        is_new = pd.MultiIndex.from_frame(known[key]).isin(pd.MultiIndex.from_frame(table[key]))
+        old, new = (pd.MultiIndex.from_frame(each[key].fillna(0)) for each in (known, table))
+        is_new = old.isin(new)
         table = pd.concat([known[~is_new], table])
     return table
 
