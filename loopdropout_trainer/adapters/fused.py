@@ -6,10 +6,10 @@ The backward pass needs the input in its own dtype and the rank-r activations, a
     z = [A_1; A_2; ..] x;  u = g s z;  y_i = W_i x;  y_i += B_i u_i
     dx = sum of W_i' dy_i;  dB_i = dy_i u_i';  dz_i = g s_i B_i' dy_i;  dA = dz x';  dx += A' dz
 
-(Columns here; the code has a token in each row.) For q, k and v of a hidden size of 32 with rank 4, and 10 tokens of which 6
+(A token is a column here, and a row in the code.) For q, k and v of a hidden size of 32 with rank 4, and 10 tokens of which 6
 have an active gate: x [10, 32], z = x[:6] A' [6, 12], u_q, u_k, u_v [6, 4] each, y_q[:6] += u_q B_q'. Autograd keeps x and u.
 
-Where launching operations takes longer than their arithmetic, the maps are stacked as well, W = [W_1; W_2; ..] with the B_i
+Where kernel launches take longer than the arithmetic, the maps are stacked as well, W = [W_1; W_2; ..] with the B_i
 as blocks on the diagonal of one matrix: they are one map then.
 """
 
@@ -28,7 +28,7 @@ from loopdropout_trainer.looped import LoopState, LoopStep, launches_pay
 
 
 class Projections(NamedTuple):
-    """Adapted maps of one input, as they are during one forward pass: I maps of ranks r_i, or all of them stacked to one.
+    """Adapted maps of one input, as they are during one forward pass: I maps of ranks r_i, or all stacked into one.
 
     Attributes:
         weights, biases: frozen, [out_i, in] and [out_i] or None.
@@ -57,7 +57,7 @@ class Projections(NamedTuple):
         scalings: Sequence[float],
         stacked: bool = False,
     ) -> Projections:
-        """Cast and stack the trained A_1, B_1, A_2, B_2, ..., once for all loops of a forward pass; `stacked`: to one map."""
+        """Cast and stack the trained A_1, B_1, A_2, B_2, ..., once for all loops of a forward pass; `stacked`: as one map."""
         dtype, down, up = weights[0].dtype, lora_parameters[::2], lora_parameters[1::2]  # A_i, B_i
         widths = [len(weight) for weight in weights]
         scaling: float | torch.Tensor = scalings[0]
@@ -138,10 +138,10 @@ def _parts(low: torch.Tensor, maps: Projections) -> Sequence[torch.Tensor]:
 
 
 class FusedProjection:
-    """Computes adapted layers that share their input together, where nothing in them asks to be called by itself.
+    """Computes adapted layers with the same input together, unless one has hooks, dropout or a forward of its own.
 
-    What that takes is found out once in every forward pass, and forgotten with it: between two passes weights are stepped,
-    merged or loaded, and adapters are switched.
+    Whether it can is checked anew in every forward pass: between two passes weights are updated, merged or loaded, and
+    adapters are switched.
 
     Args:
         loop_state: of the model.
@@ -157,8 +157,8 @@ class FusedProjection:
         if torch.compiler.is_compiling():
             return None
         state, step = self.loop_state, self.loop_state.step
-        # One gate for all maps is what is computed here; and without gradient PEFT's own expression is evaluated, bit for bit,
-        # but in loops that run as the frozen model, which have no update at all.
+        # The maps must share one gate. Without gradient PEFT's own expression is evaluated, bit for bit, except in loops that
+        # run as the frozen model, which have no update at all.
         if state.plan.per_module or layers[0].disable_adapters or not (torch.is_grad_enabled() or step.frozen):
             return None
         if step.gate is not None and step.gate.requires_grad:
@@ -166,7 +166,6 @@ class FusedProjection:
         maps = self._maps(x, layers)
         if maps is None:
             return None
-        # Up to here it was settled that the layers may run together. From here on they do.
         if step.skips_updates:
             outputs = [F.linear(x, weight, bias) for weight, bias in zip(maps.weights, maps.biases, strict=True)]
         else:
@@ -215,7 +214,7 @@ class FusedProjection:
 
 
 def only_multiplies(layer: LoraLayer, adapter: str) -> bool:
-    """Return whether a layer's forward is y = W x + s B A x with the parameters that it has, and nothing listens to it."""
+    """Return whether a layer's forward is y = W x + s B A x without bias in B, dropout or hooks."""
     linears = [layer.get_base_layer(), layer.lora_A[adapter], layer.lora_B[adapter]]
     hooked = any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in (layer, *linears))
     dropped = layer.training and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0
@@ -225,8 +224,8 @@ def only_multiplies(layer: LoraLayer, adapter: str) -> bool:
 
 def _stacking_pays(x: torch.Tensor, weights: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> bool:
     """Return whether one map instead of I takes less time for tokens x: fewer launches, but a copy of W and zeros in B."""
-    # Each map that joins the first saves 10 launches, and its B meets the channels of all others' z in vain: of the products
-    # [tokens, sum of r] by [sum of r, sum of out] only 1 / I is not zero. A product counts 2 FLOP forward and 4 backward.
+    # Each map after the first saves 10 launches. But of the products in z B', [tokens, sum of r] by [sum of r, sum of out],
+    # all but a share of 1 / I are with zeros of B. A product counts 2 FLOP forward and 4 backward.
     others, tokens = len(weights) - 1, x.numel() // x.shape[-1]
     width, rank = sum(map(len, weights)), sum(map(len, down))
     zeros = 6 * tokens * width * rank * others // len(weights)  # FLOP with the zeros in B, forward and backward

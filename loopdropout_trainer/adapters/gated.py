@@ -29,12 +29,12 @@ class GatedLora(LoraVariant):
 
     A subclass is another kind of adapter: it overrides the gate, how A and B are applied, or adds to the result, and names
     itself (`class Kind(GatedLora, kind="name")`), so that a rule can ask for it by `adapter = "name"`. A kind that has
-    parameters beyond PEFT's also says how they are made (`prepare`) and told on a model and in a file (`is_on`,
-    `saved_num_loops`, `is_own`): training, saving, loading and merging ask it, and name no kind.
+    parameters beyond PEFT's also says how they are made (`prepare`) and recognised on a model and in a file (`is_on`,
+    `saved_num_loops`, `is_own`): training, saving, loading and merging call these, and name no kind.
 
     Class attributes:
-        description: what a message calls the kind's own parameters.
-        one_depth: whether they belong to one recurrence depth.
+        description: name of the kind's parameters in messages.
+        one_depth: whether these fit only the recurrence depth K that they were made for.
 
     Args:
         loop_state: of the looped model that the layer is part of.
@@ -128,7 +128,7 @@ class GatedLora(LoraVariant):
         return x.to(result.dtype) if self.in_activation_dtype else x
 
     def _unused(self, module: LoraLayer, adapter: str, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Leave the update out; among several processes, where it may have a gradient, run it on one token times zero.
+        """Leave the update out; with several processes, unless the loop is frozen, add 0 times the update of one token.
 
         A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
         """
@@ -167,10 +167,10 @@ ADAPTER_KINDS: dict[str, type[GatedLora]] = {"gated": GatedLora}
 
 
 class GatedVariants(dict[str, LoraVariant]):
-    """The variant of each adapter of one layer, all of them gated, also of an adapter that PEFT adds to the layer later.
+    """A layer's variants by adapter, all of them gated, also those of adapters that PEFT adds to the layer later.
 
-    PEFT asks `adapter in layer.lora_variant`, runs plain LoRA if it is not, and else calls what is there. Here every adapter
-    is, and a plain variant is replaced. One that cannot be gated raises ValueError when PEFT puts it on the layer.
+    PEFT runs plain LoRA for an adapter that is not in `layer.lora_variant`, else its variant. Here every adapter is in it,
+    and PEFT's own variants are replaced. One that cannot be gated raises ValueError when PEFT puts it on the layer.
     """
 
     def __init__(self, loop_state: LoopState, module: int, in_activation_dtype: bool) -> None:
@@ -193,7 +193,7 @@ class GatedVariants(dict[str, LoraVariant]):
 
 
 def _linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Apply a bias-free factor in the dtype of x; through its own call where that does it, for the sake of its hooks."""
+    """Apply a bias-free factor in the dtype of x; by its own call, which runs its hooks, if that computes in this dtype."""
     if linear.weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
         return linear(x)
     return F.linear(x, linear.weight.to(x.dtype))
@@ -211,7 +211,7 @@ def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
 
 
 def trained_lora_parameters(model: PeftModel) -> tuple[nn.Parameter, ...] | None:
-    """Return the trained A and B of a gated adapter, or None if anything else is trained, or if its input is dropped out."""
+    """Return the trained A and B of a gated adapter, or None if anything else is trained or it has dropout on its input."""
     layers = adapted_layers(model)
     parameters = tuple(
         linears[adapter].weight
@@ -230,7 +230,7 @@ def trained_lora_parameters(model: PeftModel) -> tuple[nn.Parameter, ...] | None
 def physical_layers(model: nn.Module) -> list[int]:
     """Return for each adapted layer, [M], the index of the physical layer that it is part of, counted from 0.
 
-    A physical layer is all that shares a name up to its first number (`layers.3`); what has none stands alone.
+    Modules whose names agree up to the first number (`layers.3`) form one; a module without a number is one by itself.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     owners = [match.group() if (match := re.match(r".*?\.\d+(?=\.)", name)) else name for name in names]
@@ -243,7 +243,7 @@ def add_gates(
 ) -> LoopState:
     """Make every LoRA layer multiply the update of every adapter by the running loop's gate; unit gates at first.
 
-    So it is with adapters that are added to these layers later. Leaves the global random state and all weights as they are.
+    This includes adapters that are added to these layers later. The global random state and all weights stay as they are.
 
     Args:
         model: PEFT model over a looped model.
@@ -348,7 +348,7 @@ def has_gates(model: nn.Module) -> bool:
 
 @contextmanager
 def _all_gated(model: PeftModel) -> Iterator[None]:
-    """Gate every layer inside the block; for good where some are gated already, and others came with a later adapter."""
+    """Gate every layer inside the block; if some were gated before it, the others also stay gated after it."""
     layers, state = adapted_layers(model), find_looped_model(model).loop_state
     gated = [layer for layer in layers if isinstance(layer.lora_variant, GatedVariants)]
     if not gated:

@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 class Unwanted(Exception):
-    """A sound row that the preparation leaves out; the text is the reason."""
+    """A valid row that the preparation leaves out; the message is the reason."""
 
 
 @dataclass
 class DataReport:
-    """What became of the rows; `print` shows the counts as a table."""
+    """How many rows were read, used and dropped; `print` shows the counts as a table."""
 
     source: str = ""
     read: int = 0
     train: int = 0
     held_out: int = 0
     train_tokens: int = 0  # of the training examples, each counted once
-    longest: int = 0  # most tokens of one of them
+    longest: int = 0  # of them, in tokens
     unused: int = 0  # usable rows beyond the number to train on
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     bad_rows: list[str] = field(default_factory=list)  # the first few that were skipped, with their places
@@ -65,7 +65,7 @@ class Preparation:
 
     Class attributes:
         title: for reports and model cards.
-        num_eval_examples, prompt_template: where the settings do not say.
+        num_eval_examples, prompt_template: defaults of these settings.
 
     Raises:
         ValueError: if `prompt_template` names no column.
@@ -98,7 +98,7 @@ class Preparation:
         return {"prompt": render_prompt(self.template, columns) + self.args.prompt_end, "completion": completion}
 
     def identity(self, row: Mapping[str, Any]) -> str:
-        """Return what makes two rows the same row, wherever they stand in the source."""
+        """Return a string that two rows share exactly if they are duplicates."""
         return json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
 
     def split(
@@ -107,10 +107,10 @@ class Preparation:
         """Return indices of training and of held-out examples, in source order, before any is dropped for its length.
 
         Rows with the smallest ranks are held out, so that the choice depends on the rows and `split_seed` alone: not on
-        their order, the training seed, or the model. Repetitions of a held-out row are not trained on.
+        their order, the training seed, or the model. Duplicates of a held-out row are not trained on.
 
         Args:
-            examples, ranks: all N examples in source order; random numbers [N], of a row's identity and `split_seed`.
+            examples, ranks: all N examples in source order; their `random_order` by identity and `split_seed`, [N] integers.
             report: to note dropped examples.
         """
         distinct, first = np.unique(ranks, return_index=True)
@@ -122,7 +122,7 @@ class Preparation:
 
 
 def random_order(identity: str, seed: int) -> int:
-    """Return a number in [0, 2^63) that depends on nothing but a row's identity and the seed."""
+    """Return a random integer in [0, 2^63) that depends on nothing but a row's identity and the seed."""
     digest = hashlib.blake2b(f"{seed}\n{identity}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -257,7 +257,7 @@ class ArithmeticShort(Arithmetic):
 
 
 class ArithmeticPairs(Arithmetic):
-    """The same problems, each with its answer (chosen) and one in which a step is wrong, with all that follows (rejected)."""
+    """`Arithmetic` with two answers: the right one (chosen), and one with a wrong step and all that follows it (rejected)."""
 
     title = "arithmetic pairs"
 

@@ -28,7 +28,7 @@ Found = TypeVar("Found")
 
 
 class Scores(NamedTuple):
-    """Means over target tokens: cross entropy in nats, and the share for which the target is the most probable token."""
+    """Means over target tokens: cross entropy in nats, and how often the target is the most probable token, in percent."""
 
     loss: float
     accuracy_percent: float
@@ -55,7 +55,7 @@ class SingleLoopActivation:
 
 
 def reduction(frozen: float, loss: float) -> float:
-    """Return by how much a loss is below the frozen model's, in percent."""
+    """Return by how much a loss is below the frozen model's, in percent of the latter."""
     return 100 * (frozen - loss) / frozen
 
 
@@ -110,7 +110,7 @@ def _scores(
     batches: Iterable[Batch],
     readouts_of: Callable[[nn.Module, Batch], Sequence[torch.Tensor]],
 ) -> list[Scores]:
-    """Return the means over all target tokens of each readout; those of single batches would weigh tokens differently."""
+    """Return each readout's means over the target tokens of all batches (not means of the batches' means)."""
 
     def sums_of(batch: Batch) -> np.ndarray:  # [readouts, 3]: losses, most probable targets, targets
         looped, inputs, labels = split_batch(model, batch)

@@ -17,7 +17,7 @@ from loopdropout_trainer.settings.command import user_supplied
 
 
 FORMAT = 2
-"""Of the results file; see docs/evaluation.md."""
+"""Version of the results file's format; see docs/evaluation.md."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Prediction:
     Attributes:
         prompt, completion, reference: texts.
         extracted: answer that the scorer read out of the completion; None if there is none.
-        correct: whether it equals the reference; None where a problem gives parts of a point.
-        error: name of the exception that scoring raised (wrong, and no answer), or None.
+        correct: whether the answer is right; None where a problem gives partial credit.
+        error: name of the exception that scoring raised (counted as wrong, without an answer), or None.
         id: of the problem in its benchmark.
-        values: of the metrics, if there are several, or parts of a point.
+        values: by metric, if there are several or they give partial credit.
         group: the part of the benchmark that the problem belongs to, if it has parts.
         log_likelihoods: of the choices, in nats, for multiple choice.
         note: what else the scorer says, such as why a program fails.
@@ -61,7 +61,7 @@ class Metric:
 
     Attributes:
         score: in percent, 100 sum / total. (A metric that is no share of the problems is as its harness gives it.)
-        correct: number of correct answers; None for parts of points.
+        correct: number of correct answers; None with partial credit.
         sum: of the problems' values; None for a metric that is no share of the problems.
         total: number of problems.
     """
@@ -113,7 +113,7 @@ class BenchmarkResult:
 
     @property
     def correct(self) -> int | None:
-        """Number of correct answers; None if problems give parts of a point."""
+        """Number of correct answers; None with partial credit."""
         return self.first.correct
 
     @property
@@ -187,7 +187,7 @@ def add_result(
 
 
 def averages_of(benchmarks: Mapping[str, Any], averages: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return the plain means of metrics' scores in a row of the results file, for averages whose metrics are all there."""
+    """Return the averages by name, each the mean score of its metrics, leaving out those with a metric that is missing."""
     scores = {name: metric["score"] for entry in benchmarks.values() for name, metric in entry["metrics"].items()}
     return {
         name: {"score": sum(scores[metric] for metric in metrics) / len(metrics), "metrics": list(metrics)}
@@ -197,7 +197,7 @@ def averages_of(benchmarks: Mapping[str, Any], averages: Mapping[str, Sequence[s
 
 
 def results_table(rows: Mapping[str, Any], names: Sequence[str], averages: Sequence[str]) -> str:
-    """Return a Markdown table of the metrics in a results file, then these averages: a column for each row of `names`."""
+    """Return a Markdown table: a column for each of the evaluations `names`, a line for each metric, then the averages."""
     columns: list[dict[str, str]] = []
     metrics: dict[str, None] = {}
     for name in names:

@@ -27,12 +27,12 @@ class Subject:
         tokenizer: of the model.
         batch_size: rows that one process computes together; the answers do not depend on it.
         decoding: see `generate_greedy`.
-        gates: [K] multipliers of the adapter, also as `1-0-0-0`; None: those in force, which are unit gates unless the
-            caller has applied others.
+        gates: [K] multipliers of the adapter, or a string such as `1-0-0-0`; None: those in force, which are unit gates
+            unless the caller has applied others.
         readout: loop t, 1-based, after which the model stops and is read out; None: the last one.
         apply_chat_template: whether prompts are turns of a chat; None: as the benchmark's protocol has it.
         system_instruction: text of a system turn before them.
-        max_new_tokens: most tokens of a completion; None: as the benchmark's protocol has it.
+        max_new_tokens: maximum number of tokens of a completion; None: as the benchmark's protocol has it.
 
     Raises:
         ValueError: for gates or a readout that the model does not have, or a system turn without turns.
@@ -93,7 +93,7 @@ class Subject:
         return apply_chat_template(self.tokenizer, turns, tokenize=False, add_generation_prompt=True)
 
     def stops(self, stop_strings: Sequence[str], in_turns: bool) -> tuple[str, ...]:
-        """Return where a completion ends: at these strings, and in a chat at the end of the turn."""
+        """Return the strings that end a completion: these, and in a chat the end-of-turn token."""
         end = end_of_turn(self.tokenizer) if in_turns else None
         return tuple(stop_strings) if end is None else (*stop_strings, end)
 
@@ -135,7 +135,7 @@ def run_as(model: nn.Module, gates: Sequence[float] | None = None, readout: int 
 
 
 def parse_gates(gates: str | float | Sequence[float], num_loops: int) -> list[float] | None:
-    """Return one gate for each loop, [K], from numbers or from text such as `1-0-0-0`; None for unit gates."""
+    """Return one gate for each loop, [K], from numbers or a string such as `1-0-0-0`; None for unit gates."""
     try:
         numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
         as_gate_matrix(numbers, num_loops)
@@ -145,7 +145,7 @@ def parse_gates(gates: str | float | Sequence[float], num_loops: int) -> list[fl
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the special token that the chat template puts after what the assistant says, if there is one."""
+    """Return the first added token that the chat template puts after an assistant's content; None without one."""
     turns = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said"}]
     rest = apply_chat_template(tokenizer, turns, tokenize=False).rpartition("said")[2]
     added = tokenizer.get_added_vocab()

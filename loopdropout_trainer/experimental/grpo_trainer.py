@@ -33,8 +33,8 @@ logger = logging.get_logger(__name__)
 class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     """Reinforcement learning of a looped language model with a gate on every application of its LoRA adapter.
 
-    Takes what `GRPOTrainer` takes. Completions are sampled at unit gates, by continuous batching: the model that samples is
-    the one that will be used. They are scored under gates, which are drawn when they are sampled and hold for as long as
+    Takes what `GRPOTrainer` takes. Completions are sampled at unit gates, as the trained model will be used, by continuous
+    batching. Their log-probabilities are computed under gates, which are drawn when they are sampled and kept as long as
     they are trained on. docs/reinforcement.md says what that does to the importance ratio.
 
     Args:
@@ -59,7 +59,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         self._eval_batch = 0
 
     def _check_model(self, looped: LoopedModelMixin) -> None:
-        """Refuse a model, or gates of a rule, by which scores would not be those that are compared."""
+        """Refuse a model or rule whose old, new and reference log-probabilities could not be compared."""
         name, args, rule = type(looped).__name__, self.args, self.rule
         for refused, reason in (
             (getattr(looped.config, "prefix_lm", False),
@@ -110,7 +110,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         return completions, log_probs
 
     def _sample(self, prompt_ids: list[list[int]], mode: str) -> list[list[int]]:
-        """Sample a completion of each prompt at unit gates, by draws that no layout and no resume changes."""
+        """Sample a completion of each prompt at unit gates; neither the number of processes nor a resume changes the draws."""
         length, generation = self.max_completion_length, self._round if mode == "train" else self._eval_batch
         cut = (self.temperature, self.top_k, self.top_p, self.min_p)
         rows = self._new_rows(len(prompt_ids))
@@ -122,7 +122,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         return sample_completions(model, prompt_ids, sampler, length, self.eos_token_ids, slots, compiled)
 
     def evaluation_loop(self, *args, **kwargs):
-        self._eval_batch = 0  # every evaluation draws alike
+        self._eval_batch = 0  # every evaluation samples with the same random numbers
         return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs):
@@ -145,7 +145,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         return {**batch, "rows": torch.tensor(rows, device=self.accelerator.device)}
 
     def _new_rows(self, rows: int) -> range:
-        """Return the places of this process's completions in all that is generated at once."""
+        """Return the indices of this process's completions in the generation batch of all processes."""
         first = self.accelerator.process_index * rows
         return range(first, first + rows)
 
@@ -154,7 +154,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     ):
         """Score new completions, for the old policy and the reference, as the step that trains on them will.
 
-        That is with the gates that are asked for, and from the same random start states, both of which depend on the row.
+        That is with the same gates, unless unit gates are asked for, and the same random start states; both depend on the row.
         """
         score = super()._get_per_token_logps_and_entropies
         if not self._scores_new:
@@ -177,7 +177,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     @property
     def _round(self) -> int:
-        """Index of the running generation."""
+        """Index of the current generation batch."""
         return self._step // self.args.generates_every
 
     @property
@@ -189,7 +189,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         return 0  # `rows` are counted in the whole generation batch
 
     def example_ids_of(self, inputs: dict[str, torch.Tensor]) -> list[ExampleId]:
-        """Return the ids of completions, or of their prompts, in all that the optimizer step generates."""
+        """Return the ids of completions, or of their prompts' groups, counted over the whole run."""
         return self._example_ids(inputs["rows"].tolist())
 
     def _example_ids(self, rows: Sequence[int]) -> list[ExampleId]:

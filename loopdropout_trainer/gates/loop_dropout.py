@@ -15,7 +15,7 @@ from loopdropout_trainer.gates.rule import Draw, GateRule, check_p, register_rul
 
 @dataclass(frozen=True)
 class MaskedRule(GateRule):
-    """What the rules with one Bernoulli mask for each example and loop share: p, one number or one for each loop."""
+    """Base of the rules with Bernoulli masks: p is the drop probability, one number or one for each loop."""
 
     p: float | tuple[float, ...] = 0.5
 
@@ -36,7 +36,7 @@ def survival(p: float | Sequence[float] | torch.Tensor) -> torch.Tensor:
 
 
 def rescaled_masks(draw: Draw, p: float | tuple[float, ...] | torch.Tensor) -> torch.Tensor:
-    """Return b / q, [K, N] float32."""
+    """Return gates b / q, [K, N] float32, with b = 0 with probability p."""
     return (~draw.removals(p) / survival(p)).to(torch.float32)
 
 
@@ -93,7 +93,7 @@ class DoseControl(MaskedRule):
 @register_rule
 @dataclass(frozen=True)
 class ModuleWise(MaskedRule):
-    """Removes single maps instead of complete applications; gates are [K, N, M] for M adapted maps.
+    """Drops the update of single linear maps instead of all M at once; gates are [K, N, M] for M adapted maps.
 
     Gate: b_tm / q_t, b_tm ~ Bernoulli(q_t) for each module m
     Mean: 1
@@ -111,7 +111,7 @@ class ModuleWise(MaskedRule):
 @register_rule
 @dataclass(frozen=True)
 class Learned(MaskedRule):
-    """One trainable scalar gamma_t for each loop, from 1; alone (p = 0) or together with Loop Dropout.
+    """One trainable scalar gamma_t for each loop, initially 1; alone (p = 0) or together with Loop Dropout.
 
     The gammas are saved with the adapter and stay at inference. They cannot be merged unless all are equal.
 
@@ -130,7 +130,7 @@ class Learned(MaskedRule):
 @register_rule
 @dataclass(frozen=True)
 class Independent(MaskedRule):
-    """h_t = F(h_{t-1}; W + g_t Delta_t): `lora_r` is the rank of each loop's pair.
+    """h_t = F(h_{t-1}; W + g_t Delta_t): every loop has an A and a B of its own, of rank `lora_r`.
 
     Rank 4 matches the parameters of a shared rank-16 adapter at four loops (equal budget), rank 16 its rank (equal rank).
 

@@ -27,24 +27,24 @@ from loopdropout_trainer.gates.streams import uniforms
 
 
 COLUMNS = {False: 16, True: 256}
-"""The cache's length is a multiple of it: eager; compiled, where CUDA graphs are recorded anew for each length."""
+"""By whether steps are compiled: the cache's length is a multiple of it, since each length costs a view or a CUDA graph."""
 
 ALLOCATED_COLUMNS = 256
-"""What is allocated for the cache has a length that is a multiple of it, since growing takes a copy."""
+"""The cache's allocated length is a multiple of it, since growing copies the cache."""
 
 PREFILL_TOKENS = 16384
-"""Most tokens of prompts, with their padding, that are read at once."""
+"""Prompts are read in batches: batch size times the first one's length is at most this, unless that prompt is longer."""
 
 
 class SlotCache(Cache):
     """Keys and values [slots, heads, columns, d] of every layer; a looped model has a layer here for each (loop, layer).
 
     Attributes:
-        allocated_slots: most slots that are ever in use.
+        allocated_slots: number of slots that memory is allocated for.
         dtype: of the model.
-        num_slots: first ones of them, which are in use.
+        num_slots: number of slots in use, from the first.
         columns: indices of the columns in use, [columns].
-        allocated_columns: of each slot.
+        allocated_columns: number of columns allocated in each slot.
         positions: of the tokens that the next call computes, [B, S].
         targets: where their keys and values go, counted over all slots' allocated columns, [B * S].
         is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
@@ -156,14 +156,14 @@ def most_probable(logits: torch.Tensor, rows: list[int], positions: list[int]) -
 class Sampler:
     """Draws tokens from softmax(logits / temperature), cut by top-k, top-p and min-p in this order, as transformers does.
 
-    The token at position n of row i is the one at which the cumulated probability, in the order of the vocabulary, passes
+    The token at position n of row i is the one at which the cumulative probability, in the order of the vocabulary, passes
     a uniform number that is a function of (seed, step, row i, n). So a row has the same completion in any batch, process
     and order, and again after a resume, up to the rounding of its logits.
 
     Args:
         seed, purpose, step: key of the stream.
-        rows: number of each prompt under that key.
-        length: most tokens of a completion.
+        rows: index of each prompt in that stream.
+        length: maximum number of tokens of a completion.
         temperature: above 0. top_k: number of tokens that may be drawn, 0 for all. top_p: their least joint probability.
         min_p: least probability relative to the most probable token, or None.
     """
@@ -194,7 +194,7 @@ class Sampler:
         probabilities = self.warpers(None, logits).softmax(dim=-1)
         cumulated = probabilities.double().cumsum(dim=-1)
         u = self.uniforms[list(rows), list(positions)].to(logits.device)  # [B]
-        # The first token whose cumulated probability is above u: never one of probability 0.
+        # The first token whose cumulative probability is above u: never one of probability 0.
         return torch.searchsorted(cumulated, (u * cumulated[:, -1]).unsqueeze(1), right=True).squeeze(1)
 
 
@@ -205,9 +205,9 @@ class Decoder:
     Attributes:
         model: causal language model in evaluation mode that is supported, see `why_unsupported`.
         prompts: token ids, none of them empty; started in this order.
-        max_new_tokens: most tokens of a completion.
-        num_slots: most rows at a time.
-        have_ended: tells of some completions, as token ids, which ones have ended.
+        max_new_tokens: maximum number of tokens of a completion.
+        num_slots: maximum number of rows at a time.
+        have_ended: returns for each of some completions, as token ids, whether it has ended.
         compiled: run the steps compiled, with all slots computed to the end.
         choose: gives the next tokens [B] from logits [B, V], the prompts' indices and the places in their completions: the
             most probable ones, or those that a `Sampler` draws.
@@ -249,7 +249,7 @@ class Decoder:
         free = [slot for slot, row in enumerate(self.slots) if row is None]
         if 4 * len(free) >= self.num_slots:  # not to each one alone, since reading a prompt takes a call of its own
             while free and self.waiting:
-                # The longest prompts wait in front, and the first one's length is the batch's width.
+                # The first prompt's length is the batch's width if the longest come first, as in `generate_greedy`.
                 size = max(1, PREFILL_TOKENS // len(self.waiting[0]))
                 taken, free = free[:size], free[size:]
                 self._prefill(taken[: len(self.waiting)])
@@ -338,7 +338,7 @@ def _logits(
     # columns are its own tokens, a step's all that are in use.
     columns = cache.columns[: cache.positions.shape[1]] if cache.is_prefill else cache.columns
     unseen = columns > cache.positions[:, None, :, None]  # [B, 1, S, columns]
-    # As what is added to the scores: each attention layer of each loop would make that of a mask of truth values.
+    # As a number to add to the scores: each attention layer of each loop would have to convert a boolean mask.
     mask = torch.zeros_like(unseen, dtype=cache.dtype).masked_fill_(unseen, torch.finfo(cache.dtype).min)
     given = {"input_ids": ids, "attention_mask": mask, "position_ids": cache.positions}
     hidden = model.base_model(**given, past_key_values=cache, use_cache=True).last_hidden_state  # ready for the head
@@ -354,7 +354,7 @@ def _compiled(device_type: str) -> Callable:
 
 
 def why_unsupported(model: PreTrainedModel) -> str | None:
-    """Return what keeps `Decoder` from a model, or None.
+    """Return why `Decoder` cannot run a model, or None if it can.
 
     It needs what transformers' static caches need too, attention with a given mask [B, 1, S, columns], in all layers.
     """

@@ -36,8 +36,8 @@ class LoopStep:
         prepared: what is computed once for all loops of one forward pass, such as cast weights. It lives as long as the pass,
             so that what changes between two passes (weights, merging, the active adapter) is never missed. None outside of
             a pass.
-        skips_updates: whether no token has an active gate. (A flag of its own, since compiled code would be made anew for
-            each `num_active`.)
+        skips_updates: whether no token has an active gate. (A flag of its own, since code that reads `num_active` is compiled
+            again for each of its values.)
         scales: what adapters that run together multiply their updates by, made once for all layers.
     """
 
@@ -141,9 +141,9 @@ UNIT_GATES = GatePlan()
 
 
 def example_starts(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return whether an example begins at each token, [B, S], for positions [B, S]: where they do not count on by one.
+    """Return whether an example begins at each token, [B, S]: where its position is not the previous token's plus 1.
 
-    It is the one place that decides it, and transformers' attention masks decide in the same way.
+    This is decided here alone, by the criterion of transformers' attention masks.
     """
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids.diff(dim=1) != 1
@@ -151,10 +151,10 @@ def example_starts(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def as_gate_matrix(gates: torch.Tensor | Sequence, num_loops: int) -> torch.Tensor:
-    """Return `gates` given as [K], [K, 1], [K, N] or [K, N, M] in one of the latter two forms, checked against the depth.
+    """Return gates [K], [K, N] or [K, N, M] as a floating-point tensor, [K] as [K, 1], the others as they are.
 
     Raises:
-        ValueError: if the first dimension is not K, or a gate is not finite.
+        ValueError: for another shape, K other than `num_loops`, or a gate that is not finite.
     """
     gates = torch.as_tensor(gates)
     if not gates.is_floating_point():
@@ -172,6 +172,6 @@ def as_gate_matrix(gates: torch.Tensor | Sequence, num_loops: int) -> torch.Tens
 
 
 def first_active_loops(gates: torch.Tensor) -> list[int]:
-    """Return for each of N examples the first loop, from 0, in which a gate of [K, N] or [K, N, M] is not zero; K: none."""
+    """Return each example's first loop, 0-based, with a nonzero gate in [K, N] or [K, N, M]; K if all its gates are zero."""
     active = (gates != 0).flatten(2).any(dim=2) if gates.dim() == 3 else gates != 0  # [K, N]
     return (active.cumsum(dim=0) == 0).sum(dim=0).tolist()

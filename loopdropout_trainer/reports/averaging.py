@@ -1,4 +1,4 @@
-"""What is averaged: seeds of runs that are equal in every other setting, and nothing else, by construction."""
+"""Means over seeds, and only over seeds: runs that differ in any other setting are never averaged."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from loopdropout_trainer.reports.reading import OUTCOMES, PLACES, Missing, Repor
 
 
 FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate", "total", "evaluation.num_rows")
-"""What runs are told apart by before anything else."""
+"""Columns that `telling` tries first, in this order."""
 
 
 def mean_sd(values: pd.Series, decimals: int) -> str:
-    """Return `mean ± SD` of values by seed (n - 1), or the mean alone of one; NaN in one seed is not left out."""
+    """Return `mean ± SD` (n - 1) of one value per seed, the mean alone for a single seed; a NaN makes both NaN."""
     spread = f" ± {values.std(skipna=False):.{decimals}f}" if len(values) > 1 else ""
     return f"{values.mean(skipna=False):.{decimals}f}{spread}"
 
@@ -34,12 +34,12 @@ def settings_of(rows: pd.DataFrame) -> list[str]:
 
 
 def varying(rows: pd.DataFrame, names: Iterable[str]) -> list[str]:
-    """Return those columns that hold more than one value; that a setting is not known counts as a value."""
+    """Return those columns that hold more than one value; a missing value counts as one."""
     return [name for name in names if rows[name].nunique(dropna=False) > 1]
 
 
 def telling(rows: pd.DataFrame, names: Iterable[str], beside: Sequence[str] = ()) -> list[str]:
-    """Return as few of the columns as tell apart, beside those of `beside`, all rows that all the columns tell apart."""
+    """Return those of the columns that, together with `beside`, distinguish as many rows as all of them do."""
     number = lambda names: len(rows[names].drop_duplicates()) if names else 1
     found: list[str] = []
     for name in sorted(varying(rows, names), key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
@@ -67,7 +67,7 @@ def listed(rows: pd.DataFrame, name: str) -> str:
 
 
 def select(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows whose columns have the wanted values, or one of a list of them; None: not known."""
+    """Return the rows whose columns have the wanted values, or one of a list of them; None: the value is missing."""
     for name, value in wanted.items():  # a list in a setting stands in the table as its JSON
         values = [*value, json.dumps(value)] if isinstance(value, list) else [value]
         rows = rows[rows[name].isin(values)] if name in rows else rows if None in values else rows.iloc[:0]
@@ -79,8 +79,8 @@ def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
 
     Args:
         rows: of the long table.
-        what: they are, for the errors.
-        column: that holds the values.
+        what: name of what is averaged, for the errors.
+        column: name of the column that holds the values.
 
     Raises:
         ReportError: if they are not, naming the settings that differ; or if two of them are of one seed.
@@ -100,9 +100,9 @@ def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = N
 
     Args:
         b, a: rows of one setting each.
-        what: it is, for the errors.
-        part: `both_extractable` counts the problems where both completions hold an answer, `missing_in_either` the others; in
-            points of all problems. None: all of them.
+        what: name of the difference, for the errors.
+        part: `both_extractable` counts only problems where both completions hold an answer, `missing_in_either` only the
+            others, both in percentage points of all problems. None: every problem.
 
     Raises:
         ReportError: if either side is not one setting, they have different seeds, or were not evaluated alike.
@@ -143,7 +143,7 @@ def check_alike(rows: pd.DataFrame, what: str) -> None:
 def interval(gains: np.ndarray, draws: int = 2000) -> tuple[float | None, float | None]:
     """Return the 95% percentile bootstrap interval of the mean of gains [seeds, problems]; Nones for a single seed.
 
-    Seeds and problems are drawn with replacement, each of their own (crossed): the interval is about the mean over other seeds
+    Seeds and problems are resampled with replacement, independently (crossed): the interval is about the mean over other seeds
     and other problems of the same kind. With one number for each seed, only seeds are drawn.
     """
     if len(gains) < 2 or not np.isfinite(gains).all():

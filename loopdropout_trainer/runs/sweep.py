@@ -1,8 +1,8 @@
 """Sweeps: methods, learning rates and seeds, compared in parts, and shared by any number of processes.
 
 A run is a folder, `output_dir/METHOD/lr_X/seed_S`. A learning rate is chosen for each method on a benchmark of held-out rows,
-with the first seed; all seeds are then trained at it and measured (Appendix "Hyperparameters"). What is done is a trial of
-an Optuna study, so that no run is done by two processes at once, and a run whose process was lost is done again.
+with the first seed or seeds; all seeds are then trained at it and evaluated (Appendix "Hyperparameters"). Each job is a
+trial of an Optuna study, so that no two processes do it at once, and it is done again if its process was lost.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from loopdropout_trainer.settings.secrets import public_settings
 
 
 SUMMARY_FILE = "summary.json"
-# What `measure` may set: what becomes of a trained adapter. All other fields make the training what it is.
+# What `measure` may set: what is done with a trained adapter. All other fields affect the training.
 _MEASURED = {f.name for f in fields(RunArguments)} - {"compare_with", "dry_run"}
 _ONLY_FINAL = _MEASURED - {f.name for f in fields(BenchmarkArguments)}
-# A sweep sets these itself; of a base recipe they are left out.
+# A sweep sets these itself; those of a base recipe are ignored.
 _SET_BY_SWEEP = [
     "output_dir",
     "run_name",
@@ -132,9 +132,9 @@ class SweepArguments(PartArguments):
 
 
 class Job(NamedTuple):
-    """One start of a training script: it trains a run, or only measures one that is trained.
+    """One start of a training script: it trains and evaluates a run, or only evaluates one that is trained.
 
-    `learning_rate` None is still to be chosen; a run that `selects` is only evaluated on `select_on`, to choose it.
+    `learning_rate` None: still to be chosen. `selects`: evaluated on `select_on` alone, to choose the rate.
     """
 
     method: str
@@ -167,10 +167,10 @@ def load_runs(output_dir: str | Path) -> list[dict[str, Any]]:
 
 
 class Sweep:
-    """The runs of a sweep, and what is done of them; `scripts` is the folder of the training scripts.
+    """Plans, starts and summarises the runs of a sweep; `scripts` is the folder of the training scripts.
 
     Raises:
-        ValueError: for a method, part or field that there is not, or a recipe that cannot be read.
+        ValueError: for a method, part or field that does not exist, or a recipe that cannot be read.
     """
 
     def __init__(self, arguments: SweepArguments, scripts: Path) -> None:
@@ -234,7 +234,7 @@ class Sweep:
     # The runs
 
     def settings(self, method: str, selects: bool) -> dict[str, Any]:
-        """Return a method's recipe, but for rate and seed: to choose its rate, which `measure` does not change, or final."""
+        """Return a method's recipe without rate and seed; `selects`: to choose the rate, without what `measure` sets."""
         recipe, measure = self.methods[method], self._measure[method]
         if selects:
             recipe = {key: value for key, value in recipe.items() if key not in _ONLY_FINAL}
@@ -243,7 +243,7 @@ class Sweep:
         return json.loads(json.dumps(recipe, default=str))
 
     def _recipe(self, job: Job) -> dict[str, Any]:
-        """Return a job's settings; by their `run_name` its results.json is known."""
+        """Return a job's settings; their `run_name` tells whether a results.json is of this job."""
         settings = self.settings(job.method, job.selects)
         run_name = f"{job.run} {sha256_of_json(settings)[:16]}"
         return {**settings, "learning_rate": job.learning_rate, "seed": job.seed, "run_name": run_name}
@@ -258,9 +258,9 @@ class Sweep:
         return [Job(method, rate, seed, True) for rate in self.rates(part, method) for seed in seeds]
 
     def chosen_rate(self, part: PartArguments, method: str) -> float | None:
-        """Return the rate with the best score, mean over the seeds that choose; the smaller of equals.
+        """Return the rate with the best mean score over the selection seeds, the smallest one of a tie.
 
-        None while a run is unfinished, if all rates diverged, and if the part chooses nothing.
+        A rate at which a seed diverged is out. None if none is left, a run is unfinished, or the part chooses no rate.
         """
         scores: dict[float, list[float | None]] = {}
         for job in self._selection_jobs(part, method):
@@ -325,7 +325,7 @@ class Sweep:
         return last.state == TrialState.PRUNED or last.user_attrs["run_name"] == self._recipe(job)["run_name"]
 
     def _outcome(self, job: Job) -> dict[str, Any] | None:
-        """Return what a finished job left in its folder, as attributes of a trial; the `error` of a run that diverged."""
+        """Return a finished job's results as attributes of a trial, the `error` if it diverged; None if it is unfinished."""
         folder, run_name = self.output_dir / job.run, self._recipe(job)["run_name"]
         with suppress(*_DAMAGED):
             report = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
@@ -407,9 +407,9 @@ class Sweep:
             raise SweepError(f"A worker ended with exit status {status}; the same command goes on from there.")
 
     def work(self, train: bool = True) -> list[Job]:
-        """Do one job after the other until there are none left, and return the others.
+        """Do one job after the other until none is left, and return those that remain.
 
-        Without `train`, it only takes over what was done without a trial, by a scheduler or before the storage was lost.
+        Without `train`, it only records jobs that were done without a trial, by a scheduler or before the storage was lost.
         """
         while True:
             with self._lock:  # one process at a time decides what it does, and says so
@@ -426,7 +426,7 @@ class Sweep:
                 time.sleep(0.5)  # others are at work: what they finish may be needed here, or they may be lost
 
     def _ready_jobs(self) -> list[Job]:
-        """Return the jobs that nobody has done and nobody does, after a look at what others did. The lock is held."""
+        """Return the jobs that are neither done nor running, after reading the trials again. The caller holds the lock."""
         optuna.storages.fail_stale_trials(self.study)
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             host, _, pid = trial.user_attrs.get("worker", "").rpartition(":")  # none: its process died as it began
@@ -438,7 +438,7 @@ class Sweep:
         return [job for job in self.jobs() if not self.is_done(job) and job.run not in self._active]
 
     def _do(self, trial: optuna.Trial, job: Job) -> float:
-        """Do a job as a trial, and return its score. The lock is held until it is written down whose the job is."""
+        """Do a job as a trial, and return its score. Releases the caller's lock once the trial names this process."""
         known = {"worker": f"{socket.gethostname()}:{os.getpid()}", "run": job.run, **job._asdict()}
         chosen = job.learning_rate in self._choices().get(job.method, ())
         for name, value in {**known, "run_name": self._recipe(job)["run_name"], "chosen": chosen}.items():
@@ -518,7 +518,7 @@ class Sweep:
         return sorted(rows, key=lambda row: (row["method"], row["learning_rate"], row["seed"]))
 
     def table(self) -> str:
-        """Return for each method and rate the score that chooses, a star at the chosen rate, and the means over seeds."""
+        """Return a line for each method and rate: selection score (* if chosen), minutes, GB, and mean ± SD over seeds."""
         rows, runs = [], self.summary()
         for (method, rate), same in pd.DataFrame(runs).groupby(["method", "learning_rate"]) if runs else ():
             final, score = same[same["final"]], same["selection_score"].mean()

@@ -114,7 +114,7 @@ def merge_and_save(
 
 
 def check_merge_target(folder: str | Path, model: PeftModel) -> None:
-    """Raise ValueError for a folder that holds weights, unless those of an earlier merge into the same base model."""
+    """Raise ValueError if the folder holds weights, except those of an earlier merge into the same base model."""
     weights = sorted(file.name for file in Path(folder).glob("*") if file.suffix in _WEIGHTS)
     before = Path(folder, MERGED)
     if weights and not (before.is_file() and before.read_bytes() == _merged_into(model).encode()):
@@ -122,7 +122,7 @@ def check_merge_target(folder: str | Path, model: PeftModel) -> None:
 
 
 def _merged_into(model: PeftModel) -> str:
-    """Return the content of MERGED: what tells the base from others, the hash of its files, else its name."""
+    """Return the content of MERGED, JSON with the SHA-256 of the base's files or, if unknown, the base's name."""
     base = model.get_base_model()
     return json.dumps({"merged_into": base_sha256(base) or Path(base.config.name_or_path).name}) + "\n"
 
@@ -155,7 +155,7 @@ def push_merged_to_hub(
         folder: of the merged model; it must hold the weights already, so that a refused push loses nothing.
         repo_id: `user/name`; created if it does not exist.
         token: default: the one of the logged-in user.
-        private: of a newly created repository.
+        private: whether a newly created repository is private; default: as the Hub decides.
 
     Returns:
         The address of the repository.

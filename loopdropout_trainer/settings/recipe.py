@@ -41,15 +41,15 @@ SAFE_VALUES = {
 }
 """Fields that can run other people's code, and the value with which they do not.
 
-A recipe may come from a stranger, a command line does not: any other value stands on the command line alone.
+A recipe may come from a stranger, a command line does not: other values are accepted on the command line alone.
 """
 
 
 class _Loader(yaml.SafeLoader):
     """Reads YAML with the scalars of version 1.2: `1e-4` is a number, `no` and `12:30` are strings.
 
-    PyYAML, and so TRL's parser, reads 1.1, where `1e-4` is a string, `no` is false, and of a key that stands twice only the
-    last counts. Aliases are refused as well: a few lines of them can stand for more values than fit into memory.
+    PyYAML, and so TRL's parser, reads 1.1, where `1e-4` is a string and `no` is false, and keeps the last of duplicate keys,
+    which are refused here. So are aliases: a few lines of them can stand for more values than fit into memory.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}
@@ -103,9 +103,9 @@ def recipe_path(name: str) -> str:
 
 
 def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a recipe and those that it extends; the extending file's keys win. `extending` are those that led to it.
+    """Read a recipe and those that it extends; the extending file's keys win. `extending`: the recipes that led to this one.
 
-    A path `recipes/...` that is not there is one that ships with the package: sweeps name their recipes so.
+    A path `recipes/...` that does not exist means a recipe that ships with the package, as in the sweeps' files.
 
     Raises:
         RecipeError: if a file is missing, is not a flat YAML mapping, extends itself, or would run a stranger's code.
@@ -114,7 +114,7 @@ def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str,
     if path.resolve() in extending:
         raise RecipeError(f"The recipe {path} extends itself.")
     try:
-        with path.open(encoding="utf-8") as file:  # of a file PyYAML's errors quote no line, which may hold a token
+        with path.open(encoding="utf-8") as file:  # PyYAML's errors would quote a string, even a token in it
             recipe = yaml.load(file, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except Exception as error:  # of the system, of the encoding, and whatever PyYAML makes of `!!int x`
         reason = getattr(error, "strerror", None) or one_line(error)
@@ -156,13 +156,13 @@ def parse_recipe(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
-    Another `--rule` than the recipe's keeps of the recipe's `p` and `rule_args` what it has as well.
+    If `--rule` is not the recipe's, the recipe's `p` and `rule_args` count only as far as the new rule has them too.
 
     Args:
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
         argv: arguments after the script's name; default: the process's.
         description: shown by `--help`.
-        unread_types: whose fields may stand in the recipe too: one recipe serves several scripts.
+        unread_types: whose fields the recipe may set too, without effect: one recipe serves several scripts.
 
     Returns:
         One instance for each type, and the settings that were given (recipe and command line together).
@@ -218,7 +218,7 @@ def settings_yaml(settings: Mapping[str, Any]) -> str:
     return yaml.dump(public_settings(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-_TITLES = {  # where it is not the rule's name as a sentence begins: "Dose control"
+_TITLES = {  # of rules whose title is not just the name capitalised, as in "Dose control"
     "lora": "LoRA",
     "loop_dropout": "Loop Dropout",
     "module_wise": "Module-wise",
@@ -231,7 +231,7 @@ _TITLES = {  # where it is not the rule's name as a sentence begins: "Dose contr
 
 
 def method_title(fields: Mapping[str, Any]) -> str:
-    """Return what people call the method of a run with these settings; a rule of one's own goes by its own name."""
+    """Return the title of the method of a run with these settings; a custom rule's is its name."""
     rule = fields.get("rule")
     if rule == "lora":
         if fields.get("loraplus_lr_ratio") not in (None, 1):

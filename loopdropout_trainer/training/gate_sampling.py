@@ -107,13 +107,13 @@ class GateSamplingMixin:
 
     @staticmethod
     def dataset_formats(args: TrainingArguments) -> list[set[str]]:
-        """Return the sets of columns of which a training dataset must have one."""
+        """Return sets of columns; a training dataset must have all columns of one of them."""
         raise NotImplementedError
 
     def example_ids_of(self, inputs: dict[str, torch.Tensor]) -> list[ExampleId]:
         """Return (row, segment) of each example of a micro-batch; rows are counted from the micro-batch's first.
 
-        What has the same id has the same gates.
+        Examples with the same id get the same gates.
         """
         return [(row, 0) for row in range(len(inputs["input_ids"]))]
 
@@ -153,7 +153,7 @@ class GateSamplingMixin:
             self._unit_gates()
 
     def draw_depth(self, seed: int) -> tuple[int, int]:
-        """Return for how many loops this micro-batch's gates are drawn, and how many of these loops run.
+        """Return the number of loops that this micro-batch's gates are drawn for, and how many of these loops run.
 
         The same on all processes, and for all micro-batches of an optimizer step. By default: the model's own depth.
         """
@@ -286,7 +286,7 @@ class StepCallback(TrainerCallback):
     Attributes:
         micro_batch: micro-batches of the running optimizer step that have drawn their gates.
         train_seconds: wall time spent in training steps so far, evaluation and saving left out.
-        sensitivity: of the loss to the running step's gates, by loop.
+        sensitivity: sum over the running step's examples of |d loss / d g|, by loop, [K].
     """
 
     def __init__(self, trainer: GateSamplingMixin) -> None:
@@ -301,8 +301,8 @@ class StepCallback(TrainerCallback):
         self._step_began = time.perf_counter()
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        # An adapter that the step left out gets the gradient that it has, zero: so momentum moves it as it does in
-        # distributed runs, where all adapters take part.
+        # A parameter that the step did not use gets a gradient of zero instead of None, so that momentum moves it as in
+        # distributed runs, where every parameter has a gradient.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return
         for group in optimizer.param_groups:

@@ -7,9 +7,9 @@ Up to its first active gate an example's loops are plain frozen computation. By 
     inactive    .. g .. 0   one earlier, none in loop t: h_t = recurrent_step(h_{t-1}) with gradient, the update left out
 
 Active and inactive examples run in one part, active ones first, so that the adapter can leave the others alone. Frozen ones
-run in a part of their own. Either costs launches, and is done where enough tokens save more arithmetic than that: few frozen
-examples run with the others early, and to few inactive ones the adapter adds zero. For gates [K, N] of 3 examples, all of
-them long enough:
+run in a part of their own. Either costs kernel launches, and pays only for enough tokens: too few frozen examples run with
+the others before their first active gate, and too few inactive ones get an update times zero. For gates [K, N] of 3
+examples, all of them long enough:
 
     loop 1   0 2 0    part (0, 2) frozen;   part (1), 1 active
     loop 2   0 0 2    part (0)    frozen;   part (2, 1), 1 active
@@ -48,11 +48,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From how many tokens on it takes less time to treat examples apart.
+    """Numbers of tokens from which on it saves time to treat examples separately.
 
     Attributes:
-        frozen: to run frozen examples in a part of their own, beside others.
-        inactive: to leave the update of inactive examples out.
+        frozen: tokens of frozen examples, to run these in a part of their own.
+        inactive: tokens of inactive examples, to leave their update out.
     """
 
     frozen: float = 0
@@ -65,7 +65,7 @@ def schedule(active: Sequence[Sequence[bool]], lengths: Sequence[int], threshold
     Args:
         active: [K][N], whether an example has an active gate in a loop.
         lengths: [N], in tokens.
-        thresholds: from how many tokens on examples are treated apart.
+        thresholds: numbers of tokens from which on examples are treated separately.
     """
     everyone, started, parts = set(range(len(lengths))), set(), []  # started: active or inactive, not frozen any more
     tokens = lambda examples: sum(lengths[index] for index in examples)
@@ -94,7 +94,7 @@ class _Layout:
 
 
 class PackedLoops:
-    """A packed micro-batch on its way through the loops. What a loop reads of it is made once for all loops.
+    """A packed micro-batch on its way through the loops. Inputs other than the state are computed once for all loops.
 
     Args:
         inputs: of the first loop, with all examples: state [1, T, H].
@@ -180,9 +180,9 @@ class PackedLoops:
         return self.layouts[order]
 
     def _rows(self, lie: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-        """Return where the tokens of examples in `order` are in a row of examples that lie as in `lie`, [n].
+        """Return the indices [n] of the tokens of the examples `order` in a row that holds the examples `lie`.
 
-        Of lengths (2, 3, 1) that lie as (0, 1, 2), the examples (2, 1) are in rows 5, 2, 3, 4.
+        If examples (0, 1, 2) of lengths (2, 3, 1) lie in a row, those of (2, 1) are 5, 2, 3, 4.
         """
         starts, start = {}, 0
         for index in lie:

@@ -1,4 +1,4 @@
-"""A TRL trainer that loses nothing: complete files only, no step on a NaN, one run in a folder, and a Hub that may refuse."""
+"""Checkpoints of a TRL trainer: complete or absent, never with a NaN, of one run per folder, safe if a push fails."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class CheckpointsMixin:
     none, and loads the adapter if the training is complete; so the same command starts a run and continues it after any
     interruption. Ctrl-C and SIGTERM stop it after the running step, with a checkpoint.
 
-    What transformers forgets on resuming is given back: the losses, seconds and tokens so far, so that what is reported is
-    the complete run, the memory of the rule, and the patience of `EarlyStoppingCallback`.
+    What transformers forgets on resuming is restored: the losses, seconds and tokens so far, so that reports are of the
+    complete run; the state of the rule; and the patience of `EarlyStoppingCallback`.
     """
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         self._run_state = RunState(self)
         self.add_callback(self._run_state)
-        self._earlier: dict[str, Any] = {}  # the totals of the legs before this one
+        self._earlier: dict[str, Any] = {}  # totals up to the checkpoint that was resumed from
         self._began = time.time()
         self._complete = False  # whether the training has ended
         self._goes_on_changed = False
@@ -123,22 +123,22 @@ class CheckpointsMixin:
             yield
 
     def _what_is_safe(self) -> str:
-        """Return which checkpoint is the newest, as a sentence; of any run where this process has not computed its own's."""
+        """Return a sentence that names the newest complete checkpoint; of any run if `run_identity` is not computed yet."""
         newest = sealing.newest_complete_checkpoint(self.args.output_dir, vars(self).get("run_identity"))
         return f"The newest complete checkpoint is {newest}." if newest else "There is no earlier checkpoint."
 
     # Totals
 
     def progress(self) -> dict[str, Any]:
-        """Return the totals of the run so far, over all its legs.
+        """Return the totals of the run so far, from before a resume too, and what the reported loss needs after one.
 
         A collective call: all processes must make it.
 
         Returns:
-            seconds: wall time of training, with its evaluations and saving, up to the last checkpoint of each leg.
+            seconds: wall time of training, evaluation and saving; without what followed a checkpoint that was resumed from.
             step_seconds: of that, in training steps.
             num_tokens: tokens trained on, without padding.
-            peak_memory_gb: most memory that the first process has held, in 10^9 bytes.
+            peak_memory_gb: peak memory of the first process, in 10^9 bytes.
         """
         if self._complete:
             return self._run_state.totals
@@ -159,7 +159,7 @@ class CheckpointsMixin:
         self.state.stateful_callbacks[RunState.__name__] = self._run_state.state()
 
     def _begin_leg(self) -> None:
-        """Set the counters of this leg to where the legs before ended."""
+        """Start the counters from the totals of the checkpoint that was resumed from, if any."""
         forget_peak_memory()
         self._began = time.time()
         if earlier := self._earlier:
@@ -446,9 +446,9 @@ class CheckpointsMixin:
 
 
 class RunState(TrainerCallback, ExportableState):
-    """What trainer_state.json keeps of a run beside transformers' own: its totals so far, and the memory of its rule.
+    """What this package adds to a run's trainer_state.json: the totals so far, and the state of the rule.
 
-    It also begins each leg of the run, and ends it after a step in which a process was asked to stop, with a checkpoint.
+    It restores the totals as training begins, and stops training after a step, with a checkpoint, on a signal to any process.
     """
 
     def __init__(self, trainer: CheckpointsMixin) -> None:
