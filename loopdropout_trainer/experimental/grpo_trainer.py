@@ -81,11 +81,11 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     def _choose_decoding(self) -> str:
         """Return the form of decoding that is used without vLLM, and say why if it is not the one that was asked for."""
         args = self.args
-        is_generates_own = bool(args.generation_kwargs) or args.repetition_penalty != 1
+        needs_generate = bool(args.generation_kwargs) or args.repetition_penalty != 1
         reason = (
             why_unsupported(find_looped_model(self.model))
             or (shards_weights(args) and "ZeRO-3 and FSDP shard the weights")
-            or (is_generates_own and "`repetition_penalty` and `generation_kwargs` are its own")
+            or (needs_generate and "`repetition_penalty` and `generation_kwargs` are its own")
         )
         if reason and not args.use_vllm and args.completion_decoding != "generate":
             logger.warning(f"Completions are decoded by transformers' `generate`: {reason} (`completion_decoding`).")

@@ -14,6 +14,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
 
+from loopdropout_trainer.diagnostics.scores import reduction
 from loopdropout_trainer.evaluation.metrics import last_integer
 from loopdropout_trainer.settings.recipe import method_title
 
@@ -96,7 +97,7 @@ def _tables(runs: Sequence[Results]) -> Iterator[tuple[str, list[str], list[list
         rows = []
         for run in runs:
             of = run["single_loop"]
-            rho = [*of["reductions_percent"], 100 * (1 - of["all_on"] / of["frozen"])]  # Section 5
+            rho = [*of["reductions_percent"], reduction(of["frozen"], of["all_on"])]  # Section 5
             rows.append([title_of(run), *(f"{each:.1f}" for each in rho), f"{of['frozen']:.4f}"])
         title = "Loss reduction with the adapter in one loop only, rho_t in %"
         yield title, [*loops, "all loops", "frozen loss"], rows
@@ -104,7 +105,7 @@ def _tables(runs: Sequence[Results]) -> Iterator[tuple[str, list[str], list[list
 
 def _cells(name: str, result: Results) -> list[tuple[str, str]]:
     """Return the accuracy, after its column; of `#### N` answers also that of the last number, wherever it stands."""
-    count = "" if result["correct"] is None else f"{result['correct']}/{result['total']}  "  # None: parts of points
+    count = "" if result["correct"] is None else f"{result['correct']}/{result['total']}  "  # None: partial credit
     cells = [(name, f"{count}{result['score']:.1f}")]
     if all("####" in prediction["reference"] for prediction in result["predictions"]):
         cells.append(("last number", f"{100 * correct_by_last_number(result) / result['total']:.1f}"))
