@@ -108,6 +108,9 @@ EVALUATIONS = {
 }
 """Runs whose last step is an evaluation on so many rows; not part of the table."""
 
+PREFERENCES = "evaluation of pairs"
+"""A run of DPO with a random adapter, of which nothing but the evaluation counts; not part of the table."""
+
 
 @dataclass
 class Run:
@@ -221,6 +224,8 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
     """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
     from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 
+    if name == PREFERENCES:
+        return evaluate_pairs(folder, **fields)
     steps, gates = [], {}
 
     class RecordingTrainer(LoopDropoutSFTTrainer):
@@ -262,6 +267,23 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
         "eval_loss": trainer.evaluate()["eval_loss"] if name in EVALUATIONS else None,
         "gates": gates,
     }
+
+
+def evaluate_pairs(folder: Path, **fields) -> dict:
+    """Evaluate a random adapter on seven pairs by `LoopDropoutDPOTrainer`, and return its loss."""
+    import torch
+
+    from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, default_peft_config
+    from loopdropout_trainer.models import OuroForCausalLM
+
+    rows = examples().select(range(7)).rename_column("completion", "chosen")
+    pairs = rows.map(lambda row: {"rejected": row["chosen"][::-1] + "y"})
+    model = OuroForCausalLM.from_pretrained(folder / "model")
+    adapter = default_peft_config(model, init_lora_weights=False)
+    torch.manual_seed(0)
+    args = LoopDropoutDPOConfig(str(folder / PREFERENCES), **{**_FIELDS, **fields})
+    trainer = LoopDropoutDPOTrainer(model, args=args, train_dataset=pairs, eval_dataset=pairs, peft_config=adapter)
+    return {"eval_loss": trainer.evaluate()["eval_loss"]}
 
 
 def _texts(rows, segments) -> list[list[int]]:

@@ -218,6 +218,7 @@ REFUSED = [
     ("raven_olmo", {"tie_word_embeddings": True}, "`tie_word_embeddings` must be False"),
     ("loopus", {"base_config_dict": {"model_type": "llama"}}, "is of a 'llama' model"),
     ("loopus", SLIDING, "Only full attention"),
+    ("loopus", {"lma_window": 3}, "`lma_window` 3, .* is not implemented"),
     ("loopus", dict(zip(SPLIT, ([0], [2], [3]), strict=True)), "must share the 4 base layers"),
     ("loopus", dict(zip(SPLIT, ([0, 1], [], [2, 3]), strict=True)), "at least one to loop"),
 ]

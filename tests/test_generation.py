@@ -10,7 +10,7 @@ from conftest import tiny_ouro, with_adapter
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates
 from loopdropout_trainer.generation import decoding, generate_greedy
-from loopdropout_trainer.generation.generation import generate_batches
+from loopdropout_trainer.generation.generation import generate_batches, sample_completions
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -139,6 +139,15 @@ def test_rows_that_come_and_go_say_what_they_say_in_plain_batches(make_tiny, tok
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 90)  # two prompts at a time
     find_looped_model(model).set_attn_implementation("eager")
     assert generate_greedy(model, tokenizer, MANY, 70, 12, stops, progress=False) == want
+
+
+def test_prompts_in_any_order_are_read_in_batches_of_bounded_size(monkeypatch):
+    model, read = varied(tiny_ouro()), []
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 50)
+    model.model.register_forward_hook(lambda module, args, output: read.append(output.last_hidden_state.shape[:2]))
+    prompts = [*[[2, 3]] * 8, [2] * 40]
+    assert len(sample_completions(model, prompts, decoding.Sampler(0, "test", 0, range(9), 4), 4, [0], 9)) == 9
+    assert max(rows * length for rows, length in read) <= 50
 
 
 def test_no_row_is_computed_long_after_its_end(tokenizer):

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -19,13 +20,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import STEPS, save_tiny_model, tiny_ouro
+from conftest import STEPS, load_script, save_tiny_model, tiny_ouro
 from datasets import Dataset
 from test_runs import RECIPE, sft
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.settings.command import run_command
 
 
+layouts = load_script("benchmarks/layouts.py")
 KILLS, SEED = int(os.environ.get("KILLS", "50")), int(os.environ.get("KILL_SEED", "0"))
 os.environ["OMP_NUM_THREADS"] = "1"
 here = Path(__file__).resolve().parent
@@ -155,6 +158,31 @@ def ends(folder):
     files = ("adapter_model.safetensors", "merged/model.safetensors", "lora/adapter_model.safetensors")
     measured = results["benchmarks"], results["base_benchmarks"]
     return [(folder / name).read_bytes() for name in files], timeless, *measured
+
+
+def process_of_two(rank, port, words, log):
+    """Run the script as a launcher starts each of two processes."""
+    sys.stderr = open(log, "w")  # noqa: SIM115
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(ACCELERATE_USE_CPU="true")
+    run_command(lambda: sft.main(words))
+
+
+def test_a_process_whose_peer_dies_says_so_in_one_sentence(tmp_path):
+    save_tiny_model(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "max_steps": 10000, "save_total_limit": 2}))
+    words = f"{tmp_path}/recipe.yaml --model_name_or_path {tmp_path}/model --output_dir {tmp_path}/run".split()
+    log, port = tmp_path / "stderr.txt", str(layouts._free_port())
+    survivor, killed = (start(process_of_two, rank, port, words, str(log) + "1" * rank) for rank in range(2))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "checkpoint-1").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    killed.kill()
+    survivor.join(60)
+    said = log.read_text()
+    assert survivor.exitcode == 2, said
+    assert re.search(r": Another process of this run ended .* from the newest checkpoint.*\n$", said)
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

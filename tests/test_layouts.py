@@ -1,5 +1,6 @@
 """The same run in any layout: processes, accumulation, packing, checkpointing and resume change no gate and no weight."""
 
+import math
 import time
 
 import pytest
@@ -114,6 +115,17 @@ def test_the_evaluation_loss_is_the_mean_over_tokens_on_any_layout(tmp_path, pro
         )
         for record in (record for run in runs.values() for record in run.records):
             assert record["eval_loss"] == pytest.approx(expected, abs=2e-6), rows
+
+
+def test_dpos_evaluation_loss_is_the_mean_over_pairs_on_any_layout(tmp_path):
+    """Seven pairs; the measure is one batch of all of them, of which TRL takes the mean."""
+    losses = []
+    for processes, rows in ((1, 7), (2, 2), (3, 1)):
+        layout = layouts.Layout("ddp" if processes > 1 else None, processes, 1)
+        runs = layouts.launch(layout, tmp_path, [layouts.PREFERENCES], per_device_eval_batch_size=rows)
+        losses += [record["eval_loss"] for record in runs[layouts.PREFERENCES].records]
+    assert losses == pytest.approx([losses[0]] * 6, abs=1e-6)
+    assert abs(losses[0] - math.log(2)) > 1e-3  # of a policy that is not its reference
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,14 @@
 """The training script around its trainer: pairs are paired, what is finished is kept, a full disk breaks nothing."""
 
 import json
+import os
+import pty
+import re
 import resource
+import subprocess
+import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +23,7 @@ from loopdropout_trainer.saving.files import WriteError
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 
 
+ROOT = Path(__file__).resolve().parents[1]
 sft = load_script("recipes/sft.py")
 RECIPE = {
     "dtype": "float32", "use_cpu": True, "bf16": False, "preparation": "arithmetic", "num_train_examples": 8,
@@ -176,3 +184,27 @@ def test_a_full_disk_leaves_the_last_adapter_and_the_last_merged_model(disk, con
         assert content(args.output_dir) == before
     trainer.save_model()
     assert before.items() - content(args.output_dir).items() and before.keys() <= content(args.output_dir).keys()
+
+
+def test_on_a_terminal_of_80_columns_lines_and_bars_do_not_break_into_each_other(command):
+    words = [sys.executable, str(ROOT / "recipes" / "sft.py"), *command(disable_tqdm=False, logging_steps=1)]
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, 80))
+    process = subprocess.Popen(words, stdout=theirs, stderr=theirs, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    os.close(theirs)
+    written = b""
+    with suppress(OSError):  # at its end
+        while block := os.read(ours, 65536):
+            written += block
+    assert process.wait() == 0, written.decode()
+    shown = []
+    for line in written.decode().split("\n"):
+        row = ""
+        for part in line.split("\r"):  # what is written over what stood there
+            row = part + row[len(part) :]
+        shown.append(row.rstrip())
+    steps = [row for row in shown if " of 3: " in row]
+    assert len(steps) == 3 and all(re.fullmatch(r"step \d of 3: loss \S+, learning rate \S+", row) for row in steps)
+    assert sum("100%" in row for row in shown) >= 3  # bars of two evaluations and the training
+    assert all(len(row) <= 80 and "INFO" not in row for row in shown if "%|" in row)
+    assert len([row for row in shown if row.startswith("steps  ")]) == 1  # the plan

@@ -33,7 +33,7 @@ ALLOCATED_COLUMNS = 256
 """The cache's allocated length is a multiple of it, since growing copies the cache."""
 
 PREFILL_TOKENS = 16384
-"""Prompts are read in batches: batch size times the first one's length is at most this, unless that prompt is longer."""
+"""Prompts are read in batches: batch size times the longest one's length is at most this, unless one alone is longer."""
 
 
 class SlotCache(Cache):
@@ -204,7 +204,7 @@ class Decoder:
 
     Attributes:
         model: causal language model in evaluation mode that is supported, see `why_unsupported`.
-        prompts: token ids, none of them empty; started in this order.
+        prompts: token ids, none of them empty; the longest are started first.
         max_new_tokens: maximum number of tokens of a completion.
         num_slots: maximum number of rows at a time.
         have_ended: returns for each of some completions, as token ids, whether it has ended.
@@ -223,7 +223,8 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self.device = self.model.device  # found by a walk through the modules: once
-        self.waiting = deque(_Row(index, prompt) for index, prompt in enumerate(self.prompts))
+        rows = (_Row(index, prompt) for index, prompt in enumerate(self.prompts))
+        self.waiting = deque(sorted(rows, key=len, reverse=True))  # what fills memory comes first
         self.num_slots = min(self.num_slots, len(self.prompts))
         self.slots: list[_Row | None] = [None] * self.num_slots  # fewer when compacted, up to as many when admitting
         self.cache = SlotCache(self.num_slots, self.device, self.model.dtype)
@@ -249,7 +250,7 @@ class Decoder:
         free = [slot for slot, row in enumerate(self.slots) if row is None]
         if 4 * len(free) >= self.num_slots:  # not to each one alone, since reading a prompt takes a call of its own
             while free and self.waiting:
-                # The first prompt's length is the batch's width if the longest come first, as in `generate_greedy`.
+                # The first prompt's length is the batch's width, since the longest come first.
                 size = max(1, PREFILL_TOKENS // len(self.waiting[0]))
                 taken, free = free[:size], free[size:]
                 self._prefill(taken[: len(self.waiting)])

@@ -76,16 +76,15 @@ def generate_batches(
     token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if [] in token_ids:
         raise ValueError(f"Prompt {token_ids.index([])} has no tokens; there is nothing to continue.")
-    order = sorted(range(len(prompts)), key=lambda index: -len(token_ids[index]))  # what fills memory comes first
     looped = find_looped_model(model)
     reason = None if decoding == "generate" else why_unsupported(looped)
     form = decoding if reason is None else "generate"
     logger.info(f"Decoding: {form}{f', because {reason}' if reason else ''} (`decoding`).")
     ends = _Ends(looped, tokenizer, stop_strings)
-    decoder = DECODINGS[form](looped, [token_ids[index] for index in order], max_new_tokens, batch_size, ends)
+    decoder = DECODINGS[form](looped, token_ids, max_new_tokens, batch_size, ends)
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
         for finished in _advancing(decoder, model, looped, form == "compiled"):
-            yield [(order[place], ends.text(tokens)) for place, tokens in finished]
+            yield [(index, ends.text(tokens)) for index, tokens in finished]
             bar.update(len(finished))
 
 
@@ -115,7 +114,7 @@ def sample_completions(
 
 
 def _advancing(decoder: Decoder | _Generate, model: torch.nn.Module, looped: PreTrainedModel, compiled: bool):
-    """Yield (place of the prompt, completion) pairs as they come; while the caller has them, the model is as it was."""
+    """Yield (index of the prompt, completion) pairs as they come; while the caller has them, the model is as it was."""
     gates = looped.loop_state.gates
     if gates is not None and gates.shape[1] > 1:
         raise ValueError(f"Generation applies the same gates to all prompts; those of {gates.shape[1]} are in force.")
@@ -173,8 +172,9 @@ class _Generate:
     def __init__(
         self, looped: PreTrainedModel, prompts: list, max_new_tokens: int, batch_size: int, ends: _Ends
     ) -> None:
-        self.looped, self.ends = looped, ends
-        self.batches = iter([(at, prompts[at : at + batch_size]) for at in range(0, len(prompts), batch_size)])
+        self.looped, self.ends, self.prompts = looped, ends, prompts
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        self.batches = iter([order[at : at + batch_size] for at in range(0, len(order), batch_size)])  # of indices
         pad_id, end_ids = ends.tokenizer.pad_token_id, ends.end_ids
         self.pad_id = next(iter(end_ids), 0) if pad_id is None else pad_id
         options = {"do_sample": False, "use_cache": True, "pad_token_id": self.pad_id, "eos_token_id": end_ids or None}
@@ -182,7 +182,8 @@ class _Generate:
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, list[int]]]:
-        start, batch = next(self.batches, (0, []))
+        indices = next(self.batches, [])
+        batch = [self.prompts[index] for index in indices]
         if not batch:
             return []
         length, device = max(map(len, batch)), self.looped.device
@@ -195,7 +196,7 @@ class _Generate:
             generation_config=self.config,
             stopping_criteria=StoppingCriteriaList([have_ended] if self.ends.stop_strings else []),
         )
-        return list(enumerate(rows[:, length:].tolist(), start))
+        return list(zip(indices, rows[:, length:].tolist(), strict=True))
 
 
 DECODINGS = {"eager": Decoder, "compiled": partial(Decoder, compiled=True), "generate": _Generate}

@@ -55,6 +55,7 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         encoder_layer_indices, reasoning_layer_indices, decoder_layer_indices: base layers of each stack, a partition of
             0 .. `num_hidden_layers` - 1. Default: the first two, all others, the last.
         backprop_depth: number of last loops that gradients flow through; None: all of them.
+        lma_window: only 0, no attention over the states of the last loops, is implemented.
     """
 
     model_type = "lds"
@@ -72,6 +73,7 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
     halting_strategy: str = "threshold"
     convergence_epsilon: float = 1e-2
     backprop_depth: int | None = None
+    lma_window: int = 0
 
     def __post_init__(self, **kwargs):
         if self.base_config_dict is not None:
@@ -98,6 +100,10 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
             )
         if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
             raise ValueError("Only full attention is implemented for LoopUS; set `use_sliding_window` to false.")
+        if self.lma_window:
+            raise ValueError(
+                f"`lma_window` {self.lma_window}, attention over the last loops' states, is not implemented."
+            )
 
     @property
     def num_recurrent_layers(self) -> int:

@@ -87,12 +87,13 @@ def is_user_error(error: BaseException) -> bool:
     """Say whether an error is the user's, rather than a fault of this package.
 
     That is: an error class of this package, a ValueError that somebody raised on purpose (`int("x")` is none), and what the
-    system says about files, memory and missing packages.
+    system says about files, memory, other processes and missing packages.
     """
     if isinstance(error, ImportError):
         return not (error.name or "").startswith(_PACKAGE.name)
     is_raised = isinstance(error, ValueError) and _raised_in(error) is not None
-    return is_raised or _is_own(error) or _is_memory(error) or isinstance(error, OSError)
+    is_systems = _is_memory(error) or _is_about_processes(error) or isinstance(error, OSError)
+    return is_raised or is_systems or _is_own(error)
 
 
 def _is_own(error: BaseException) -> bool:
@@ -101,6 +102,12 @@ def _is_own(error: BaseException) -> bool:
 
 def _is_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _is_about_processes(error: BaseException) -> bool:
+    """Return whether the communication with another process failed: torch's class of error, or gloo's text."""
+    is_torchs = any(each.__name__ == "DistError" for each in type(error).__mro__)
+    return is_torchs or isinstance(error, RuntimeError) and "third_party/gloo" in str(error)
 
 
 def _raised_in(error: BaseException) -> Path | None:
@@ -114,6 +121,9 @@ def sentence(error: BaseException) -> str:
     text = str(error) if _is_own(error) else one_line(error)
     if _is_memory(error):
         text = f"Out of memory ({text[:200]}): lower `per_device_train_batch_size`, `benchmark_batch_size` or `max_length`."
+    elif _is_about_processes(error):
+        text = "Another process of this run ended or did not answer in time; its last line, or the system's log, says why. "
+        text += "`--resume_from_checkpoint true` goes on from the newest checkpoint; an evaluation goes on by itself."
     elif isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename} cannot be used: {error.strerror}."
     elif isinstance(error, ModuleNotFoundError) and error.name:

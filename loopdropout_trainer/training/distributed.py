@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,34 @@ def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
     return has_unsharded_weights(accelerator) and not args.ddp_static_graph and not args.torch_compile
 
 
-class EveryExampleOnceMixin:
+class EvaluationLossMixin:
+    """Makes the evaluation loss of a trainer a mean that neither the number of processes nor the size of a batch changes."""
+
+    _evaluated: torch.Tensor  # [2] in float64: this process's losses, summed by their weights, and the sum of these
+
+    def evaluated_weight(self, inputs: dict[str, Any]) -> int:
+        """Return how many terms the loss of a batch is the mean of, without those that another batch counts too."""
+        raise NotImplementedError
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        weight = 0 if loss is None else self.evaluated_weight(inputs)
+        if weight:
+            self._evaluated += torch.tensor([loss.double().item() * weight, weight])
+        return loss, *others
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        self._evaluated = torch.zeros(2, dtype=torch.float64)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        name = f"{metric_key_prefix}_loss"
+        if name in output.metrics:
+            total, weight = map(sum, zip(*gather_object([self._evaluated.tolist()]), strict=True))
+            if weight > 0:
+                output.metrics[name] = total / weight
+        return output
+
+
+class EveryExampleOnceMixin(EvaluationLossMixin):
     """Lets a trainer whose batches have labels train and evaluate on each example once, in any number of processes.
 
     accelerate fills the last batches of an epoch with examples of its beginning, so that all processes have the same number
@@ -153,11 +181,10 @@ class EveryExampleOnceMixin:
     processes. With `dataloader_drop_last` the remainder is dropped, which is more in more processes. Streamed datasets, whose
     end is not known, keep accelerate's ways.
 
-    The evaluation loss is the mean over tokens: neither the number of processes nor the size of a batch changes it.
+    The evaluation loss is the mean over tokens.
     """
 
     _ends_with_a_filler = False
-    _evaluated: torch.Tensor  # [2] in float64: the loss, summed over this process's tokens, and their number
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -173,23 +200,12 @@ class EveryExampleOnceMixin:
             batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], IGNORED)
         return super()._get_num_items_in_batch(batch_samples, device)
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        inputs = _without_repeated_rows(self.accelerator, inputs)
-        loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if loss is not None and "labels" in inputs:
-            tokens = (inputs["labels"][:, 1:] != IGNORED).sum().to(loss.device)
-            self._evaluated += torch.stack([torch.where(tokens > 0, loss.float() * tokens, 0), tokens]).double().cpu()
-        return loss, *others
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        return super().prediction_step(model, _without_repeated_rows(self.accelerator, inputs), *args, **kwargs)
 
-    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        self._evaluated = torch.zeros(2, dtype=torch.float64)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        name = f"{metric_key_prefix}_loss"
-        if name in output.metrics:
-            total, tokens = map(sum, zip(*gather_object([self._evaluated.tolist()]), strict=True))
-            if tokens > 0:
-                output.metrics[name] = total / tokens
-        return output
+    def evaluated_weight(self, inputs: dict[str, Any]) -> int:
+        labels = inputs.get("labels")
+        return 0 if labels is None else int((labels[:, 1:] != IGNORED).sum())
 
 
 IGNORED = -100
@@ -245,6 +261,32 @@ class _EveryExampleOnce(BatchSamplerShard):
                 yield batch
         if self.ends_with_a_filler:
             yield filler
+
+
+class EqualShares(BatchSamplerShard):
+    """One process's batches of an evaluation in which no row is repeated, and of which all processes have the same sizes.
+
+    Each process has an equal share of the rows. The few that are left over are every process's last batches.
+    """
+
+    @property
+    def share(self) -> int:
+        """Number of rows that are this process's alone."""
+        return len(self.batch_sampler.sampler) // self.num_processes
+
+    def _batches(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        return (rows[at : at + size] for at in range(0, len(rows), size))
+
+    def __len__(self) -> int:
+        left_over = len(self.batch_sampler.sampler) % self.num_processes
+        return sum(1 for rows in (self.share, left_over) for _ in self._batches(range(rows)))
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        rows = list(chain.from_iterable(self.batch_sampler))
+        shared = self.share * self.num_processes
+        yield from self._batches(rows[self.process_index : shared : self.num_processes])
+        yield from self._batches(rows[shared:])
 
 
 def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:

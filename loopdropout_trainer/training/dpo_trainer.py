@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from datasets.fingerprint import Hasher
 from trl import DPOTrainer
 
@@ -13,11 +15,12 @@ from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
+from loopdropout_trainer.training.distributed import EqualShares, EvaluationLossMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.sft_trainer import collate_completely
 
 
-class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, DPOTrainer):
+class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossMixin, DPOTrainer):
     """Preference tuning of a looped language model with a gate on every application of its LoRA adapter.
 
     Takes what `DPOTrainer` takes. The chosen and the rejected completion of a pair share their gates, so that their rewards
@@ -55,6 +58,22 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, DPOTrainer):
             reference = find_looped_model(self.ref_model or self.model)
             self._precompute_model_hash = (self._precompute_model_hash, Hasher.hash(reference.config.to_dict()))
         return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        loader = super().get_eval_dataloader(eval_dataset)
+        shard = getattr(loader, "batch_sampler", None)
+        if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1 and not shard.drop_last:
+            shard.__class__ = EqualShares  # the loader lets nobody replace its sampler
+        return loader
+
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        self._rows_of_its_own = getattr(getattr(dataloader, "batch_sampler", None), "share", math.inf)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def evaluated_weight(self, inputs: dict[str, torch.Tensor]) -> int:
+        pairs = len(inputs["input_ids"]) // 2
+        self._rows_of_its_own -= pairs
+        return pairs if self._rows_of_its_own >= 0 or self.accelerator.is_main_process else 0
 
     @staticmethod
     def dataset_formats(args: LoopDropoutDPOConfig) -> list[set[str]]:
