@@ -18,7 +18,7 @@ from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.generation.generation import generate_batches
+from loopdropout_trainer.generation.generation import generate_greedy
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.training.distributed import all_processes
 
@@ -70,7 +70,7 @@ class GeneratedBenchmark(Benchmark):
         missing = [place for place in range(len(texts)) if place not in log.found]
         share = missing[state.process_index :: state.num_processes]
         with subject.running():
-            for batch in generate_batches(
+            generate_greedy(
                 subject.model,
                 subject.tokenizer,
                 [subject.tokenize(texts[place], in_turns) for place in share],
@@ -79,8 +79,8 @@ class GeneratedBenchmark(Benchmark):
                 subject.stops(self.stop_strings, in_turns),
                 progress=progress and state.is_main_process and bool(share),
                 decoding=subject.decoding,
-            ):
-                log.keep((share[index], completion) for index, completion in batch)
+                keep=lambda index, completion: log.keep([(share[index], completion)]),
+            )
         for part in gather_object([{place: log.found[place] for place in share}]):
             log.found.update(part)
         return self.score([log.found[place] for place in range(len(texts))], texts, log, progress)
