@@ -11,7 +11,6 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -70,7 +69,7 @@ class LoopedLM(HFLM):
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
+        self.state = all_processes()
         if isinstance(pretrained, str):
             fields = ("num_loops", "dtype", "attn_implementation", "chat_template")
             fields = {name: kwargs.pop(name) for name in fields if name in kwargs}
