@@ -102,19 +102,14 @@ class BenchmarkResult:
             self.metrics[self.name] = Metric.of([prediction.correct for prediction in self.predictions])
 
     @property
-    def first(self) -> Metric:
-        """The first metric."""
-        return next(iter(self.metrics.values()))
-
-    @property
     def score(self) -> float:
         """The first metric, in percent."""
-        return self.first.score
+        return next(iter(self.metrics.values())).score
 
     @property
     def correct(self) -> int | None:
         """Number of correct answers; None with partial credit."""
-        return self.first.correct
+        return next(iter(self.metrics.values())).correct
 
     @property
     def total(self) -> int:
