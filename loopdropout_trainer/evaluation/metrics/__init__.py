@@ -18,10 +18,7 @@ class Verdict(NamedTuple):
     error: str | None = None
 
 
-_NUMBER = re.compile(r"-?\d[\d,]*")
-
-
 def last_integer(text: str) -> str | None:
     """Return the last integer of a text, without its commas; None if there is none."""
-    found = _NUMBER.findall(text)
+    found = re.findall(r"-?\d[\d,]*", text)
     return found[-1].replace(",", "") if found else None
