@@ -10,7 +10,7 @@ from conftest import tiny_ouro, with_adapter
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates
 from loopdropout_trainer.generation import decoding, generate_greedy
-from loopdropout_trainer.generation.generation import generate_batches, sample_completions
+from loopdropout_trainer.generation.generation import sample_completions
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -163,16 +163,17 @@ def test_no_row_is_computed_long_after_its_end(tokenizer):
 
 
 def test_answers_come_as_they_are_complete_and_the_model_is_itself_in_between(tokenizer):
-    model = adapted(varied(tiny_ouro())).train()
+    model, found = adapted(varied(tiny_ouro())).train(), []
+
+    def keep(*pair):
+        assert model.training and loop_state.gates.tolist() == [[0]] * 4
+        found.append(pair)
+
     with use_gates(model, torch.zeros(4)) as loop_state:
-        batches = generate_batches(model, tokenizer, MANY, 40, 8, STOPS, progress=False)
-        pairs = next(batches)
-        assert 0 < len(pairs) < len(MANY) and model.training and loop_state.gates.tolist() == [[0]] * 4
-        for batch in batches:
-            pairs += batch
-    assert sorted(index for index, _ in pairs) == list(range(len(MANY)))
+        texts = generate_greedy(model, tokenizer, MANY, 40, 8, STOPS, progress=False, keep=keep)
+    assert found != sorted(found) == list(enumerate(texts))
     assert model.training
-    assert list(generate_batches(model, tokenizer, [], 4, progress=False)) == []
+    assert generate_greedy(model, tokenizer, [], 4, progress=False) == []
 
 
 def test_compiled_steps_give_the_same_text_and_are_compiled_once(tokenizer, caplog, monkeypatch, tmp_path):

@@ -150,7 +150,7 @@ def test_plan_is_what_the_trainer_does(fields, config, dataset, tokenizer):
     model = tiny_ouro()
     lengths = [len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1 for row in dataset]
     report = DataReport(train_tokens=sum(lengths))
-    plan = plan_run(model, LoadedData(dataset, None, report, "48 rows"), args, default_peft_config(model))
+    plan = plan_run(model.config, LoadedData(dataset, None, report, ""), args, default_peft_config(model), "tiny")
     trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     assert plan.trainable_parameters == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     assert plan.tokens == sum(len(row["input_ids"]) for row in trainer.train_dataset)
@@ -159,7 +159,6 @@ def test_plan_is_what_the_trainer_does(fields, config, dataset, tokenizer):
     trainer.add_callback(stop)
     trainer.train()
     assert trainer.state.max_steps == plan.steps
-    assert plan_run(trainer.model, LoadedData(dataset, None, report, ""), args) == dataclasses.replace(plan, data="")
 
 
 REAL_SIZE = [("nanbeige", NanbeigeConfig(**NANBEIGE_3B), 23_969_792)]
@@ -173,7 +172,9 @@ def test_dry_runs_of_other_families_at_their_real_size(name, hub_config, trainab
     for path in paths:
         model, adapter, _, config, _, _ = parse(path, "--use_cpu", "true")
         hub_config.num_loops = model.num_loops
-        plan = plan_run(hub_config, rows_of(8, 100), config, default_peft_config(hub_config, **adapter.lora_fields))
+        plan = plan_run(
+            hub_config, rows_of(8, 100), config, default_peft_config(hub_config, **adapter.lora_fields), ""
+        )
         assert plan.trainable_parameters == trainable
         assert plan.num_loops == model.num_loops
     assert load_recipe(RECIPES / "nanbeige.yaml")["p"] ** 2 < 0.05  # of examples without an active loop

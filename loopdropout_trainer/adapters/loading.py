@@ -13,22 +13,18 @@ from loopdropout_trainer.adapters.gated import ADAPTER_KINDS, add_gates
 from loopdropout_trainer.looped import find_looped_model
 
 
-def attach_adapter(
-    model: PreTrainedModel, folder: str | Path, is_trainable: bool = False, config: PeftConfig | None = None
-) -> PeftModel:
+def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool, config: PeftConfig) -> PeftModel:
     """Put a saved adapter of any kind on a looped model; PEFT itself does that for adapters that have A and B only.
 
     Args:
         model: looped model without adapter.
-        folder: local path or hub name of the adapter.
+        folder: of the adapter; config: its configuration.
         is_trainable: False freezes it.
-        config: its configuration; default: as PEFT reads it from the folder.
 
     Raises:
         ValueError: if tensors are missing, or not finite; or if each loop has factors or a gate of its own, for another
             number of loops than the model runs.
     """
-    config = PeftConfig.from_pretrained(str(folder)) if config is None else config
     weights = load_peft_weights(str(folder), device="cpu")
     if not weights:
         raise ValueError(f"The adapter in {folder} has no tensors: it was not saved to its end.")

@@ -71,10 +71,7 @@ class LiveDiagnosticsCallback(TrainerCallback):
     def _losses(self) -> dict[str, float]:
         model = self.trainer.model
         num_loops = find_looped_model(model).config.num_loops
-
-        def loss(gates: torch.Tensor) -> float:
-            return score(model, self.batches, gates).loss
-
+        loss = lambda gates: score(model, self.batches, gates).loss
         readouts = readout_losses(model, self.batches)
         doses = {f"{dose:g}": loss(torch.full((num_loops,), dose)) for dose in (0.0, 0.5, 2.0)} | {"1": readouts[-1]}
         only = map(loss, torch.eye(num_loops))

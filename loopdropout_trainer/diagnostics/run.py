@@ -8,7 +8,6 @@ import json
 import runpy
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
     Raises:
         RecipeError, SetupError, DataError: if something that is named cannot be loaded or compared.
     """
-    processes = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
+    processes = all_processes()
     folder, diagnostics = Path(arguments.output_dir) / FOLDER, choose(arguments)
     with processes.main_process_first():
         models = find_models(arguments, model.model_name_or_path)

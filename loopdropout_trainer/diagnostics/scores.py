@@ -71,10 +71,7 @@ def single_loop_activation(model: PeftModel, batches: Iterable[Batch]) -> Single
     """
     batches = list(batches)
     num_loops = find_looped_model(model).config.num_loops
-
-    def loss(gates: torch.Tensor) -> float:
-        return score(model, batches, gates).loss
-
+    loss = lambda gates: score(model, batches, gates).loss
     only = tuple(map(loss, torch.eye(num_loops)))
     return SingleLoopActivation(loss(torch.zeros(num_loops)), only, loss(torch.ones(num_loops)))
 

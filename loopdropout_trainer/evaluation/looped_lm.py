@@ -11,7 +11,6 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -27,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.loading import load_model
 from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.generation.generation import generate_batches
+from loopdropout_trainer.generation.generation import generate_greedy
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.training.distributed import all_processes
@@ -70,7 +69,7 @@ class LoopedLM(HFLM):
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
+        self.state = all_processes()
         if isinstance(pretrained, str):
             fields = ("num_loops", "dtype", "attn_implementation", "chat_template")
             fields = {name: kwargs.pop(name) for name in fields if name in kwargs}
@@ -129,8 +128,7 @@ class LoopedLM(HFLM):
             raise ValueError(f"`max_gen_toks` must be less than `max_length`, {self.max_length}; got {budget}.")
         # Tokenized as `hf` does before it generates: a text that brings its first special token gets no second one.
         prompts = [self.tok_batch_encode([each.args[0]], left_truncate_len=room)[0][0].tolist() for each in requests]
-        answers = [""] * len(requests)
-        for batch in generate_batches(
+        return generate_greedy(
             self.model,
             self.tokenizer,
             [prompt or [self.prefix_token_id] for prompt in prompts],
@@ -140,11 +138,8 @@ class LoopedLM(HFLM):
             self.subject.stops(handle_stop_sequences(options["until"], eos=None), self.in_turns),
             progress=not disable_tqdm and self.rank == 0,
             decoding=self.subject.decoding,
-        ):
-            for index, text in batch:
-                answers[index] = text
-                self.cache_hook.add_partial("generate_until", requests[index].args, text)
-        return answers
+            keep=lambda index, text: self.cache_hook.add_partial("generate_until", requests[index].args, text),
+        )
 
 
 class LoggedLM(LoopedLM):

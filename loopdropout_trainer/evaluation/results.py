@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from filelock import FileLock
 
 from loopdropout_trainer.saving.files import write_atomically
@@ -102,19 +102,14 @@ class BenchmarkResult:
             self.metrics[self.name] = Metric.of([prediction.correct for prediction in self.predictions])
 
     @property
-    def first(self) -> Metric:
-        """The first metric."""
-        return next(iter(self.metrics.values()))
-
-    @property
     def score(self) -> float:
         """The first metric, in percent."""
-        return self.first.score
+        return next(iter(self.metrics.values())).score
 
     @property
     def correct(self) -> int | None:
         """Number of correct answers; None with partial credit."""
-        return self.first.correct
+        return next(iter(self.metrics.values())).correct
 
     @property
     def total(self) -> int:
@@ -211,40 +206,11 @@ def results_table(rows: Mapping[str, Any], names: Sequence[str], averages: Seque
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-# Over training seeds: from counts, since rounded percentages can make a standard deviation come out 0.01 off.
+def mean_sd(values: Sequence[float], decimals: int = 2) -> str:
+    """Return `mean ± SD` (n - 1) of one value for each training seed, the mean alone for a single one; a NaN makes both NaN.
 
-
-@dataclass(frozen=True)
-class SeedSummary:
-    """One method over its training seeds.
-
-    Attributes:
-        mean: of its values, such as rates in percent.
-        sd: sample standard deviation (n - 1), in the same unit; None for a single seed.
+    Give it rates of counts: of rounded percentages the standard deviation can come out 0.01 off.
     """
-
-    mean: float
-    sd: float | None
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f}" if self.sd is None else f"{self.mean:.2f} ± {self.sd:.2f}"
-
-
-def summarize(values: Sequence[float]) -> SeedSummary:
-    """Return mean and sample standard deviation of one value for each seed."""
-    return SeedSummary(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
-
-
-def summarize_seeds(counts: Sequence[int], total: int) -> SeedSummary:
-    """Return mean and sample standard deviation of a rate in percent (Appendix "Seeds and Uncertainty").
-
-    Args:
-        counts: correct answers (or missing ones) of each seed.
-        total: problems, the same ones for every seed.
-
-    Raises:
-        ValueError: without seeds or problems, or for a count that is not between 0 and `total`.
-    """
-    if total < 1 or not counts or not all(0 <= count <= total for count in counts):
-        raise ValueError(f"A count must be between 0 and the {total} problems; got {list(counts)}.")
-    return summarize([100 * count / total for count in counts])
+    values = pd.Series(values, dtype=float)
+    spread = f" ± {values.std(skipna=False):.{decimals}f}" if len(values) > 1 else ""
+    return f"{values.mean(skipna=False):.{decimals}f}{spread}"

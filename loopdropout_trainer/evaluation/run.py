@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
         ValueError: if model, adapter or a benchmark cannot be loaded, or gates or chat template do not fit.
         SettingsChangedError: if `output_dir` holds answers of another evaluation.
     """
-    state = all_processes(timeout=timedelta(days=7))  # the first process may wait long for the last one
+    state = all_processes()
     path = Path(arguments.output_dir, RESULTS_FILE)
     before = from_main_process(lambda: read_evaluation(path)["rows"] if path.is_file() else {})
     with state.main_process_first():

@@ -6,10 +6,11 @@ rows beside it. (In bfloat16 two nearly equal logits may change places with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -33,6 +34,7 @@ def generate_greedy(
     stop_strings: Sequence[str] = (),
     progress: bool = True,
     decoding: str = "eager",
+    keep: Callable[[int, str], Any] = lambda index, completion: None,
 ) -> list[str]:
     """Complete each prompt with the most probable tokens, at the depth `model.config.num_loops` and under the gates in force.
 
@@ -46,30 +48,13 @@ def generate_greedy(
         progress: show a bar.
         decoding: `eager` (see `Decoder`), `compiled` (the same with compiled steps), or `generate` (transformers' own, which
             takes any model: one that does not support the first two gets it, and a line in the log says why).
+        keep: is given the index of a prompt and its completion as soon as it is there; the longest prompts come first.
 
     Returns:
         The completions without prompts and special tokens, in the order of `prompts`.
 
     Raises:
         ValueError: if a prompt has no tokens, for another `decoding`, or under gates that differ between examples.
-    """
-    batches = generate_batches(model, tokenizer, prompts, max_new_tokens, batch_size, stop_strings, progress, decoding)
-    return [completion for _, completion in sorted(chain.from_iterable(batches))]
-
-
-def generate_batches(
-    model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str | Sequence[int]],
-    max_new_tokens: int,
-    batch_size: int = 16,
-    stop_strings: Sequence[str] = (),
-    progress: bool = True,
-    decoding: str = "eager",
-) -> Iterator[list[tuple[int, str]]]:
-    """Do the same as `generate_greedy`; yield (index of the prompt, completion) pairs as they come, longest prompts first.
-
-    The gates must stay in force until the last pair has come.
     """
     if decoding not in DECODINGS:
         raise ValueError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
@@ -82,10 +67,14 @@ def generate_batches(
     logger.info(f"Decoding: {form}{f', because {reason}' if reason else ''} (`decoding`).")
     ends = _Ends(looped, tokenizer, stop_strings)
     decoder = DECODINGS[form](looped, token_ids, max_new_tokens, batch_size, ends)
+    completions: dict[int, str] = {}
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
         for finished in _advancing(decoder, model, looped, form == "compiled"):
-            yield [(index, ends.text(tokens)) for index, tokens in finished]
+            for index, tokens in finished:
+                completions[index] = ends.text(tokens)
+                keep(index, completions[index])
             bar.update(len(finished))
+    return [completions[index] for index in range(len(prompts))]
 
 
 def sample_completions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,9 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from loopdropout_trainer.looped.state import LoopState
+
+
+logger = logging.get_logger(__name__)
 
 
 class NotLoopedError(ValueError):
@@ -67,6 +73,14 @@ class LoopedModelMixin:
     def enable_input_require_grads(self) -> None:
         """Let the embeddings require a gradient; by a hook that `torch.save` can keep, which transformers' own is not."""
         self._require_grads_hooks = [self.get_input_embeddings().register_forward_hook(_require_gradient)]
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
+        # Reentrant checkpointing runs a backward pass inside the backward pass. A layer that ran K times then reports
+        # its gradients K times: DDP raises or lets the ranks diverge, ZeRO-3, for which TRL asks for it, reduces wrong sums.
+        func = gradient_checkpointing_func or checkpoint
+        if enable and getattr(func, "keywords", {}).get("use_reentrant"):
+            logger.warning("Reentrant gradient checkpointing is wrong for layers that run several times: not used.")
+        super()._set_gradient_checkpointing(enable, functools.partial(func, use_reentrant=False), **kwargs)
 
     def compile_layers(self) -> bool:
         """Compile the repeated layer, for training: one program for all its runs. Return whether the model can do that."""

@@ -22,16 +22,13 @@ from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
 from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 from loopdropout_trainer.models.strict_loading import load_strictly
-
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -248,14 +245,6 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
 
     def recompute_pointwise(self, enabled: bool = True) -> None:
         self.base_model.recomputes_pointwise = enabled
-
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
-        # Reentrant checkpointing runs a backward pass inside the backward pass. A layer that ran K times then reports
-        # its gradients K times: DDP raises or lets the ranks diverge, ZeRO-3 reduces wrong sums, silently.
-        checkpoint = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
-        if enable and getattr(checkpoint, "keywords", {}).get("use_reentrant"):
-            logger.warning("Reentrant gradient checkpointing is wrong for layers that run several times: not used.")
-        super()._set_gradient_checkpointing(enable, functools.partial(checkpoint, use_reentrant=False), **kwargs)
 
 
 class LoopedBackbone(LoopedPreTrainedModel):

@@ -4,8 +4,8 @@ Nothing is trained or generated here, and nothing is invented: what a table miss
 """
 
 from loopdropout_trainer.reports.averaging import average
-from loopdropout_trainer.reports.plots import bar_plot, heat_plot, line_plot, save_figure
+from loopdropout_trainer.reports.plots import heat_plot, line_plot, save_figure
 from loopdropout_trainer.reports.reading import ReportError, load_table
 
 
-__all__ = ["ReportError", "average", "bar_plot", "heat_plot", "line_plot", "load_table", "save_figure"]
+__all__ = ["ReportError", "average", "heat_plot", "line_plot", "load_table", "save_figure"]

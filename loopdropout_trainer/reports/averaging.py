@@ -16,12 +16,6 @@ FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate", "total", "
 """Columns that `telling` tries first, in this order."""
 
 
-def mean_sd(values: pd.Series, decimals: int) -> str:
-    """Return `mean ± SD` (n - 1) of one value per seed, the mean alone for a single seed; a NaN makes both NaN."""
-    spread = f" ± {values.std(skipna=False):.{decimals}f}" if len(values) > 1 else ""
-    return f"{values.mean(skipna=False):.{decimals}f}{spread}"
-
-
 def is_protocol(name: str) -> bool:
     """Say whether a column is about how a benchmark was evaluated, rather than about the run."""
     return name.startswith("evaluation.") or name in ("total", "problems")

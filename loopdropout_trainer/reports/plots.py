@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from importlib.resources import files
 from itertools import cycle
 from pathlib import Path
@@ -155,9 +154,6 @@ def line_plot(
         plot += p9.geom_point(size=2.4)
         plot += scale(breaks=values, labels=lambda found: [shown(float(each)) for each in found])
     return _with_panels(plot)
-
-
-bar_plot = partial(line_plot, bars=True)
 
 
 def heat_plot(

@@ -14,8 +14,9 @@ from typing import Any
 import jinja2
 import pandas as pd
 
+from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.reports import specs
-from loopdropout_trainer.reports.averaging import average, mean_sd, settings_of, shown, telling, varying
+from loopdropout_trainer.reports.averaging import average, settings_of, shown, telling, varying
 from loopdropout_trainer.reports.plots import accuracies, automatic_figures, labelled, paper_figure, save_figure
 from loopdropout_trainer.reports.reading import ALL, BASE, FORMS, NONE, OUTCOMES, PLACES, ReportError, load_table
 from loopdropout_trainer.reports.specs import build_table, load_spec, make_spec

@@ -14,7 +14,8 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.reports.averaging import average, check_alike, difference, is_protocol, mean_sd, select, shown
+from loopdropout_trainer.evaluation.results import mean_sd
+from loopdropout_trainer.reports.averaging import average, check_alike, difference, is_protocol, select, shown
 from loopdropout_trainer.reports.reading import ALL, FORMS, Missing, ReportError, check
 from loopdropout_trainer.settings.recipe import load_recipe
 

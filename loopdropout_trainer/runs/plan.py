@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from peft import PeftConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from peft import PeftConfig
+from transformers import PreTrainedConfig
 
 from loopdropout_trainer.data import LoadedData
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
-from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments
+from loopdropout_trainer.training.preflight import model_to_train
 
 
 @dataclass(frozen=True)
@@ -61,34 +60,23 @@ class RunPlan:
 
 
 def plan_run(
-    model: PreTrainedConfig | PreTrainedModel | PeftModel,
-    data: LoadedData,
-    config: LoopDropoutArguments,
-    peft_config: PeftConfig | None = None,
-    model_name: str | None = None,
+    model: PreTrainedConfig, data: LoadedData, config: LoopDropoutArguments, peft_config: PeftConfig, model_name: str
 ) -> RunPlan:
     """Work out what a run will do, without loading weights or taking a step.
 
     Args:
-        model: looped model with or without its adapter, or only its config with the depth that it will run at.
-        data, config: as loaded for the run, and its training arguments.
-        peft_config, model_name: the adapter, and a name to be printed; default: those that `model` has.
+        model: configuration of the base, with the depth that it will run at; model_name: to be printed.
+        data, config, peft_config: as loaded for the run, its training arguments and its adapter.
     """
-    if isinstance(model, PeftModel):
-        peft_config = model.peft_config[model.active_adapter]
-    with torch.device("meta"):
-        is_config = isinstance(model, PreTrainedConfig)
-        model = AutoModelForCausalLM.from_config(model if is_config else find_looped_model(model).config)
-        model = find_looped_model(model if peft_config is None else get_peft_model(model, peft_config))
-    adapter = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
-
-    num_loops, rule = model.config.num_loops, config.make_rule().adapter
+    trained = [0, 0]  # numbers of weights, by whether they are
+    for parameter in model_to_train(model, peft_config, config.make_rule()).parameters():
+        trained[parameter.requires_grad] += parameter.numel()
     steps_per_epoch, steps = num_steps(len(data.train), config)
     return RunPlan(
-        model=model_name or model.config.name_or_path,
-        num_loops=num_loops,
-        parameters=sum(p.numel() for p in model.parameters()) - adapter,
-        trainable_parameters={"per_loop": num_loops * adapter, "learned": num_loops + adapter}.get(rule, adapter),
+        model=model_name,
+        num_loops=model.num_loops,
+        parameters=trained[False],
+        trainable_parameters=trained[True],
         examples=len(data.train),
         tokens=data.report.train_tokens,
         steps=steps,

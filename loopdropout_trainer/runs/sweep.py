@@ -32,7 +32,7 @@ from filelock import FileLock
 from optuna.trial import TrialState
 from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.evaluation.results import summarize
+from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.runs import workers
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
 from loopdropout_trainer.saving.files import LOCK_FILE, sha256_of_json, write_atomically
@@ -530,7 +530,7 @@ class Sweep:
             for name in scores:
                 known = scores[name].dropna().tolist()
                 diverged = f", {len(scores) - len(known)} diverged" * (len(known) < len(scores))
-                row[f"{name} (seeds)"] = f"{summarize(known)} ({len(known)}{diverged})"
+                row[f"{name} (seeds)"] = f"{mean_sd(known)} ({len(known)}{diverged})"
             rows.append(row)
         return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.2f}".format)
 

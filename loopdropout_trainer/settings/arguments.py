@@ -9,7 +9,7 @@ from typing import Any, Literal
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.looped.model import MOST_LOOPS
-from loopdropout_trainer.settings.ranges import check_choice, check_distinct, check_integer, check_list
+from loopdropout_trainer.settings.ranges import check_distinct, check_integer, check_list
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
@@ -99,7 +99,6 @@ class BenchmarkArguments:
         for name in ("benchmark_batch_size", "benchmark_limit", "max_new_tokens"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name))
-        check_choice("decoding", self.decoding, ("eager", "compiled", "generate"))
 
 
 @dataclass

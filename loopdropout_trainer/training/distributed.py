@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -32,10 +33,11 @@ CHECKPOINTING_FIELDS = tuple(
 """The names that the installed transformers has for the field that computes layers twice."""
 
 
-def all_processes(**kwargs: Any) -> PartialState:
-    """Return this process's view of all of them, and set up their group if nobody has; kwargs are for that."""
-    # Without `cpu`, every process of a group without accelerators takes itself for the only one.
-    return PartialState(cpu=not torch.accelerator.is_available(), **kwargs)
+def all_processes() -> PartialState:
+    """Return this process's view of all of them, and set up their group if nobody has."""
+    # Without `cpu`, every process of a group without accelerators takes itself for the only one. Outside of trainings, which
+    # set up the group themselves, the first process may wait long for the last one.
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
 
 
 def from_main_process(compute: Callable[[], Any]) -> Any:
@@ -116,18 +118,6 @@ def shards_weights(args: TrainingArguments) -> bool:
     """Return whether each process holds a part of the frozen weights only: under ZeRO-3 and FSDP."""
     plugin = args.deepspeed_plugin
     return _asks_for_fsdp() or (plugin is not None and plugin.zero_stage == 3)
-
-
-def non_reentrant_checkpointing(args: TrainingArguments) -> None:
-    """Make gradient checkpointing non-reentrant under both names of its field, in dicts of their own.
-
-    Reentrant checkpointing, which TRL asks for under ZeRO-3, reports the gradient of a layer once for each of its K runs:
-    DDP fails or its ranks drift apart, ZeRO-3 sums wrongly.
-    """
-    fields = [f"{name}_kwargs" for name in CHECKPOINTING_FIELDS]
-    given = next((getattr(args, name) for name in fields if getattr(args, name)), {})
-    for name in fields:
-        setattr(args, name, {**given, "use_reentrant": False})
 
 
 def has_unsharded_weights(accelerator: Accelerator) -> bool:

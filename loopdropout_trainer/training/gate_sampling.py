@@ -69,7 +69,6 @@ class GateSamplingMixin:
             super().__init__(*call.args, **call.kwargs)
 
         distributed.check_processes(self.accelerator)
-        distributed.non_reentrant_checkpointing(self.args)
         distributed.float32_adapter(self.model, before)
         if self.rule.passes > 1 and self.is_deepspeed_enabled:
             raise ValueError(

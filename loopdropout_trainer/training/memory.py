@@ -12,7 +12,6 @@ It is the worst step: of the longest examples, all of which have an active gate 
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Iterator
@@ -22,15 +21,16 @@ from typing import Any
 import psutil
 import torch
 from datasets import Dataset
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel
 from pyarrow import compute
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import add_gates, physical_layers
+from loopdropout_trainer.adapters import physical_layers
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, shards_weights
+from loopdropout_trainer.training.preflight import model_to_train
 
 
 try:
@@ -190,11 +190,7 @@ def memory_advice(
         args: training arguments.
         longest: tokens of the longest example.
     """
-    with torch.device("meta"):
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model = model_class._from_config(copy.deepcopy(config), dtype=getattr(torch, dtype))
-        model = get_peft_model(model, copy.copy(peft_config))
-        add_gates(model, in_activation_dtype=True, rule=args.make_rule(), seed=0)
+    model = model_to_train(config, peft_config, args.make_rule()).to(getattr(torch, dtype))
     usable, rows, depth = usable_memory(args), args.per_device_train_batch_size, args.depth_limits(config.num_loops)[1]
     changes = {"recompute_pointwise": args.recompute_pointwise, "checkpointing": bool(args.gradient_checkpointing)}
     step = step_memory(model, rows, longest, depth, **changes)

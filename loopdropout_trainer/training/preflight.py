@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -17,7 +17,8 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.optimization import get_scheduler
 
-from loopdropout_trainer.adapters import check_adapter, check_peft_config
+from loopdropout_trainer.adapters import add_gates, check_adapter, check_peft_config
+from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
 from loopdropout_trainer.models.strict_loading import checkpoint_names
@@ -81,11 +82,21 @@ def complete_peft_config(peft_config: PeftConfig | None, model: PreTrainedModel 
 
 
 def _recurrent_linears(model: PreTrainedModel | PreTrainedConfig) -> list[str]:
-    if isinstance(model, PreTrainedConfig):
-        # By its class: `from_config` would let ZeRO-3 divide the meta tensors.
-        with torch.device("meta"), user_supplied("The model's config.json describes no model that can be built"):
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)](model)
-    return find_looped_model(model).recurrent_linears()
+    return find_looped_model(_on_meta(model) if isinstance(model, PreTrainedConfig) else model).recurrent_linears()
+
+
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    # By its class: `from_config` would let ZeRO-3 divide the meta tensors.
+    with torch.device("meta"), user_supplied("The model's config.json describes no model that can be built"):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config))
+
+
+def model_to_train(config: PreTrainedConfig, peft_config: PeftConfig, rule: GateRule) -> PeftModel:
+    """Return a base model of this configuration with the adapter that a rule trains, on the meta device: without memory."""
+    with torch.device("meta"):
+        model = get_peft_model(_on_meta(config), copy.copy(peft_config))
+        add_gates(model, in_activation_dtype=True, rule=rule)
+    return model
 
 
 def check_run(

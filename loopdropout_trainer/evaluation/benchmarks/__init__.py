@@ -12,7 +12,6 @@ from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs,
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
 from loopdropout_trainer.evaluation.metrics import metamath_gsm8k
-from loopdropout_trainer.settings.ranges import check_integer
 
 
 BENCHMARKS: dict[str, Task] = {**metamath.BENCHMARKS, **gsm8k.BENCHMARKS, **tulu2.BENCHMARKS, **programs.BENCHMARKS}
@@ -51,11 +50,9 @@ def load_benchmark(
         confirm_run_unsafe_code: run programs that a model has written also where nothing contains them.
 
     Raises:
-        ValueError: for an unknown name, a limit below 1, a file that cannot be read, a bad row (it names file and row), or
+        ValueError: for an unknown name, a file that cannot be read, a bad row (it names file and row), or
             if something is missing that scoring needs.
     """
-    if limit is not None:
-        check_integer("benchmark_limit", limit)
     files = [files] if isinstance(files, str | Path) else files
     return find_task(name).load(name, files and list(map(Path, files)), limit, confirm_run_unsafe_code)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,12 +13,12 @@ from accelerate.utils import gather_object
 from datasets import load_dataset
 
 from loopdropout_trainer.data.rows import BadRow, DataError, read_files
+from loopdropout_trainer.evaluation import metrics
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
-from loopdropout_trainer.evaluation.metrics import load_metric
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.generation.generation import generate_batches
+from loopdropout_trainer.generation.generation import generate_greedy
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.training.distributed import all_processes
 
@@ -35,7 +36,7 @@ class GeneratedBenchmark(Benchmark):
     Attributes:
         name: for reports and files.
         prompts, references: one of each for every problem; references are what the metric compares with.
-        metric: name of an answer metric.
+        metric: name of a scorer, a file in `metrics/`.
         max_new_tokens: most tokens of a completion.
         stop_strings: a completion ends before the earliest of them.
         rows: the published rows of the problems, where there are any.
@@ -69,7 +70,7 @@ class GeneratedBenchmark(Benchmark):
         missing = [place for place in range(len(texts)) if place not in log.found]
         share = missing[state.process_index :: state.num_processes]
         with subject.running():
-            for batch in generate_batches(
+            generate_greedy(
                 subject.model,
                 subject.tokenizer,
                 [subject.tokenize(texts[place], in_turns) for place in share],
@@ -78,8 +79,8 @@ class GeneratedBenchmark(Benchmark):
                 subject.stops(self.stop_strings, in_turns),
                 progress=progress and state.is_main_process and bool(share),
                 decoding=subject.decoding,
-            ):
-                log.keep((share[index], completion) for index, completion in batch)
+                keep=lambda index, completion: log.keep([(share[index], completion)]),
+            )
         for part in gather_object([{place: log.found[place] for place in share}]):
             log.found.update(part)
         return self.score([log.found[place] for place in range(len(texts))], texts, log, progress)
@@ -91,15 +92,16 @@ class GeneratedBenchmark(Benchmark):
 
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
     """Judge one completion for each problem of `benchmark`."""
-    verdicts = load_metric(benchmark.metric).compute(predictions=completions, references=benchmark.references)
-    fields = (benchmark.prompts, completions, benchmark.references)
-    fields += (verdicts["extracted"], verdicts["correct"], verdicts["errors"], map(str, range(len(completions))))
-    predictions = [Prediction(*row) for row in zip(*fields, strict=True)]
+    score = import_module(f"{metrics.__name__}.{benchmark.metric}").score
+    predictions: list[Prediction] = []
+    for texts in zip(benchmark.prompts, completions, benchmark.references, strict=True):
+        correct, extracted, error = score(*texts[1:])
+        predictions.append(Prediction(*texts, extracted, correct, error, str(len(predictions))))
     groups: dict[str, dict[str, dict[str, int]]] = {}
     for name in (name for name in GROUPS if benchmark.rows and all(name in row for row in benchmark.rows)):
-        for row, correct in zip(benchmark.rows, verdicts["correct"], strict=True):
+        for row, prediction in zip(benchmark.rows, predictions, strict=True):
             group = groups.setdefault(name, {}).setdefault(str(row[name]), {"correct": 0, "total": 0})
-            group["correct"], group["total"] = group["correct"] + correct, group["total"] + 1
+            group["correct"], group["total"] = group["correct"] + prediction.correct, group["total"] + 1
     return BenchmarkResult(benchmark.name, predictions, extra={"groups": groups} if groups else {})
 
 

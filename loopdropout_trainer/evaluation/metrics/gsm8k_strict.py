@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from loopdropout_trainer.evaluation.metrics import answer_metric
-from loopdropout_trainer.evaluation.metrics.answer_metric import Verdict
+from loopdropout_trainer.evaluation.metrics import Verdict
 
 
 ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")
@@ -31,8 +30,3 @@ def score(prediction: str | None, reference: str | None) -> Verdict:
         return Verdict(False, None, "TypeError")
     extracted = extract_answer(prediction)
     return Verdict(extracted is not None and normalize(extracted) == normalize(reference), extracted)
-
-
-class Gsm8kStrict(answer_metric.AnswerMetric):
-    description = "Share of predictions whose number after the first `#### ` is written as the reference's."
-    score = staticmethod(score)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from loopdropout_trainer.evaluation.metrics import answer_metric
-from loopdropout_trainer.evaluation.metrics.answer_metric import Verdict
+from loopdropout_trainer.evaluation.metrics import Verdict
 
 
 MARKER = "The answer is: "  # with its space: "The answer is:18" has no answer
@@ -58,8 +57,3 @@ def score(prediction: str | None, reference: str | int | None) -> Verdict:
         return Verdict(extracted is not None and float(extracted) == float(int(reference)), extracted)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         return Verdict(False, None, type(error).__name__)
-
-
-class MetaMathGsm8k(answer_metric.AnswerMetric):
-    description = "Share of predictions whose number after the last `The answer is: ` rounds to the reference."
-    score = staticmethod(score)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from lm_eval.tasks.hendrycks_math import utils
 
-from loopdropout_trainer.evaluation.metrics import answer_metric
-from loopdropout_trainer.evaluation.metrics.answer_metric import Verdict
+from loopdropout_trainer.evaluation.metrics import Verdict
 
 
 MARKER = "The answer is: "
@@ -37,10 +36,3 @@ def score(prediction: str | None, reference: str | None) -> Verdict:
     except AttributeError as error:
         return Verdict(False, None, type(error).__name__)
     return Verdict(extracted is not None and utils.is_equiv(extracted, reference), extracted)
-
-
-class MetaMathMath(answer_metric.AnswerMetric):
-    description = (
-        "Share of predictions whose text after the last `The answer is: ` is the reference, as normalised LaTeX."
-    )
-    score = staticmethod(score)

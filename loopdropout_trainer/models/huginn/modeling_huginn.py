@@ -161,22 +161,6 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         self.config.padded_vocab_size = len(embeddings.weight)
         return embeddings
 
-    def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, initial_state=None, **kwargs):
-        """Also cut this call's tokens out of `initial_state` [B, at least the final length - 1, E], indexed by column."""
-        # `inputs_embeds` has a name here, since transformers reads the signature to know whether it is taken.
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
-        if initial_state is not None:
-            tokens = inputs.get("input_ids")
-            length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[1]
-            total = input_ids.shape[1] + (0 if inputs_embeds is None else inputs_embeds.shape[1])
-            if initial_state.shape[1] < total:
-                raise ValueError(
-                    f"`initial_state` has {initial_state.shape[1]} columns, but generation has reached {total} tokens: give "
-                    "one for each token of the prompt and of the answer."
-                )
-            inputs["initial_state"] = initial_state[:, total - length : total]
-        return inputs
-
     # The checkpoint holds a table of rotations. It is recomputed in float32, never read: a model cast to bfloat16 would
     # cast its table as well, and every position would be off. The tied head may be stored or left out.
 
