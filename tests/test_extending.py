@@ -2,12 +2,11 @@
 
 import copy
 import re
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import tiny_hrm, trained_parameters, with_adapter
+from conftest import ROOT, tiny_hrm, trained_parameters, with_adapter
 from torch import nn
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -19,8 +18,7 @@ from loopdropout_trainer.looped.described import DESCRIPTIONS
 from loopdropout_trainer.models import OuroForCausalLM
 
 
-DOCS = Path(__file__).parents[1] / "docs" / "extending.md"
-EXAMPLE = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
+EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)[1]
 
 
 @pytest.fixture(autouse=True, scope="module")
