@@ -33,20 +33,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for processes that tests start; this one has read it already
 huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN, SAMPLES = ROOT / "tests" / "golden", ROOT / "tests" / "samples"
 
 
 def load_script(path):
     """A script of the repository, such as `recipes/sft.py`, as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parents[1] / path)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-os.environ.setdefault("NLTK_DATA", str(Path(__file__).parent / "nltk_data"))  # IFEval's sentences and words
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-ENVIRONMENT["PYTHONPATH"] = str(Path(__file__).parents[1])
+os.environ.setdefault("NLTK_DATA", str(ROOT / "tests" / "nltk_data"))  # IFEval's sentences and words
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
 def python(*command, processes=1, **options):
@@ -148,6 +148,18 @@ def save_tiny_model(folder):
     tokenizer.save_pretrained(folder)
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """Where `save_tiny_model` has saved one."""
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    return folder
+
+
 def tiny(model_class, **fields):
     """A function that makes a random model over the byte tokenizer, with the same weights at every call."""
 
@@ -237,6 +249,10 @@ class Recording:
         trained = trained_parameters(self.model).items()
         self.seen[-1].gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained}
         return loss
+
+
+class Recorder(Recording, LoopDropoutSFTTrainer):
+    pass
 
 
 STEPS = 6

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import python
+from conftest import GOLDEN, ROOT, python
 
 from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.evaluation import load_benchmark
@@ -25,7 +25,6 @@ from loopdropout_trainer.evaluation.code import sandbox
 
 pytest.importorskip("evalplus")
 
-GOLDEN = Path(__file__).parent / "golden"
 FILES = {"humaneval": GOLDEN / "humaneval_plus.jsonl.gz", "mbpp": GOLDEN / "mbpp_plus.jsonl.gz"}
 SECRET = "hf_secret_4711"
 
@@ -208,7 +207,7 @@ def test_without_bubblewrap_nothing_is_loaded_until_the_user_confirms(monkeypatc
 def test_root_without_the_right_to_make_namespaces_is_told_at_once():
     code = "from loopdropout_trainer.evaluation.code.sandbox import check_allowed; check_allowed('mbpp', False)"
     command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert "bubblewrap cannot contain them here (" in done.stderr
 
 

@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from loopdropout_trainer import command_line
 from loopdropout_trainer.command_line import commands, main
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, recipe_path, recipes_folder
-
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_every_script_is_a_command_and_help_says_what_it_does(capsys):

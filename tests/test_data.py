@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from conftest import tiny_ouro
+from conftest import ROOT, SAMPLES, tiny_ouro
 from datasets import Dataset
 from transformers import AutoTokenizer
 
@@ -25,8 +25,6 @@ from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 from loopdropout_trainer.settings.command import SetupError
 
 
-SAMPLES = Path(__file__).parent / "samples"
-RECIPES = Path(__file__).parents[1] / "recipes"
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n### Response:"
@@ -253,7 +251,7 @@ def test_arithmetic_of_chosen_steps_is_balanced_and_holds_no_test_problem(tokeni
 def test_arithmetic_texts_of_old_splits_are_as_they_were():
     splits = ("train", "short", "test", "hard", "larger", "wording")
     text = json.dumps([arithmetic_problems(split, 200, seed).to_list() for split in splits for seed in (0, 3)])
-    text += json.dumps(runpy.run_path(str(RECIPES / "make_tiny_texts.py"))["pretraining_texts"](200))
+    text += json.dumps(runpy.run_path(str(ROOT / "recipes" / "make_tiny_texts.py"))["pretraining_texts"](200))
     found = hashlib.sha256(text.encode()).hexdigest()
     assert found == "a7c1226f9b1d89c662948e54c02d702cc2f707b1af870cd7b492b6442ab3d801"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import flat_weights, load_script, python, tiny_ouro
+from conftest import ROOT, flat_weights, load_script, python, tiny_ouro
 from test_generation import adapted
 from test_sweep import RECIPE
 
@@ -26,9 +26,6 @@ from loopdropout_trainer.diagnostics.losses import SingleLoop
 from loopdropout_trainer.diagnostics.rows import RowArguments, load_rows_to_score
 from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA
 from loopdropout_trainer.settings.recipe import RecipeError
-
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

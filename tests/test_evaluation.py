@@ -13,13 +13,12 @@ import sys
 import time
 from contextlib import nullcontext
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ENVIRONMENT, GOLDEN, load_script, python, tiny_ouro
+from conftest import ENVIRONMENT, GOLDEN, ROOT, SAMPLES, load_script, python, tiny_ouro
 from peft import PeftModel
 from test_generation import PROMPTS, adapted, varied
 
@@ -50,10 +49,7 @@ pytest.importorskip("lm_eval")
 from loopdropout_trainer.evaluation.metrics import metamath_math  # noqa: E402
 
 
-SAMPLES = Path(__file__).parent / "samples"
-RECIPES = Path(__file__).parent.parent / "recipes"
-
-
+RECIPES = ROOT / "recipes"
 STATISTICS = json.loads(gzip.decompress((GOLDEN / "eval_stats.json.gz").read_bytes()))
 
 

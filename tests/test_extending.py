@@ -2,11 +2,11 @@
 
 import copy
 import re
-from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import tiny_hrm, trained_parameters, with_adapter
+from conftest import ROOT, tiny_hrm, trained_parameters, with_adapter
 from torch import nn
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -18,8 +18,7 @@ from loopdropout_trainer.looped.described import DESCRIPTIONS
 from loopdropout_trainer.models import OuroForCausalLM
 
 
-DOCS = Path(__file__).parents[1] / "docs" / "extending.md"
-EXAMPLE = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
+EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)[1]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,16 +41,12 @@ def test_the_example_is_short_and_announces_every_loop():
     assert find_looped_model(with_adapter(model, scale=0.1)).recurrent_linears() == names
 
 
-def assert_gradients_are_those_of_swapped_weights(make, last_in_a_loop, gates, checkpointing):
-    """Compare with a reference that knows nothing of descriptions: W + g Delta by hand, one example at a time.
-
-    Args:
-        make: makes the model.
-        last_in_a_loop: returns a model's module whose calls are counted: when it has run, a loop has ended.
-        gates: [K, 2].
-    """
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gated_forward_and_gradients_equal_swapping_the_weights_by_hand(checkpointing):
+    """Compare with a reference that knows nothing of descriptions: W + g Delta by hand, one example at a time."""
+    gates = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.5, 2.0]])
     ids = torch.randint(2, 258, (2, 9))
-    peft_model = with_adapter(make(), scale=0.1).train()
+    peft_model = with_adapter(tiny_hrm(), scale=0.1).train()
     if checkpointing:
         peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
     with use_gates(peft_model, gates):
@@ -60,7 +55,7 @@ def assert_gradients_are_those_of_swapped_weights(make, last_in_a_loop, gates, c
     named = trained_parameters(peft_model)
     weights = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
     for row in range(2):
-        model, loop = make().train(), [0]
+        model, loop = tiny_hrm().train(), [0]
         for name, module in model.named_modules():
             if f"base_model.model.{name}.lora_A.default.weight" in weights:
                 a, b = (weights[f"base_model.model.{name}.lora_{factor}.default.weight"] for factor in "AB")
@@ -69,7 +64,7 @@ def assert_gradients_are_those_of_swapped_weights(make, last_in_a_loop, gates, c
                     return nn.functional.linear(x, module.weight + gates[loop[0], row] * 2 * b @ a)
 
                 module.forward = forward
-        last_in_a_loop(model).register_forward_hook(lambda *_, loop=loop: loop.__setitem__(0, loop[0] + 1))
+        model.model.H_module.register_forward_hook(lambda *_, loop=loop: loop.__setitem__(0, loop[0] + 1))
         logits = model(ids[row : row + 1], use_cache=False).logits
         torch.testing.assert_close(out.logits[row], logits[0], atol=1e-5, rtol=1e-5)
         (nn.functional.cross_entropy(logits[0, :-1], ids[row, 1:]) / 2).backward()
@@ -77,17 +72,15 @@ def assert_gradients_are_those_of_swapped_weights(make, last_in_a_loop, gates, c
         torch.testing.assert_close(parameter.grad, weights[name].grad, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gated_forward_and_gradients_equal_swapping_the_weights_by_hand(checkpointing):
-    gates = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.5, 2.0]])
-    assert_gradients_are_those_of_swapped_weights(tiny_hrm, lambda model: model.model.H_module, gates, checkpointing)
-
-
 def test_depth_is_read_and_set_as_everywhere(tmp_path):
     model = tiny_hrm().eval()
     ids = torch.tensor([[1, 1, 5, 6], [2, 3, 4, 5]])
     options = {"attention_mask": (ids != 1).long(), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    readouts = find_looped_model(model).loop_readouts(input_ids=ids)
+    looped, slow = find_looped_model(model), model.model.H_module
+    readouts = looped.loop_readouts(input_ids=ids)
+    before_its_norm = {"readout_module": lambda: slow.layers[-1], "readout": lambda output: slow.final_norm(output)}
+    with patch.multiple(looped, **before_its_norm):
+        assert all(map(torch.equal, looped.loop_readouts(input_ids=ids), readouts))
     for num_loops in (1, 2, 3, 5):
         model.config.num_loops = num_loops
         assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))

@@ -1,22 +1,20 @@
 """What holds for every family alike: the reference's golden tensors, its brute-force oracle, cache, padding, packing."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     CONVERSIONS,
     NANBEIGE_3B,
+    ROOT,
     TINY,
     flat_weights,
     golden_adapted,
     golden_inputs,
     golden_model,
+    python,
     submodule_name,
     tiny_hrm,
     trained_parameters,
@@ -32,7 +30,6 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig
 
 
-ROOT = Path(__file__).parents[1]
 FLEX = pytest.param("padded", "flex_attention", marks=pytest.mark.slow)  # compiles
 
 
@@ -369,9 +366,7 @@ def test_the_command_trains_resumes_evaluates_deeper_and_merges(name, tokenizer,
 
     def command(*words, **fields):
         options = [word for field, value in fields.items() for word in (f"--{field}", str(value))]
-        run = [sys.executable, "-m", "loopdropout_trainer", *map(str, words), *options]
-        done = subprocess.run(run, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        python("-m", "loopdropout_trainer", *words, *options)
 
     recipe = tmp_path / "recipe.yaml"
     training = {
@@ -420,7 +415,7 @@ def test_saved_and_merged_models_reload_in_a_fresh_process(tmp_path):
         wanted[folder] = peft_model(ids).logits
         with peft_model.disable_adapter():
             assert not torch.allclose(peft_model(ids).logits, wanted[folder], atol=1e-2)
-    subprocess.run([sys.executable, "-c", FRESH, *wanted], check=True)
+    python("-c", FRESH, *wanted)
     for folder, want in wanted.items():
         merged, adapted = torch.load(folder / "logits.pt")
         assert torch.equal(adapted, want)

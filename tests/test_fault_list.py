@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import load_script, with_adapter
+from conftest import ROOT, load_script, with_adapter
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -23,7 +23,6 @@ from loopdropout_trainer.settings import command
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
 
-ROOT = Path(__file__).parents[1]
 RECIPES, FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8")).values()
 TRAINING = RECIPES["sft"]
 TOKEN = "hf_secretsecret"

@@ -5,10 +5,9 @@ import copy
 import conftest
 import pytest
 import torch
-from conftest import Recording, assert_same_weights, tiny_ouro, trained_parameters
+from conftest import Recording, assert_same_weights, tiny_hrm, tiny_ouro, trained_parameters
 from datasets import Dataset
 from peft import PeftModel
-from test_extending import tiny_hrm
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 

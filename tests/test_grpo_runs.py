@@ -6,18 +6,14 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import load_script, save_tiny_model
+from conftest import ENVIRONMENT, ROOT, load_script, python
 from safetensors.torch import load_file
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.settings.recipe import load_recipe
-
-
-ROOT = Path(__file__).parents[1]
 
 
 grpo, dpo = load_script("recipes/grpo.py"), load_script("recipes/dpo.py")
@@ -34,13 +30,6 @@ GRPO = {
 DPO = {"preparation": "arithmetic_pairs", "num_train_examples": 12, "per_device_train_batch_size": 2}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    return folder
-
-
 def command(folder, model, fields, *words):
     folder.mkdir(exist_ok=True)
     recipe = folder / "recipe.yaml"
@@ -50,8 +39,8 @@ def command(folder, model, fields, *words):
     return [str(recipe), *words]
 
 
-def test_grpo_trains_measures_and_reads_a_finished_run_back(tmp_path, model, capsys):
-    words = command(tmp_path, model, GRPO, "--compare_with", "lora")
+def test_grpo_trains_measures_and_reads_a_finished_run_back(tmp_path, tiny_folder, capsys):
+    words = command(tmp_path, tiny_folder, GRPO, "--compare_with", "lora")
     grpo.main([*words, "--dry_run", "true"])
     said = capsys.readouterr().out
     assert "2 for each of 2 prompts every 2 steps, of at most 6 tokens" in said and not (tmp_path / "out").exists()
@@ -66,8 +55,10 @@ def test_grpo_trains_measures_and_reads_a_finished_run_back(tmp_path, model, cap
     assert capsys.readouterr().out.count("is finished: its results are read from") == 2
 
 
-def test_dpo_trains_on_pairs(tmp_path, model):
-    dpo.main(command(tmp_path, model, {**DPO, "eval_strategy": "steps", "eval_steps": 3, "loss_type": "sigmoid"}))
+def test_dpo_trains_on_pairs(tmp_path, tiny_folder):
+    dpo.main(
+        command(tmp_path, tiny_folder, {**DPO, "eval_strategy": "steps", "eval_steps": 3, "loss_type": "sigmoid"})
+    )
     result = json.loads((tmp_path / "out" / "results.json").read_text())
     assert result["train_info"]["steps"] == 3 and (tmp_path / "out" / "adapter_model.safetensors").is_file()
     log = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
@@ -102,43 +93,39 @@ def test_shipped_recipes_name_themselves_and_are_listed(path):
 
 # Processes
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-
 
 @pytest.mark.slow
-def test_killed_at_any_step_a_run_ends_with_the_same_bits(tmp_path, model):
+def test_killed_at_any_step_a_run_ends_with_the_same_bits(tmp_path, tiny_folder):
     """SIGKILL when a checkpoint is complete, also in the middle of the completions' uses; the same command goes on."""
     fields = {**GRPO, "max_steps": 5, "benchmarks": None, "save_total_limit": 1}
-    grpo.main(command(tmp_path / "straight", model, fields))
-    words = command(tmp_path / "killed", model, fields, "--resume_from_checkpoint", "true")
+    grpo.main(command(tmp_path / "straight", tiny_folder, fields))
+    words = command(tmp_path / "killed", tiny_folder, fields, "--resume_from_checkpoint", "true")
     run = [sys.executable, str(ROOT / "recipes" / "grpo.py"), *words]
     for step in (1, 3):
-        process = subprocess.Popen(run, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(run, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for line in process.stdout:
             if "'loss'" in line and (tmp_path / "killed" / "out" / f"checkpoint-{step}" / "manifest.json").exists():
                 os.kill(process.pid, signal.SIGKILL)
                 break
         assert process.wait() == -signal.SIGKILL
-    subprocess.run(run, env=ENV, check=True)
+    python(*run[1:])
     files = [tmp_path / name / "out" / "adapter_model.safetensors" for name in ("straight", "killed")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "zero2"])
-def test_two_processes_train_as_one_does(tmp_path, model, layout):
+def test_two_processes_train_as_one_does(tmp_path, tiny_folder, layout):
     if layout == "zero2":
         pytest.importorskip("deepspeed")
     fields = {**GRPO, "max_steps": 2, "benchmarks": None, "save_strategy": "no", "adam_epsilon": 1e-3, "beta": 0.1}
     weights, logs = [], []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
-        words = command(folder, model, {**fields, "per_device_train_batch_size": 4 // processes})
-        config = str(ROOT / "recipes/accelerate" / f"{layout}.yaml")
+        words = command(folder, tiny_folder, {**fields, "per_device_train_batch_size": 4 // processes})
+        config = ROOT / "recipes/accelerate" / f"{layout}.yaml"
         launch = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file", config]
-        run = [sys.executable, *(launch if processes == 2 else ()), str(ROOT / "recipes" / "grpo.py"), *words]
-        done = subprocess.run(run, env=ENV, capture_output=True, text=True)
-        assert (folder / "out" / "results.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
+        python(*(launch if processes == 2 else ()), ROOT / "recipes" / "grpo.py", *words)
         weights.append(load_file(folder / "out" / "adapter_model.safetensors"))
         facts = json.loads((folder / "out" / "results.json").read_text())
         assert facts["run_info"]["num_processes"] == processes

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, python, randomise, tiny_ouro, with_adapter
+from conftest import ENVIRONMENT, ROOT, SAMPLES, contents, python, randomise, tiny_ouro, with_adapter
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
@@ -28,7 +28,6 @@ from loopdropout_trainer.saving.hub import PushError
 
 IDS = torch.arange(2, 42).view(4, 10)
 TOKEN = "hf_averysecrettokenaverysecrettoken12"
-ROOT = Path(__file__).resolve().parents[1]
 load = AutoModelForCausalLM.from_pretrained
 
 
@@ -164,10 +163,6 @@ def test_the_code_of_cards_runs_in_a_fresh_process(tmp_path, base, trained, toke
     assert {path.stat().st_mode for path in files} == {(tmp_path / "new").stat().st_mode}
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def test_a_merge_never_overwrites_other_weights(tmp_path, base, trained, monkeypatch):
     model = load_adapter(load(base), trained)
     merged = merge_and_save(model, tmp_path / "merged")
@@ -257,7 +252,7 @@ def test_a_push_uploads_the_merged_folder_and_a_refused_one_says_why_without_the
     load(folder)
 
 
-HUB_CODE = Path(__file__).parent / "samples" / "modeling_plain_ouro.py"
+HUB_CODE = SAMPLES / "modeling_plain_ouro.py"
 CLASSES = {"AutoConfig": "PlainOuroConfig", "AutoModelForCausalLM": "PlainOuroForCausalLM"}
 AUTO_MAP = {key: f"{HUB_CODE.stem}.{name}" for key, name in CLASSES.items()}
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from conftest import Recording, load_script, randomise, tiny_ouro, trained_parameters
+from conftest import Recorder, load_script, randomise, tiny_ouro, trained_parameters
 from packaging.version import Version
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
@@ -180,10 +180,6 @@ def test_over_a_bfloat16_base_every_layout_trains_and_saves_a_float32_adapter(tm
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
-
-
-class Recorder(Recording, LoopDropoutSFTTrainer):
-    pass
 
 
 def unpacked(batch, segments):

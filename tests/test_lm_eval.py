@@ -4,12 +4,11 @@ import json
 import subprocess
 import sys
 from configparser import ConfigParser
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, python, tiny_ouro
+from conftest import ENVIRONMENT, ROOT, python, tiny_ouro
 from test_evaluation import saved  # noqa: F401 (a fixture)
 from test_generation import adapted, varied
 
@@ -25,7 +24,6 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM  # noqa: E402
 
 
-ROOT = Path(__file__).parents[1]
 CONTEXTS = ["Q: 1+1?\nA:", "", "Trailing space ", "A longer context, of more words than the others"]
 PAIRS = [(context, end) for context in CONTEXTS for end in (" 2", " 3", " five six seven")]
 PAIRS.append(PAIRS[0])  # asked twice

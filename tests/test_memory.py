@@ -46,8 +46,9 @@ def test_the_estimate_is_at_least_what_a_real_step_keeps_and_not_much_more(famil
 @pytest.fixture
 def make_trainer(config, dataset, tokenizer):
     def make(args=None, **fields):
-        args = args or config(eval_strategy="no", **fields)
-        return LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
+        return LoopDropoutSFTTrainer(
+            tiny_ouro(), args or config(**fields), train_dataset=dataset, processing_class=tokenizer
+        )
 
     return make
 

@@ -1,10 +1,8 @@
 """QLoRA: over a 4-bit base the gates, the losses and the trained adapter are those over the same weights dequantised."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import tiny_ouro, trained_parameters
+from conftest import ROOT, tiny_ouro, trained_parameters
 from transformers import BitsAndBytesConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
@@ -83,7 +81,7 @@ def test_training_on_over_weights_packed_for_inference_is_refused(saved_model, c
 
 
 def test_a_recipe_can_ask_for_a_4_bit_base(saved_model, train):
-    recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "nanbeige" / "qlora.yaml")
+    recipe = load_recipe(ROOT / "recipes" / "nanbeige" / "qlora.yaml")
     trainer = train(saved_model, max_steps=1, model_init_kwargs={**recipe["model_init_kwargs"], "dtype": "float32"})
     layer = trainer.model.get_base_model().model.layers[0].mlp.up_proj
     assert layer.base_layer.weight.quant_type == "nf4" and layer.base_layer.weight.quant_state.nested

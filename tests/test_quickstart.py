@@ -2,20 +2,16 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import load_script, python
+from conftest import ROOT, SAMPLES, load_script, python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)
 from loopdropout_trainer.evaluation import Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.runs.printing import correct_by_last_number
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
-
-
-ROOT = Path(__file__).parents[1]
 
 
 def run(*words, launcher=()):
@@ -82,7 +78,7 @@ def test_the_saved_recipe_repeats_the_run(quickstart, tmp_path):
 
 
 def test_gsm8k_runs_as_it_stands_on_real_problems_with_the_tiny_model(tmp_path):
-    words = ("--train_files", Path(__file__).parent / "samples/gsm8k.jsonl", "--model_name_or_path", "tiny-ouro")
+    words = ("--train_files", SAMPLES / "gsm8k.jsonl", "--model_name_or_path", "tiny-ouro")
     words += ("--num_train_examples", 8, "--num_eval_examples", 2, "--max_length", 1024, "--max_steps", 2)
     run(ROOT / "recipes/gsm8k.yaml", *words, "--output_dir", tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import CONVERSIONS, NANBEIGE_3B, tiny_ouro
+from conftest import CONVERSIONS, NANBEIGE_3B, ROOT, tiny_ouro
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -22,7 +22,6 @@ from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, AdapterArgume
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, parse_recipe, settings_yaml
 
 
-ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 TYPES = (ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig, RunArguments)
 PAPER = ("metamath_gsm", "gsm8k", "tulu2", "huginn", "loopus")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import ROOT
 
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.gates import make_rule
@@ -21,7 +22,6 @@ from loopdropout_trainer.reports.specs import best, build_table, load_spec, miss
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
-ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "recipes" / "tables").glob("*.yaml"))
 TABLES = [path for path in FILES if not path.stem.startswith("figure_")]
 FIGURES = [path for path in FILES if path.stem.startswith("figure_")]

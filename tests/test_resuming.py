@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import STEPS, Trainer, flat_weights, tiny_ouro
+from conftest import ENVIRONMENT, STEPS, Trainer, contents, flat_weights, tiny_ouro
 from datasets import Dataset
 from peft import get_peft_model
 from transformers import EarlyStoppingCallback
@@ -42,10 +41,6 @@ def run(make_trainer):
 
 def logged(trainer, key):
     return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -357,9 +352,6 @@ def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(run, make_tr
     assert resumed.steps_taken == STEPS - ends and torch.equal(flat_weights(resumed), flat_weights(straight))
 
 
-ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-
-
 def test_a_plain_kill_ends_a_command_that_trains_several_times(tmp_path):
     fields = {
         "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_train_examples": 8, "output_dir": "out",
@@ -369,7 +361,7 @@ def test_a_plain_kill_ends_a_command_that_trains_several_times(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
     command = [sys.executable, "-u", "-m", "loopdropout_trainer", "sft", "recipe.yaml"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, **streams)
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **streams)
     assert any("'loss'" in line for line in process.stdout)
     process.terminate()
     said = process.stdout.readlines()
@@ -392,7 +384,7 @@ def test_another_process_keeps_a_run_out_until_it_is_killed(make_trainer):
     trainer = make_trainer(save_strategy="no", max_steps=1)
     folder = Path(trainer.args.output_dir)
     hold = [sys.executable, "-c", HOLD, str(folder)]
-    holder = subprocess.Popen(hold, stdout=subprocess.PIPE, text=True, env=ENV)
+    holder = subprocess.Popen(hold, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(LockedError, match=rf"process {holder.pid} on .*`output_dir`"):
         trainer.train()
@@ -401,6 +393,6 @@ def test_another_process_keeps_a_run_out_until_it_is_killed(make_trainer):
     assert (folder / LOCK_FILE).exists()  # what it left does not matter
     with folder_lock(folder):  # one process may ask for its folder several times
         trainer.train()
-        again = subprocess.run(hold, capture_output=True, text=True, timeout=60, env=ENV)
+        again = subprocess.run(hold, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
         assert "LockedError" in again.stderr
     assert not (folder / LOCK_FILE).exists()

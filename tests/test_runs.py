@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import load_script, save_tiny_model, tiny_ouro
+from conftest import ENVIRONMENT, ROOT, contents, load_script, tiny_ouro
 from safetensors.torch import load_file
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
@@ -23,7 +23,6 @@ from loopdropout_trainer.saving.files import WriteError
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 
 
-ROOT = Path(__file__).resolve().parents[1]
 sft = load_script("recipes/sft.py")
 RECIPE = {
     "dtype": "float32", "use_cpu": True, "bf16": False, "preparation": "arithmetic", "num_train_examples": 8,
@@ -33,19 +32,15 @@ RECIPE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    return folder
-
-
 @pytest.fixture
-def command(model, tmp_path):
+def command(tiny_folder, tmp_path):
     """`command(recipe lines, *words)`: a command line of the script."""
 
     def make(*words, **fields):
-        recipe, own = tmp_path / "recipe.yaml", {"model_name_or_path": str(model), "output_dir": str(tmp_path / "out")}
+        recipe, own = (
+            tmp_path / "recipe.yaml",
+            {"model_name_or_path": str(tiny_folder), "output_dir": str(tmp_path / "out")},
+        )
         recipe.write_text(yaml.safe_dump({**RECIPE, **own, **fields}))
         return [str(recipe), *words]
 
@@ -162,17 +157,13 @@ def disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def content(folder):
-    return {str(file): file.read_bytes() for file in sorted(Path(folder).rglob("*")) if file.is_file()}
-
-
 def test_a_full_disk_leaves_the_last_adapter_and_the_last_merged_model(disk, config, dataset, tokenizer):
     args, peft_config = config(max_steps=1), default_peft_config(tiny_ouro(), r=4)
     given = {"train_dataset": dataset, "processing_class": tokenizer, "peft_config": peft_config}
     trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, **given)
     trainer.save_model()
     merge_and_save(trainer.model, Path(args.output_dir, "merged"), tokenizer)
-    before = content(args.output_dir)
+    before = contents(args.output_dir)
     trainer.train()
     for limit in (5_000, 15_000):  # the tokenizer does not fit; the weights do not
         disk(limit)
@@ -181,16 +172,16 @@ def test_a_full_disk_leaves_the_last_adapter_and_the_last_merged_model(disk, con
         with pytest.raises(WriteError, match="The merged model could not be written to .*merged .* untouched"):
             merge_and_save(trainer.model, Path(args.output_dir, "merged"), tokenizer)
         disk(None)
-        assert content(args.output_dir) == before
+        assert contents(args.output_dir) == before
     trainer.save_model()
-    assert before.items() - content(args.output_dir).items() and before.keys() <= content(args.output_dir).keys()
+    assert before.items() - contents(args.output_dir).items() and before.keys() <= contents(args.output_dir).keys()
 
 
 def test_on_a_terminal_of_80_columns_lines_and_bars_do_not_break_into_each_other(command):
     words = [sys.executable, str(ROOT / "recipes" / "sft.py"), *command(disable_tqdm=False, logging_steps=1)]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (50, 80))
-    process = subprocess.Popen(words, stdout=theirs, stderr=theirs, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen(words, stdout=theirs, stderr=theirs, env=ENVIRONMENT)
     os.close(theirs)
     written = b""
     with suppress(OSError):  # at its end

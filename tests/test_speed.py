@@ -1,14 +1,12 @@
 """Every optimisation gives the losses and gradients of the plain path, and says when it does not apply."""
 
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from conftest import TINY, assert_same_weights, tiny_ouro, trained_parameters, with_adapter
+from conftest import TINY, assert_same_weights, load_script, tiny_ouro, trained_parameters, with_adapter
 from peft import get_peft_model
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
@@ -18,8 +16,7 @@ from loopdropout_trainer.models.speed import packed_attention
 from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import layouts
+layouts = load_script("benchmarks/layouts.py")
 
 
 MIXED = torch.tensor([[0.0, 2, 0, 0], [0, 0, 2, 0], [2, 2, 0, 0], [0, 2, 2, 0]])  # first active loops 2, 0, 1, none

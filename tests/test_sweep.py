@@ -13,13 +13,12 @@ from pathlib import Path
 import optuna
 import pytest
 import yaml
-from conftest import ENVIRONMENT, load_script
+from conftest import ENVIRONMENT, ROOT, load_script
 
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, load_runs
 from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
 
 
-ROOT = Path(__file__).parents[1]
 RECIPE = {
     "model_name_or_path": "tiny-ouro", "dtype": "float32", "preparation": "arithmetic", "num_train_examples": 8,
     "num_eval_examples": 2, "max_length": 256, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True,

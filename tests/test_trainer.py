@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Recording, assert_same_weights, tiny_ouro, trained_parameters
+from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
@@ -10,14 +10,6 @@ from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.looped import NotLoopedError, find_looped_model
-
-
-class Watch(Recording, LoopDropoutSFTTrainer):
-    @property
-    def drawn(self):
-        """The gates of each trained row."""
-        trained = [each for each in self.seen if each.gradients is not None]
-        return [(each.batch["input_ids"].tolist(), each.gates.tolist()) for each in trained]
 
 
 def test_a_plain_config_trains_by_the_papers_default(model, dataset, tokenizer, tmp_path):
@@ -43,11 +35,11 @@ def test_unit_gates_train_exactly_as_trl_and_peft_do(train):
 
 
 def test_evaluating_in_the_middle_leaves_training_as_it_was(train):
-    plain, evaluated = (
-        train(cls=Watch),
-        train(cls=Watch, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=3),
-    )
-    assert plain.drawn == evaluated.drawn
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3}
+    plain, evaluated = (train(cls=Recorder, **fields) for fields in ({}, evaluating))
+    trained = [[each for each in trainer.seen if each.gradients is not None] for trainer in (plain, evaluated)]
+    rows = [[(each.batch["input_ids"].tolist(), each.gates.tolist()) for each in steps] for steps in trained]
+    assert rows[0] == rows[1]
     assert_same_weights(plain, evaluated)
     losses = [log["eval_loss"] for log in evaluated.state.log_history if "eval_loss" in log]
     assert len(losses) == 4 and evaluated.evaluate()["eval_loss"] == losses[-1]

@@ -152,7 +152,7 @@ def _say_once(text: str) -> None:
 
 LIBRARIES = (
     *("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate"),
-    *("datasets", "tokenizers", "lm-eval", "evalplus"),
+    *("datasets", "evaluate", "tokenizers", "lm-eval", "evalplus"),
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,9 +12,9 @@ from accelerate.utils import gather_object
 from datasets import load_dataset
 
 from loopdropout_trainer.data.rows import BadRow, DataError, read_files
-from loopdropout_trainer.evaluation import metrics
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
+from loopdropout_trainer.evaluation.metrics import AnswerMetric
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_greedy
@@ -92,11 +91,17 @@ class GeneratedBenchmark(Benchmark):
 
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
     """Judge one completion for each problem of `benchmark`."""
-    score = import_module(f"{metrics.__name__}.{benchmark.metric}").score
-    predictions: list[Prediction] = []
-    for texts in zip(benchmark.prompts, completions, benchmark.references, strict=True):
-        correct, extracted, error = score(*texts[1:])
-        predictions.append(Prediction(*texts, extracted, correct, error, str(len(predictions))))
+    metric = AnswerMetric(benchmark.metric, keep_in_memory=True)
+    found = metric.compute(predictions=list(completions), references=list(benchmark.references))
+    fields = (
+        benchmark.prompts,
+        completions,
+        benchmark.references,
+        found["extracted"],
+        found["correct"],
+        found["error"],
+    )
+    predictions = [Prediction(*row, str(index)) for index, row in enumerate(zip(*fields, strict=True))]
     groups: dict[str, dict[str, dict[str, int]]] = {}
     for name in (name for name in GROUPS if benchmark.rows and all(name in row for row in benchmark.rows)):
         for row, prediction in zip(benchmark.rows, predictions, strict=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -67,11 +66,6 @@ class LmEvalTask(Task):
         return tuple(self.metrics or ())
 
     def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> LmEvalBenchmark:
-        path, sys.path = sys.path, [each for each in sys.path if not Path(each, "evaluate.py").is_file()]
-        try:
-            import evaluate  # noqa: F401 (some tasks import it; not the script of this name, whose folder comes first)
-        finally:
-            sys.path = path
         import lm_eval.tasks
 
         where = {}
