@@ -39,6 +39,10 @@ def test_everything_fits_80_columns():
     assert text.count("Loop Dropout") >= 5  # a method's name is never broken
     rows = [line.split() for line in text.splitlines() if line.startswith(" LoRA ")]
     assert rows[2] == ["LoRA", "0.0", "12.5", "75.0", "75.0", "50.0", "25.0", "12.5", "0.0"]
+    assert (
+        "Loop Dropout is more accurate than LoRA at K = 1 (+12.5), K = 2 (+17.5), K = 6 (+2.5); less accurate than LoRA at "
+        "K = 3 (-45.0), K = 4 (-45.0); as accurate as LoRA at K = 5, K = 7, K = 8 (points, one seed)."
+    ) in " ".join(text.split())
     assert rows[4] == ["LoRA", "55.0", "60.0", "65.0", "50.0", "90.0", "2.0000"]
 
 

@@ -42,9 +42,27 @@ def print_results(runs: Sequence[Results], console: Console | None = None) -> No
         for row in rows:
             table.add_row(*row)
         console.print(table)
+    if len(runs) == 2 and runs[0]["benchmarks"]:
+        console.print(compared(*runs), highlight=False)
     for run in runs:
         for what, where in run["saved"].items():
             console.print(f"{title_of(run)}: {what} in {where}", highlight=False, soft_wrap=True)
+
+
+def compared(one: Results, other: Results) -> str:
+    """Return a sentence on which of two methods is more accurate with how many loops, and by how much."""
+    scores = [{run["meta_info"]["num_loops"]: next(iter(run["benchmarks"].values()))["score"]} for run in (one, other)]
+    for of, run in zip(scores, (one, other), strict=True):
+        of |= {int(depth): result["score"] for depth, result in run["by_depth"].items()}
+    ahead: dict[str, list[str]] = {}
+    for depth in sorted(scores[0].keys() & scores[1].keys()):
+        gain = round(scores[0][depth] - scores[1][depth], 1)
+        word = "more accurate" if gain > 0 else "less accurate" if gain < 0 else "as accurate"
+        ahead.setdefault(word, []).append(f"K = {depth}" + (f" ({gain:+.1f})" if gain else ""))
+    parts = [
+        f"{word} {'as' if word[0] == 'a' else 'than'} {title_of(other)} at {', '.join(ahead[word])}" for word in ahead
+    ]
+    return f"{title_of(one)} is {'; '.join(parts)} (points, one seed)."
 
 
 def _tables(runs: Sequence[Results]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
