@@ -22,11 +22,9 @@ class RunPlan:
     num_loops: int
     parameters: int
     trainable_parameters: int
-    examples: int
-    tokens: int
     steps: int
     epochs: float
-    data: str
+    data: LoadedData
     config: LoopDropoutArguments
 
     @property
@@ -37,7 +35,7 @@ class RunPlan:
         return f"{rule}; {self.trainable_parameters:,} trainable parameters ({share:.2f}%)"
 
     def __str__(self) -> str:
-        config, completions = self.config, ""
+        config, completions, examples, tokens = self.config, "", len(self.data.train), self.data.report.train_tokens
         batch_size = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
         if isinstance(config, LoopDropoutGRPOConfig):
             prompts = config.generation_batch_size // config.num_generations
@@ -48,8 +46,8 @@ class RunPlan:
         lines = {
             "model": f"{self.model}, {self.parameters:,} parameters, K = {self.num_loops} loops",
             "rule": self.rule_and_adapter,
-            "data": self.data,
-            "examples": f"{self.examples:,} with {self.tokens:,} tokens, {self.tokens / self.examples:.0f} in the mean",
+            "data": self.data.description,
+            "examples": f"{examples:,} with {tokens:,} tokens, {tokens / examples:.0f} in the mean",
             "steps": f"{self.steps:,} of {batch_size:,} {'completions' if completions else 'examples'} "
             f"({self.epochs:.4g} epochs)",
             "completions": completions,
@@ -72,18 +70,7 @@ def plan_run(
     for parameter in model_to_train(model, peft_config, config.make_rule()).parameters():
         trained[parameter.requires_grad] += parameter.numel()
     steps_per_epoch, steps = num_steps(len(data.train), config)
-    return RunPlan(
-        model=model_name,
-        num_loops=model.num_loops,
-        parameters=trained[False],
-        trainable_parameters=trained[True],
-        examples=len(data.train),
-        tokens=data.report.train_tokens,
-        steps=steps,
-        epochs=steps / steps_per_epoch,
-        data=data.description,
-        config=config,
-    )
+    return RunPlan(model_name, model.num_loops, *trained, steps, steps / steps_per_epoch, data, config)
 
 
 def num_steps(num_examples: int, config: LoopDropoutArguments) -> tuple[int, int]:

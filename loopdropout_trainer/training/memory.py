@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +191,9 @@ def memory_advice(
     """
     model = model_to_train(config, peft_config, args.make_rule()).to(getattr(torch, dtype))
     usable, rows, depth = usable_memory(args), args.per_device_train_batch_size, args.depth_limits(config.num_loops)[1]
-    changes = {"recompute_pointwise": args.recompute_pointwise, "checkpointing": bool(args.gradient_checkpointing)}
-    step = step_memory(model, rows, longest, depth, **changes)
+    pointwise, layers = args.recompute_pointwise, bool(args.gradient_checkpointing)
+    changes = {"rows": rows, "recompute_pointwise": pointwise, "checkpointing": layers}
+    step = step_memory(model, length=longest, num_loops=depth, **changes)
     weights, trained, kept, _ = map(_gb, step.values())
     text = (
         f"at most {_gb(sum(step.values()))} in a step of {rows} rows of {longest:,} tokens (estimate): weights {weights}, "
@@ -205,27 +205,22 @@ def memory_advice(
     if sum(step.values()) <= usable:
         open_choice = ", so that `gradient_checkpointing` stays off" if args.gradient_checkpointing is None else ""
         return f"{text}\nfits {device}{open_choice}"
-    lines = [text, f"too much for {device}; in this order:"]
-    for words, change in _changes(rows, find_looped_model(model).can_pack, **changes):
-        changes |= {"rows": rows, **change}
+    lines, offers = [text, f"too much for {device}; in this order:"], []  # what costs least time first
+    if find_looped_model(model).can_pack and not pointwise and not layers:
+        offers.append(("`recompute_pointwise: true`", {"recompute_pointwise": True}))
+    if not layers:
+        words = "`gradient_checkpointing: true`, without `recompute_pointwise`"
+        offers.append((words, {"checkpointing": True, "recompute_pointwise": False}))
+    while rows := rows // 2:
+        words = f"`per_device_train_batch_size: {rows}`, with more `gradient_accumulation_steps`"
+        offers.append((words, {"rows": rows}))
+    for words, change in offers:
+        changes |= change
         needed = sum(step_memory(model, length=longest, num_loops=depth, **changes).values())
         lines.append(f"  {words}: {_gb(needed)}{', which fits' if needed <= usable else ''}")
         if needed <= usable:
             break
     return "\n".join(lines)
-
-
-def _changes(
-    rows: int, can_recompute: bool, recompute_pointwise: bool, checkpointing: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what lowers the memory of a step, what costs least time first."""
-    if can_recompute and not recompute_pointwise and not checkpointing:
-        yield "`recompute_pointwise: true`", {"recompute_pointwise": True}
-    if not checkpointing:
-        layers = {"checkpointing": True, "recompute_pointwise": False}
-        yield "`gradient_checkpointing: true`, without `recompute_pointwise`", layers
-    while rows := rows // 2:
-        yield f"`per_device_train_batch_size: {rows}`, with more `gradient_accumulation_steps`", {"rows": rows}
 
 
 def _gb(size: float) -> str:
