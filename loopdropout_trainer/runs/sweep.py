@@ -37,7 +37,7 @@ from loopdropout_trainer.runs import workers
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
 from loopdropout_trainer.saving.files import LOCK_FILE, sha256_of_json, write_atomically
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
-from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe
@@ -45,19 +45,12 @@ from loopdropout_trainer.settings.secrets import public_settings
 
 
 SUMMARY_FILE = "summary.json"
+_ONE_TRAINING = {"compare_with", "dry_run"}  # what makes several of a training, or none
 # What `measure` may set: what is done with a trained adapter. All other fields affect the training.
-_MEASURED = {f.name for f in fields(RunArguments)} - {"compare_with", "dry_run"}
+_MEASURED = {f.name for f in fields(RunArguments)} - _ONE_TRAINING
 _ONLY_FINAL = _MEASURED - {f.name for f in fields(BenchmarkArguments)}
 # A sweep sets these itself; those of a base recipe are ignored.
-_SET_BY_SWEEP = [
-    "output_dir",
-    "run_name",
-    "learning_rate",
-    "seed",
-    "resume_from_checkpoint",
-    "compare_with",
-    "dry_run",
-]
+_SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", *_ONE_TRAINING}
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # results that are not there or not complete
 
 
@@ -125,10 +118,8 @@ class SweepArguments(PartArguments):
         check_integer("selection_seeds", self.selection_seeds)
         for factor in (self.rate_factors or {}).values():
             check_number("rate_factors", factor, above=True)
-        try:
+        with user_supplied(f"`launcher` {self.launcher!r} cannot be split into words"):
             shlex.split(self.launcher)
-        except ValueError as error:
-            raise ValueError(f"`launcher` cannot be split into words ({error}); got {self.launcher!r}.") from None
 
 
 class Job(NamedTuple):
@@ -270,14 +261,10 @@ class Sweep:
         means = {rate: sum(each) / len(each) for rate, each in scores.items() if None not in each}
         return max(means, key=means.get, default=None)  # the first of equals, and the rates ascend
 
-    def _choices(self) -> dict[str, set[float]]:
-        """Return the chosen rates of the methods whose rate a part has chosen."""
-        choices: dict[str, set[float]] = {}
-        for part in self.parts.values():
-            for method in part.methods:
-                if (rate := self.chosen_rate(part, method)) is not None:
-                    choices.setdefault(method, set()).add(rate)
-        return choices
+    def _choices(self) -> set[tuple[str, float]]:
+        """Return (method, rate) of the rates that the parts have chosen."""
+        choices = {(m, self.chosen_rate(part, m)) for part in self.parts.values() for m in part.methods}
+        return {(method, rate) for method, rate in choices if rate is not None}
 
     def _jobs_of(self, part: PartArguments) -> list[Job]:
         jobs = []
@@ -375,18 +362,13 @@ class Sweep:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats
         given, file = self.arguments.storage, self.output_dir.resolve() / "sweep.db"
-        try:
-            wait = None if given else {"connect_args": {"timeout": 60}}
-            # In seconds; what died on this machine is noticed at once.
-            heartbeats = {"heartbeat_interval": 10, "grace_period": 60}
+        wait = None if given else {"connect_args": {"timeout": 60}}
+        # In seconds; what died on this machine is noticed at once.
+        heartbeats = {"heartbeat_interval": 10, "grace_period": 60}
+        with user_supplied(f"{'`storage`' if given else file} cannot be opened"):
             storage = optuna.storages.RDBStorage(given or f"sqlite:///{file}", wait, **heartbeats)
-            name = str(file.parent) if given else "sweep"
-            self.study = optuna.create_study(
-                storage=storage, study_name=name, direction="maximize", load_if_exists=True
-            )
-        except Exception as error:  # whatever the driver of a database raises
-            reason = " ".join(str(error).split())[:300]
-            raise SweepError(f"{'`storage`' if given else file} cannot be opened: {reason}.") from error
+            study = {"study_name": str(file.parent) if given else "sweep", "direction": "maximize"}
+            self.study = optuna.create_study(storage=storage, load_if_exists=True, **study)
 
     def run(self) -> None:
         """Do all that is not done yet, with as many processes as `workers` says.
@@ -440,7 +422,7 @@ class Sweep:
     def _do(self, trial: optuna.Trial, job: Job) -> float:
         """Do a job as a trial, and return its score. Releases the caller's lock once the trial names this process."""
         known = {"worker": f"{socket.gethostname()}:{os.getpid()}", "run": job.run, **job._asdict()}
-        chosen = job.learning_rate in self._choices().get(job.method, ())
+        chosen = (job.method, job.learning_rate) in self._choices()
         for name, value in {**known, "run_name": self._recipe(job)["run_name"], "chosen": chosen}.items():
             trial.set_user_attr(name, value)
         self._lock.release()
@@ -509,9 +491,10 @@ class Sweep:
         rows, choices = [], self._choices()
         for run, trial in self._last.items():
             known, selected = trial.user_attrs, self._selected.get(run)
-            mine = choices.get(known["method"])  # None: another sweep may have chosen one, as the trial then says
             row = {key: known[key] for key in ("method", "learning_rate", "seed")} | {"folder": run}
-            row["chosen"] = known["chosen"] if mine is None else known["learning_rate"] in mine
+            # Without a choice here another sweep may have made one, as the trial then says.
+            chose = any(method == row["method"] for method, _ in choices)
+            row["chosen"] = (row["method"], row["learning_rate"]) in choices if chose else known["chosen"]
             row |= {"final": not known["selects"], "diverged": trial.state == TrialState.PRUNED}
             row["selection_score"] = selected and selected.value
             rows.append(row | {key: known.get(key) for key in ("benchmarks", "train_seconds", "peak_memory_gb")})
