@@ -6,10 +6,9 @@ gates, to the readout, and always in float32; greedy texts come from this packag
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
@@ -19,7 +18,7 @@ from accelerate.utils import gather, gather_object
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -103,22 +102,18 @@ class LoopedLM(HFLM):
             return self.subject.looped(input_ids=inps, use_cache=False).logits
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        groups: dict[str, list[int]] = defaultdict(list)
-        for index, request in enumerate(requests):
-            groups[json.dumps(request.args[1], sort_keys=True, default=str)].append(index)
-        answers = [""] * len(requests)
-        for indices in groups.values():
-            group = [requests[index] for index in indices]
+        # In groups that ask for the same.
+        as_given, options_of = lambda request: 0, lambda request: request.args[1]
+        groups, answers = Collator(requests, as_given, options_of, group_by="gen_kwargs"), []
+        for group in groups.get_batched(n=len(requests)):
             options = normalize_gen_kwargs(group[0].args[1], self.max_gen_toks)
             by_generate = options["do_sample"] or set(options) - GREEDY_FIELDS or self.think_end_token is not None
             with self.subject.running():
                 if by_generate:
-                    texts = super().generate_until(group, disable_tqdm=disable_tqdm)
+                    answers += super().generate_until(group, disable_tqdm=disable_tqdm)
                 else:
-                    texts = self._greedy(group, options, disable_tqdm)
-            for index, text in zip(indices, texts, strict=True):
-                answers[index] = text
-        return answers
+                    answers += self._greedy(group, options, disable_tqdm)
+        return groups.get_original(answers)
 
     def _greedy(self, requests: list[Instance], options: dict[str, Any], disable_tqdm: bool) -> list[str]:
         """Continue the contexts of requests that ask for the same."""

@@ -93,14 +93,7 @@ def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str])
     """Judge one completion for each problem of `benchmark`."""
     metric = AnswerMetric(benchmark.metric, keep_in_memory=True)
     found = metric.compute(predictions=list(completions), references=list(benchmark.references))
-    fields = (
-        benchmark.prompts,
-        completions,
-        benchmark.references,
-        found["extracted"],
-        found["correct"],
-        found["error"],
-    )
+    fields = (benchmark.prompts, completions, benchmark.references, *map(found.get, ("extracted", "correct", "error")))
     predictions = [Prediction(*row, str(index)) for index, row in enumerate(zip(*fields, strict=True))]
     groups: dict[str, dict[str, dict[str, int]]] = {}
     for name in (name for name in GROUPS if benchmark.rows and all(name in row for row in benchmark.rows)):
@@ -128,21 +121,18 @@ class GeneratedTask(Task):
     stop_strings: tuple[str, ...] = ()
 
     def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> GeneratedBenchmark:
-        if files is not None:
-            return self.benchmark(name, islice(read_files(files), limit))
-        rows = islice(self.rows(limit), limit)
-        return self.benchmark(name, ((f"{name}, row {number}", row) for number, row in enumerate(rows, start=1)))
-
-    def benchmark(self, name: str, rows: Iterable[tuple[str, Row | BadRow]]) -> GeneratedBenchmark:
-        """Return the benchmark of (place, row) pairs."""
-
         def problem(row: Row) -> tuple[str, str, Row]:
             reference = self.reference(row)
             if not isinstance(reference, str):
                 raise ValueError("it has no answer")
             return self.prompt(row), reference, row
 
-        prompts, references, rows = map(list, zip(*read_problems(name, rows, problem), strict=True))
+        if files is None:
+            found = ((f"{name}, row {number}", row) for number, row in enumerate(self.rows(limit), start=1))
+        else:
+            found = read_files(files)
+        problems = read_problems(name, islice(found, limit), problem)
+        prompts, references, rows = map(list, zip(*problems, strict=True))
         return GeneratedBenchmark(name, prompts, references, self.metric, self.max_new_tokens, self.stop_strings, rows)
 
 

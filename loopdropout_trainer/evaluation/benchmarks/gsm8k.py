@@ -24,16 +24,14 @@ def _task(rows: Callable[[int | None], Iterable[Row]], answer: str = "answer", m
     )
 
 
-def _arithmetic(split: str) -> Callable[[int | None], Iterable[Row]]:
-    return lambda limit: arithmetic_problems(split, limit or ARITHMETIC_PROBLEMS, seed=0)
-
-
 BENCHMARKS = {
     "gsm8k": _task(from_hub("openai/gsm8k", "main")),
     "gsm8k_platinum": _task(from_hub("madrylab/gsm8k-platinum", "main")),
     "gsm_plus_mini": _task(from_hub("qintongli/GSM-Plus", split="testmini"), answer="solution"),
     **{
-        f"arithmetic_{split}": _task(_arithmetic(split), max_new_tokens=80)
+        f"arithmetic_{split}": _task(
+            lambda limit, split=split: arithmetic_problems(split, limit or ARITHMETIC_PROBLEMS), max_new_tokens=80
+        )
         for split in ("test", "easy_test", "medium_test", "hard", "larger", "wording")
     },
 }

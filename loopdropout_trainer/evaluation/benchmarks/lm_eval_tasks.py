@@ -86,7 +86,7 @@ class LmEvalTask(Task):
             for task, of_task in (splits or {}).items():
                 if task not in manager.all_subtasks:
                     raise DataError(f"`{name}` has no task `{task}`: `benchmark_files` takes a folder of TASK.jsonl.")
-                specs[task] |= {"custom_dataset": of_task, "dataset_kwargs": None}
+                specs[task] |= {"custom_dataset": lambda of_task=of_task, **kwargs: of_task, "dataset_kwargs": None}
             if splits or self.overrides:  # built-in tasks take other fields inside a group only
                 names = [{"group": f"{name} with local settings", "task": list(specs.values())}]
             tasks = list(manager.load(names)["tasks"].values())
@@ -122,15 +122,12 @@ class LmEvalTask(Task):
         return {task: LocalSplits(task, found[task]) for task in sorted(found)}
 
 
+@dataclass
 class LocalSplits:
     """A task's dataset of local rows by split. A split without rows has those of the file that names none (`""`)."""
 
-    def __init__(self, task: str, rows: Mapping[str, list[Row]]) -> None:
-        self.task, self.rows = task, rows
-
-    def __call__(self, **kwargs: Any) -> LocalSplits:
-        """Return itself: lm-eval calls what gives it the dataset of a task."""
-        return self
+    task: str
+    rows: Mapping[str, list[Row]]
 
     def __getitem__(self, split: str) -> Dataset:
         if not {split, ""} & self.rows.keys():
