@@ -85,7 +85,9 @@ def check_layers(model: nn.Module) -> None:
             raise ValueError(
                 f"`{name}` is not a linear projection of the recurrent block: leave it out of `target_modules`."
             )
-        if not isinstance(module, LoraLayer) or not _asks_its_variant(module):
+        # PEFT's forward reads `lora_variant` where the update can be replaced.
+        reads = inspect.unwrap(type(module).forward).__code__.co_names
+        if not isinstance(module, LoraLayer) or "lora_variant" not in reads:
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise ValueError(f"`{name}` is a {kind}, whose forward computes the update itself: no gate reaches it.")
         for variant in module.lora_variant.values():
@@ -100,8 +102,3 @@ def check_adapter(model: nn.Module) -> str:
         )
     check_layers(model)
     return model.active_adapters[0]
-
-
-def _asks_its_variant(layer: LoraLayer) -> bool:
-    """Return whether the class's forward reads `lora_variant`, as PEFT's does where the update can be replaced."""
-    return "lora_variant" in inspect.unwrap(type(layer).forward).__code__.co_names

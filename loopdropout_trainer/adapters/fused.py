@@ -92,7 +92,7 @@ class FusedUpdate(torch.autograd.Function):
         # In float32: a gate such as 1/0.7 rounded to bfloat16 would be 0.2% off for every token alike.
         low = (first @ maps.down.T) * scale
         low = low if low.dtype == x.dtype else low.to(x.dtype)
-        updates = _parts(low, maps)  # u_i = g s_i A_i x, each [m, r_i]
+        updates = low.split([b.shape[1] for b in maps.up], dim=1)  # u_i = g s_i A_i x, each [m, r_i]
         outputs = []
         for weight, bias, b, update in zip(maps.weights, maps.biases, maps.up, updates, strict=True):
             y = F.linear(rows, weight, bias)  # [n, out_i], a new tensor: its first m rows get the update in place
@@ -130,11 +130,6 @@ class FusedUpdate(torch.autograd.Function):
             (grad_x if m == len(x) else grad_x[:m]).addmm_(low, maps.down)
             grad_x = grad_x.view(shape)
         return grad_x, None, None, None, grad_a, *grad_b
-
-
-def _parts(low: torch.Tensor, maps: Projections) -> Sequence[torch.Tensor]:
-    """Return the rank-r activations [m, r_i] of each map."""
-    return (low,) if len(maps.up) == 1 else low.split([b.shape[1] for b in maps.up], dim=1)
 
 
 class FusedProjection:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -65,8 +64,14 @@ class PerLoopLora(GatedLora, kind="per_loop"):
         digest = hashlib.blake2b(f"independent adapters {seed}".encode(), digest_size=7).digest()
         with torch.random.fork_rng():
             torch.manual_seed(int.from_bytes(digest, "little"))
-            for layer in layers:
-                _give_each_loop_its_own(layer, adapter, init, num_loops)
+            for layer in layers:  # its own factors are the first loop's; the others' are drawn as PEFT draws them
+                factors, drawn = (layer.lora_A, layer.lora_B), []
+                for loop in range(num_loops):
+                    if loop:
+                        layer.reset_lora_parameters(adapter, init)
+                    drawn.append([factor[adapter].weight.detach().clone() for factor in factors])
+                for factor, loops in zip(factors, zip(*drawn, strict=True), strict=True):
+                    factor[adapter] = LoopFactors(list(loops), factor[adapter].weight.requires_grad)
 
     def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
         return module.lora_A[adapter](x, self.loop_state.loop)
@@ -79,14 +84,3 @@ class PerLoopLora(GatedLora, kind="per_loop"):
             "Independent adapters cannot be merged: each loop has an update of its own, and one weight serves all loops. "
             "Keep the adapter, or train a shared one."
         )
-
-
-def _give_each_loop_its_own(layer: LoraLayer, adapter: str, init: Any, num_loops: int) -> None:
-    """Keep the layer's factors as those of the first loop, and draw the other loops' as PEFT draws its own."""
-    factors = (layer.lora_A, layer.lora_B)
-    pairs = [[factor[adapter].weight.detach().clone() for factor in factors]]
-    for _ in range(1, num_loops):
-        layer.reset_lora_parameters(adapter, init)
-        pairs.append([factor[adapter].weight.detach().clone() for factor in factors])
-    for factor, loops in zip(factors, zip(*pairs, strict=True), strict=True):
-        factor[adapter] = LoopFactors(list(loops), factor[adapter].weight.requires_grad)

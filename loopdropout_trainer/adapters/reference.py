@@ -47,27 +47,22 @@ def references_like_the_policy(model: Any, rule: Any, shares_gates: bool = False
 
     def add_adapter(name: str, config: Any, *args: Any, **kwargs: Any) -> None:
         PeftModel.add_adapter(model, name, config, *args, **kwargs)
-        _copy_active_adapter(model, name, rule, shares_gates)
+        source, looped, layers = model.active_adapters[0], find_looped_model(model), adapted_layers(model)
+        kind = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, source)), GatedLora)
+        for layer in layers:
+            for factors in (layer.lora_A, layer.lora_B):
+                factors[name] = copy.deepcopy(factors[source]).requires_grad_(False)
+        for parameters in model.base_model.children():  # a kind's own, by the name of their adapter
+            if isinstance(parameters, nn.ParameterDict) and source in parameters:
+                parameters[name] = nn.Parameter(parameters[source].detach().clone(), requires_grad=False)
+        state = looped.loop_state if shares_gates else UnitGatesView(looped.loop_state)
+        shared = kind.prepare(model, name, looped.config.num_loops, seed=0)
+        for module, layer in enumerate(layers):
+            layer.lora_variant[name] = kind(state, module, rule, in_activation_dtype=True, shared=shared)
+            layer.cast_input_dtype_enabled = False
 
     model.add_adapter = add_adapter
     try:
         yield
     finally:
         del model.add_adapter
-
-
-def _copy_active_adapter(model: PeftModel, name: str, rule: Any, shares_gates: bool) -> None:
-    source, looped = model.active_adapters[0], find_looped_model(model)
-    kind = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, source)), GatedLora)
-    layers = adapted_layers(model)
-    for layer in layers:
-        for factors in (layer.lora_A, layer.lora_B):
-            factors[name] = copy.deepcopy(factors[source]).requires_grad_(False)
-    for parameters in model.base_model.children():  # a kind's own, by the name of their adapter
-        if isinstance(parameters, nn.ParameterDict) and source in parameters:
-            parameters[name] = nn.Parameter(parameters[source].detach().clone(), requires_grad=False)
-    state = looped.loop_state if shares_gates else UnitGatesView(looped.loop_state)
-    shared = kind.prepare(model, name, looped.config.num_loops, seed=0)
-    for module, layer in enumerate(layers):
-        layer.lora_variant[name] = kind(state, module, rule, in_activation_dtype=True, shared=shared)
-        layer.cast_input_dtype_enabled = False

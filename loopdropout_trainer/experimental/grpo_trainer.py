@@ -231,7 +231,12 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         sampler = super()._get_train_sampler(*args, **kwargs)
         if isinstance(sampler, RepeatSampler) and sampler.shuffle and sampler.seed is not None:
             # TRL draws the order of each epoch from one generator, which a resumed run would start at the first epoch again.
-            sampler.set_epoch = functools.partial(_restart_at_epoch, sampler)
+            def restart_at_epoch(epoch: int) -> None:
+                sampler.generator.manual_seed(sampler.seed)
+                for _ in range(epoch):
+                    torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+            sampler.set_epoch = restart_at_epoch
         return sampler
 
     def _completions_file(self, folder: str | Path) -> Path:
@@ -268,9 +273,3 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
                 batches[int(index)][name] = saved.get_tensor(key)
         self._buffered_inputs = [batches[index] for index in sorted(batches)] or None
         return place
-
-
-def _restart_at_epoch(sampler: RepeatSampler, epoch: int) -> None:
-    sampler.generator.manual_seed(sampler.seed)
-    for _ in range(epoch):
-        torch.randperm(sampler.num_samples, generator=sampler.generator)

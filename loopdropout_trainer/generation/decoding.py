@@ -148,11 +148,6 @@ class _Row:
         return len(self.prompt) + len(self.completion)
 
 
-def most_probable(logits: torch.Tensor, rows: list[int], positions: list[int]) -> torch.Tensor:
-    """Return the most probable tokens [B] by logits [B, V]."""
-    return logits.argmax(dim=-1)
-
-
 class Sampler:
     """Draws tokens from softmax(logits / temperature), cut by top-k, top-p and min-p in this order, as transformers does.
 
@@ -219,7 +214,9 @@ class Decoder:
     num_slots: int
     have_ended: Callable[[list[list[int]]], list[bool]]
     compiled: bool = False
-    choose: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor] = most_probable
+    choose: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor] = lambda logits, rows, places: logits.argmax(
+        dim=-1
+    )
 
     def __post_init__(self) -> None:
         self.device = self.model.device  # found by a walk through the modules: once

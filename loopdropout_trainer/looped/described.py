@@ -90,18 +90,6 @@ DESCRIPTIONS: dict[type, type[LoopDescription]] = {}
 """How the models of registered classes loop."""
 
 
-def _describe(model: PreTrainedModel) -> None:
-    """Make a new model of a registered class an instance of its description, and its recurrent layers announce their loops."""
-    description = next((DESCRIPTIONS[cls] for cls in type(model).__mro__ if cls in DESCRIPTIONS), None)
-    if description is None or isinstance(model, LoopedModelMixin):
-        return
-    model.__class__ = _both(description, type(model))
-    model.loop_state = LoopState()
-    for layer in model.recurrent_layers():
-        layer.__class__ = _both(_Announcing, type(layer))
-        layer.looped_model = (model,)
-
-
 @functools.cache
 def _both(added: type, own: type) -> type:
     """Return a subclass of both classes that goes by the second one's name, which libraries choose modules by."""
@@ -155,7 +143,14 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
     @functools.wraps(build)
     def build_described(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        _describe(self)
+        if isinstance(self, LoopedModelMixin):
+            return
+        nearest = next(DESCRIPTIONS[cls] for cls in type(self).__mro__ if cls in DESCRIPTIONS)
+        self.__class__ = _both(nearest, type(self))
+        self.loop_state = LoopState()
+        for layer in self.recurrent_layers():
+            layer.__class__ = _both(_Announcing, type(layer))
+            layer.looped_model = (self,)
 
     model_class.config_class.num_loops = property(description.get_num_loops, set_num_loops)
     for field in ("auto_map", "served_by"):  # what the configurations of this package's own families have

@@ -418,10 +418,6 @@ def _positions(embeddings: torch.Tensor, attention_mask: Any, seen: int) -> torc
     return (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
 
 
-def _accept_hub_weights(model: LoopedForCausalLM, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
-    model.accept_hub_weights(weights, prefix)
-
-
 class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     """A looped backbone with its head. Loss and logits are always the final loop's.
 
@@ -433,13 +429,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     def __init__(self, config) -> None:
         super().__init__(config)
-        self.register_load_state_dict_pre_hook(_accept_hub_weights)
+        self.register_load_state_dict_pre_hook(type(self).accept_hub_weights)
 
     def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the state dict `weights` as the published code names and completes it: what is saved."""
         return weights
 
-    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str) -> None:
+    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
         """Turn a published state dict, whose keys start with `prefix`, into this model's in place."""
 
     def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:

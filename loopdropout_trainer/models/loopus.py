@@ -254,7 +254,7 @@ class LoopusForCausalLM(LoopusPreTrainedModel, LoopedForCausalLM):
     def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
-    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str) -> None:
+    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
         for name in [name for name in weights if name.startswith(prefix)]:
             key = re.sub(r"^plateau\.", "reasoning.", name.removeprefix(prefix).replace(".module.", "."))
             if not key.startswith("model."):

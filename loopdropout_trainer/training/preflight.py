@@ -59,7 +59,7 @@ def default_peft_config(model: PreTrainedModel | PreTrainedConfig, **overrides: 
         overrides: other fields of `LoraConfig`, or other values for these.
     """
     config = LoraConfig(**{"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM", **overrides})
-    return config if "target_modules" in overrides else complete_peft_config(config, model)
+    return complete_peft_config(config, model)
 
 
 def complete_peft_config(peft_config: PeftConfig | None, model: PreTrainedModel | PreTrainedConfig) -> PeftConfig:

@@ -17,16 +17,15 @@ from loopdropout_trainer.models.looped_modeling import RecurrentLayer
 from loopdropout_trainer.models.operations import recomputable, rotate_halves, swiglu
 
 
-def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate channels (2i, 2i + 1) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d / 2], in float32."""
+def shift_and_rotate(x: torch.Tensor, bias: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return x [B, S, heads, d] plus its bias [1, heads, d], rotated: [B, heads, S, d].
+
+    That is channels (2i, 2i + 1), by the angles of cos, sin [B or 1, S, d / 2], in float32.
+    """
+    x = (x if bias is None else x + bias).transpose(1, 2)
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).type_as(x)
-
-
-def shift_and_rotate(x: torch.Tensor, bias: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [B, S, heads, d] plus its bias [1, heads, d], rotated: [B, heads, S, d]."""
-    return rotate_pairs((x if bias is None else x + bias).transpose(1, 2), cos, sin)
 
 
 def norm_and_rotate(x: torch.Tensor, norm: nn.Module | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

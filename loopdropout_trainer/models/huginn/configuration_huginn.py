@@ -113,12 +113,8 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
                 setattr(self, name, value)
         if self.init_values is None:
             out_proj = std / math.sqrt(2 * self.effective_expected_depth)
-            self.init_values = {
-                "std": std,
-                "out_proj": out_proj,
-                "embedding": std,
-                "embed_scale": math.sqrt(self.n_embd),
-            }
+            scale = math.sqrt(self.n_embd)
+            self.init_values = {"std": std, "out_proj": out_proj, "embedding": std, "embed_scale": scale}
         is_converted = "rope_theta" in kwargs or kwargs.get("rope_scaling") or self.rope_parameters
         if kwargs.get("rope_scaling"):
             kwargs["rope_scaling"] = dict(kwargs["rope_scaling"])  # transformers writes to it

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -170,7 +171,7 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         angles = rotary_angles(self.config, torch.arange(self.config.block_size))
         return {**weights, "freqs_cis": torch.stack((angles.cos(), angles.sin()), dim=-1)[None, :, None]}
 
-    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str) -> None:
+    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
         weights.pop(f"{prefix}freqs_cis", None)
         embeddings = weights.get(f"{prefix}transformer.wte.weight")
         if self.config.tie_word_embeddings and embeddings is not None:

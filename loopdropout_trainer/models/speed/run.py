@@ -55,7 +55,13 @@ class FastRun(PlainRun):
     def start(self, inputs: LoopInputs) -> AbstractContextManager:
         super().start(inputs)
         if self.packs:
-            self.packed = self._packed_loops(inputs)
+            # If what comes before the loops is trained, no loop of any example is free of gradient.
+            needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
+            may_freeze = torch.is_grad_enabled() and not needs_gradient
+            lora_parameters = self.backbone.training_policy.lora_parameters if may_freeze else None
+            limits = Thresholds() if lora_parameters is None else self.thresholds(inputs.state, lora_parameters)
+            mask_of, state = lambda lengths: self._mask(inputs.state, lengths), self.backbone.loop_state
+            self.packed = PackedLoops(inputs, self.packing, state, mask_of, lora_parameters, limits)
         return recomputation(self.recomputes)
 
     def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
@@ -63,15 +69,6 @@ class FastRun(PlainRun):
 
     def result(self) -> LoopInputs:
         return (self.packed if self.packs else super()).result()
-
-    def _packed_loops(self, inputs: LoopInputs) -> PackedLoops:
-        # If what comes before the loops is trained, no loop of any example is free of gradient.
-        needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
-        may_freeze = torch.is_grad_enabled() and not needs_gradient
-        lora_parameters = self.backbone.training_policy.lora_parameters if may_freeze else None
-        thresholds = Thresholds() if lora_parameters is None else self.thresholds(inputs.state, lora_parameters)
-        mask_of = lambda lengths: self._mask(inputs.state, lengths)
-        return PackedLoops(inputs, self.packing, self.backbone.loop_state, mask_of, lora_parameters, thresholds)
 
     def thresholds(self, like: torch.Tensor, lora_parameters: Sequence[nn.Parameter]) -> Thresholds:
         """Return from how many tokens on it takes less time to treat examples apart, by the sizes of the recurrent block.
