@@ -49,7 +49,8 @@ def main(argv):
         time.sleep(float((LAB / "slow").read_text()))
     out.mkdir(parents=True, exist_ok=True)
     if (LAB / "diverging").exists() and rate in json.loads((LAB / "diverging").read_text()):
-        (out / "diverged.json").write_text(json.dumps({"error": "The loss of step 3 is not finite (nan)."}))
+        error = {"run_name": recipe["run_name"], "error": "The loss of step 3 is not finite (nan)."}
+        (out / "diverged.json").write_text(json.dumps(error))
         sys.exit(2)
     (out / "trained").touch()
     correct = {0.01: 5, 0.02: 7, 0.04: 7}.get(rate, 1)
@@ -285,6 +286,9 @@ REFUSALS = [  # fields, the field that is named, the fault
     ({"methods": ["nowhere.yaml"]}, "nowhere.yaml", "cannot be read"),
     ({"learning_rates": [0.0]}, "learning_rates", "above 0"),
     ({"seeds": []}, "seeds", "one or more"),
+    ({"seeds": [1, 5000000000]}, "seeds", "from 0 to 4,294,967,295"),
+    ({"methods": {"x": {"rule": "lora", "learning_rate": 0.05}}}, "learning_rate", "is the sweep's"),
+    ({"settings": {"seed": 77}}, "seed", "is the sweep's"),
     ({"rate_factors": {"x": 2.0}}, "rate_factors", "'x'"),
     ({"select_on": "--adapter=/x"}, "select_on", "--adapter=/x"),
     ({"selection_seeds": 0}, "selection_seeds", "at least 1"),

@@ -205,7 +205,8 @@ class Run:
             trainer.save_state()  # the learning curve
         except NonFiniteLossError as error:
             if is_main:  # for a sweep: this rate is out, the others go on
-                write_atomically(diverged, json.dumps({"error": str(error), "step": trainer.state.global_step}) + "\n")
+                report = {"run_name": config.run_name, "step": trainer.state.global_step, "error": str(error)}
+                write_atomically(diverged, json.dumps(report) + "\n")
             raise
         if is_main:
             diverged.unlink(missing_ok=True)

@@ -82,8 +82,10 @@ class PartArguments:
             values = list(getattr(self, name))
             if not values or len(set(map(str, values))) != len(values):
                 raise ValueError(f"`{name}` must be one or more different values; got {values!r}.")
-            for value in values if name != "methods" else ():
-                check_number(name, value, above=name == "learning_rates")
+        for rate in self.learning_rates:
+            check_number("learning_rates", rate, above=True)
+        for seed in self.seeds:
+            check_integer("seeds", seed, least=0, most=2**32 - 1)
         for name in self.measure or ():
             check_choice("measure", name, sorted(_MEASURED))
         self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
@@ -213,9 +215,13 @@ class Sweep:
         """Return a method's recipe with nothing left to look up elsewhere."""
         own = {} if _is_recipe(definition) else {"rule": definition} if isinstance(definition, str) else definition
         recipe = load_recipe(definition if _is_recipe(definition) else self.arguments.recipe)
-        recipe |= self.arguments.settings or {}
+        recipe = {key: value for key, value in recipe.items() if key not in _SET_BY_SWEEP} | (
+            self.arguments.settings or {}
+        )
         recipe = for_another_rule(recipe, own["rule"]) if "rule" in own else recipe
-        recipe = {key: value for key, value in {**recipe, **own, **of_part}.items() if key not in _SET_BY_SWEEP}
+        recipe = {**recipe, **own, **of_part}
+        if of_sweep := sorted(_SET_BY_SWEEP & recipe.keys()):
+            raise RecipeError(f"`{of_sweep[0]}` is the sweep's: it can be no field of `methods` or `settings`.")
         if secret := [key for key in recipe if public_settings(recipe).get(key) != recipe[key]]:
             raise RecipeError(f"`{secret[0]}` holds a secret, which a sweep would write down: give it as HF_TOKEN.")
         if recipe.get("save_strategy") == "no":  # measured after the choice, without another training
@@ -320,7 +326,9 @@ class Sweep:
                 cost = {name: report["train_info"].get(name) for name in ("train_seconds", "peak_memory_gb")}
                 return {"benchmarks": {name: each["score"] for name, each in report["benchmarks"].items()}, **cost}
         with suppress(*_DAMAGED):
-            return {"error": json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))["error"]}
+            report = json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))
+            if report["run_name"] == run_name:
+                return {"error": report["error"]}
         return None
 
     # Doing it
