@@ -143,9 +143,9 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
     @functools.wraps(build)
     def build_described(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        if isinstance(self, LoopedModelMixin):
+        nearest = next((DESCRIPTIONS[cls] for cls in type(self).__mro__ if cls in DESCRIPTIONS), None)
+        if nearest is None or isinstance(self, LoopedModelMixin):
             return
-        nearest = next(DESCRIPTIONS[cls] for cls in type(self).__mro__ if cls in DESCRIPTIONS)
         self.__class__ = _both(nearest, type(self))
         self.loop_state = LoopState()
         for layer in self.recurrent_layers():
