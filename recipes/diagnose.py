@@ -39,9 +39,10 @@ def main(argv: list[str] | None = None) -> None:
             from loopdropout_trainer.reports.report import automatic_figures, numbers_by_method
 
             table = load_table([folder])
-            print(numbers_by_method(table).to_string())
+            print(numbers_by_method(table).to_string() if len(table) else "Nothing was measured.")
             for name, figure in automatic_figures(table).items():
                 save_figure(figure, folder / "figures" / name)
+            print(*(f"Left out: {fault}\n" for fault in table.attrs["skipped"]), sep="", end="")
         except (ImportError, ValueError) as error:  # after hours of measuring
             print(f"No figures: {error}")
         print(f"Everything is in {folder}")

@@ -36,17 +36,19 @@ def saved(tmp_path_factory, tokenizer):
     base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     settings = f"model_name_or_path: {folder / 'base'}\npreparation: arithmetic\nnum_train_examples: 20\n"
+    settings += "num_eval_examples: 6\nmax_length: 512\n"
     for seed, name in enumerate(("lora", "dropout_1", "dropout_2"), start=1):
         adapted(copy.deepcopy(base), seed).save_pretrained(folder / name)
         rule = "lora" if name == "lora" else "loop_dropout"
         facts = {"num_loops": 4, "rule": rule, "p": None if name == "lora" else 0.5}
         (folder / name / ADAPTER_METADATA).write_text(json.dumps(facts))
         trained = {**yaml.safe_load(settings), "seed": seed}
-        (folder / name / "results.json").write_text(json.dumps({"run_info": {"settings": trained}}))
+        run = {"settings": {"learning_rate": 1e-3, "seed": seed}}
+        (folder / name / "results.json").write_text(json.dumps({"run_info": {"settings": trained}, "run": run}))
     adapted(copy.deepcopy(base), 1).merge_and_unload().save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder / "merged")
     (folder / "recipe.yaml").write_text(
-        f"{settings}num_eval_examples: 6\nmax_length: 512\ndtype: float32\nuse_cpu: true\nlearning_rate: 1.0e-4\n"
+        f"{settings}dtype: float32\nuse_cpu: true\nlearning_rate: 1.0e-4\n"
         "benchmarks: [arithmetic_test]\nrows_batch_size: 4\n"
     )
     return folder
@@ -126,7 +128,9 @@ def test_a_killed_run_goes_on_and_other_rows_are_measured_anew(diagnose, tmp_pat
 NOT_RESULTS = "results.json is not the results file"
 INCOMPARABLE = [
     (9, {"num_train_examples": 40}, "`num_train_examples` was 20 .* 40"),
-    (9, {"model_name_or_path": "ByteDance/Ouro-1.4B"}, "`model_name_or_path`.*ByteDance/Ouro-1.4B"),
+    (9, {"model_name_or_path": "ByteDance/Ouro-1.4B"}, "`model_name_or_path`.*Ouro-1.4B"),
+    (9, {"learning_rate": 3e-3, "seed": 9}, "no two seeds of one method .`learning_rate` was 0.001 and is 0.003"),
+    (9, {}, "the seed of both is 1"),
     (1, {"seed": 7}, "`LoRA` .* and `LoRA` .* hold the same weights"),
     *((9, content, NOT_RESULTS) for content in ("{", '{"run_info": {"settings": 3}}')),
 ]
@@ -138,7 +142,8 @@ def test_adapters_that_cannot_be_compared_are_refused(diagnose, saved, tmp_path,
     adapted(tiny_ouro(), seed).save_pretrained(saved / "copy")
     if isinstance(results, dict):
         trained = json.loads((saved / "lora" / "results.json").read_text())["run_info"]["settings"]
-        results = json.dumps({"run_info": {"settings": trained | results}})
+        run = {"settings": {"learning_rate": 1e-3, **results}}
+        results = json.dumps({"run_info": {"settings": trained | results}, "run": run})
     (saved / "copy" / "results.json").write_text(results)
     with pytest.raises(ValueError, match=message) as caught:
         diagnose(tmp_path / "out", "--diagnostics", "dose", adapters=("LoRA=lora", "LoRA=copy"))
@@ -146,6 +151,7 @@ def test_adapters_that_cannot_be_compared_are_refused(diagnose, saved, tmp_path,
 
 
 MISTAKES = {  # words: what the sentence names
+    **{f"--{name} 7": f"the recipe.*`{name}`" for name in ("num_train_examples", "num_eval_examples", "split_seed")},
     "--diagnostics doses": "`diagnostics` .*'doses'",
     "--import missing.py": "`import` names missing.py",
     **{f"--models {model}": f"`models` .*'{model}'" for model in ("Merged", "LoRA=x", "base=x")},
@@ -190,6 +196,16 @@ def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
     assert run["measured"]["losses"] == pytest.approx([patterns[3, 4], patterns[1, 2, 3, 4]])
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("last_two.losses"))
     assert f"{run['measured']['losses'][0]:.4f}" in line
+
+
+@pytest.mark.parametrize("measured", [{"a": float("nan")}, {"a": object()}, 3])
+def test_what_a_file_cannot_hold_is_left_out_with_the_reason(diagnose, tmp_path, measured):
+    with patch.dict(DIAGNOSTICS), patch.object(SingleLoop, "measure", side_effect=[measured, {"frozen": 1.0}]):
+        files = diagnose(tmp_path, "--diagnostics", "single_loop", adapters=("LoRA=lora", "B=dropout_1"))
+    assert [run["method"] for run in files["single_loop"]["runs"]] == ["B"]
+    assert "can hold" in files["single_loop"]["left_out"][1]["reason"]
+    with pytest.raises(ValueError, match="`name` of a diagnostic"):
+        type("Evil", (SingleLoop,), {"name": "../../evil"})
 
 
 @pytest.mark.slow

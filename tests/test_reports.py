@@ -272,8 +272,8 @@ def evaluate_again(run, total=30, **settings):
     write_evaluation(run / "test", run, [answers("b", total, [1] * total)], **settings)
 
 
-def train_again(run, train_info=None, **settings):
-    write_training(run, {**BASIC, "seed": 2, **settings}, train_info=train_info or {})
+def train_again(run, train_info=None, run_is=None, **settings):
+    write_training(run, {**BASIC, "seed": 2, **settings}, train_info=train_info or {}, run=run_is or {})
 
 
 OTHERWISE = {  # what the error names: how the run is changed
@@ -285,6 +285,8 @@ OTHERWISE = {  # what the error names: how the run is changed
     "learning_rate": (train_again, {"learning_rate": 2e-3}),
     "a_setting_of_next_year": (train_again, {"a_setting_of_next_year": 1}),
     "p": (train_again, {"train_info": {"p": 0.3}}),
+    "base_weights": (train_again, {"run_is": {"model": {"weights": "f" * 64}}}),  # of a folder of the same name
+    "a_setting_of_" + 60 * "x": (train_again, {"a_setting_of_" + 60 * "x": 70 * "y" + "z"}),
     "seed 1": (train_again, {"seed": 1}),
 }
 
@@ -301,6 +303,7 @@ def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(runs, setting
         accuracy = summary_tables(found)[0]
         ours = accuracy["row"].str[0].str.startswith("LoRA")
         assert set(accuracy[ours]["count"].dropna()) == {1}
+        assert all(row[0] in specs.markdown(accuracy) for row in accuracy["row"])  # not cut
         with pytest.raises(ReportError, match=setting):
             points(found[found["metric"] == "b"], panel="benchmark", x="depth", by="method")
 
@@ -322,15 +325,6 @@ def test_results_that_were_evaluated_differently_are_not_compared(runs, two):
         build_table(two, load_table([runs]))
     accuracy = summary_tables(load_table([runs]))[0]
     assert accuracy["column"].nunique() == 2 and accuracy["column"].str.contains("chat_template = other").any()
-
-
-def test_what_is_not_a_number_is_not_left_out_of_a_mean(runs):
-    file = runs / "lora" / "2" / "test" / "evaluation.json"
-    content = json.loads(file.read_text())
-    entry = content["rows"]["2"]["benchmarks"]["b"]
-    entry["metrics"]["b"] |= {"score": float("nan"), "correct": None}
-    file.write_text(json.dumps(content))
-    assert only_cell(runs).text == "nan ± nan"
 
 
 def test_a_difference_is_paired_by_seed_and_its_interval_is_over_seeds_and_problems(tmp_path):
@@ -401,10 +395,15 @@ def test_a_run_is_read_with_all_that_it_measured(tmp_path):
     assert accuracy["column"].nunique() == 8
     figures = automatic_figures(table)
     assert {"depth_accuracy", "single_loop", "single_loop_accuracy", "readouts", "learning_curves"} <= set(figures)
-    # The same benchmark evaluated again in full is there once, as the evaluation has it.
+    # The same result evaluated again is there once, as the evaluation has it.
     write_evaluation(tmp_path / "lora" / "test", tmp_path / "lora", [answers("b", 20, np.arange(20) < 7)])
-    again = select(load_table([tmp_path]), {"method": "LoRA", "metric": "b", "gates": "all", "depth": 4})
-    assert again["value"].item() == 35.0
+    again = lambda: select(load_table([tmp_path]), {"method": "LoRA", "metric": "b", "gates": "all", "depth": 4})
+    assert set(again()["value"]) == {20.0, 35.0}  # another result: both are there, and a cell that meets both says so
+    with pytest.raises(ReportError, match="max_new_tokens"):
+        only_cell(tmp_path)
+    assert "35.00" in specs.markdown(summary_tables(load_table([tmp_path]))[0])
+    write_evaluation(tmp_path / "lora" / "test", tmp_path / "lora", [answers("b", 20, np.arange(20) < 4)])
+    assert again()[["value", "evaluation.max_new_tokens"]].values.tolist() == [[20.0, 10]]
 
 
 def test_gates_and_readout_of_an_evaluation_are_told_apart(runs):
@@ -421,11 +420,38 @@ def test_gates_and_readout_of_an_evaluation_are_told_apart(runs):
     assert only_cell(runs).text == "38.33 ± 2.36"
 
 
+@pytest.mark.parametrize("adapter", ["lora/1/checkpoint-1", "loop_dropout/2", "gone/1", "gone/2"])
+def test_a_measurement_belongs_to_the_adapter_that_it_names_wherever_its_file_is(runs, adapter):
+    run, other = runs / "lora" / "1", runs / adapter
+    if "gone" not in adapter:
+        other.mkdir(parents=True, exist_ok=True)
+    write_evaluation(run / "test", other, [answers("b", 30, [1] * 30)])
+    write_diagnostic(run, "single_loop", [{"method": "x", "path": str(other), "measured": single_loop()}])
+    table, wanted = load_table([runs]), run if adapter == "gone/1" else other  # which was moved
+    for rows in (table[table["value"] == 100], table[table["metric"] == "loss_reduction"]):
+        assert set(rows["run"].str.split("#").str[0]) == {str(wanted.resolve())}
+
+
+def test_runs_in_folders_of_any_name_are_read_and_a_row_of_the_summary_is_one_setting(tmp_path):
+    rates = {"answers": (1, "b"), "parts": (1, "b"), "checkpoint-best": (3, "development"), ".staged": (1, "b")}
+    for folder, (rate, name) in rates.items():
+        settings = {**BASIC, "seed": len(folder), "learning_rate": rate / 1000}
+        write_training(tmp_path / folder / "run", settings, benchmarks=measured(answers(name, 20, [1] * 20)))
+    (tmp_path / "parts" / "run" / "checkpoint-5").mkdir()  # whose learning curve is the run's
+    log = json.dumps({"log_history": [{"loss": 2.0, "step": 5}]})
+    (tmp_path / "parts" / "run" / "checkpoint-5" / "trainer_state.json").write_text(log)
+    table, method = load_table([tmp_path]), "LoRA, learning_rate = "
+    assert table["run"].nunique() == 3 and "training" not in set(table["benchmark"])
+    texts = specs.grid(summary_tables(table)[0]).values.tolist()
+    assert texts == [[f"{method}0.001", "100.00 ± 0.00", "–"], [f"{method}0.003", "–", "100.00"]]
+
+
 def test_any_diagnostic_is_in_the_table_and_drawn(tmp_path):
     """Of one's own, and of the states: numbers, lists by loop and matrices."""
     measures = {
         "last_two": lambda i: {"loss": 0.5 + i, "by_loop": [1.0, 2.0], "what": "x"},
         "settling": lambda i: {"states": "carried", "state_distances": [1.0 + i, 0.0], "agreements_percent": [9.0, 100.0]},
+        "kinds": lambda i: {"by_kind": {"a": 1.0, "b": 2.0 + i}, "is_good": True},
         "updates": lambda i: {"relative_sizes": [0.1, 0.2], "cosines": [[1.0, 0.5], [0.5, 1.0]]},
     }  # fmt: skip
     for name, measure in measures.items():
@@ -436,9 +462,10 @@ def test_any_diagnostic_is_in_the_table_and_drawn(tmp_path):
     assert (loss.mean(), len(loss)) == (1.0, 2)
     assert set(select(table, {"metric": "last_two.by_loop", "loop": 2})["value"]) == {2.0}
     figures = automatic_figures(table)
-    assert set(figures) == {"last_two", "settling", "updates", "updates_cosines"}
+    assert set(figures) == {"last_two", "settling", "updates", "updates_cosines", "kinds"}
     drawn = figures["settling"].data
     assert sorted(drawn["mean"][drawn["x"] == 1]) == [1.5, 9.0] and set(figures["updates"].data["mean"]) == {0.1, 0.2}
+    assert figures["kinds"].data[["x", "mean"]].values.tolist() == [["a", 1.0], ["b", 2.5]]
     numbers = numbers_by_method(table)
     assert numbers.loc["settling.state_distances, loop 1", "mine"] == "1.5000 ± 0.7071"
     assert numbers.loc["last_two.loss", "mine"] == "1.0000 ± 0.7071"
@@ -446,6 +473,8 @@ def test_any_diagnostic_is_in_the_table_and_drawn(tmp_path):
 
 entry = lambda key, value: lambda content: content["rows"]["1"].update({key: value})
 result = lambda key, value: lambda content: content["rows"]["1"]["benchmarks"]["b"].update({key: value})
+metric = lambda key, value: result("metrics", {"b": {"score": 110 / 3, "sum": 11, "total": 30, key: value}})
+train = lambda key, value: lambda content: content["train_info"].update({key: value})
 EVALUATION, TRAINING, DIAGNOSTIC = "test/evaluation.json", "results.json", "diagnostics/single_loop.json"
 FAULTS = {  # what the sentence names: file, and its text or a change of its content
     "Expecting": (EVALUATION, "hello"),
@@ -456,7 +485,19 @@ FAULTS = {  # what the sentence names: file, and its text or a change of its con
     "`rows.1.meta_info`": (EVALUATION, entry("meta_info", None)),
     "adapter_path": (EVALUATION, entry("meta_info", {"num_loops": 4, "adapter_path": 5})),
     "b.total": (EVALUATION, result("total", "many")),
-    "division": (EVALUATION, result("total", 0)),
+    "total` must be an integer from 1; got 0": (EVALUATION, result("total", 0)),
+    **{f"score` must be a number; got {str(value)[:9]}": (EVALUATION, metric("score", value))
+       for value in (float("nan"), float("inf"), True, 10**400)},
+    "`score` of b must be 11 of 30": (EVALUATION, metric("score", 90)),
+    "`sum` of b": (EVALUATION, metric("correct", 12)),
+    "metrics` must be a mapping of one or more": (EVALUATION, result("metrics", {})),
+    "`missing` of b must be 0 of 30": (EVALUATION, result("missing", 99)),
+    "`total` of b must be 30 of 31": (EVALUATION, result("total", 31)),
+    "`correct` of x": (EVALUATION, result("groups", {"level": {"x": {"correct": 9, "total": 2}}})),
+    "predictions.0.correct": (EVALUATION, result("predictions", [{"prompt": "", "correct": 7}])),
+    "num_loops` must be an integer from 1": (TRAINING, train("num_loops", 0)),
+    **{f"{name}` must be": (TRAINING, train(name, value)) for name, value in
+       {"learning_rate": "abc", "train_seconds": "abc", "peak_memory_gb": [1], "trainable_parameters": 0.5, "p": 7}.items()},
     "b.predictions.0.prompt": (EVALUATION, result("predictions", [{"prompt": 3}])),
     "run_info.settings": (TRAINING, '{"run_info": {"settings": 3}, "train_info": {}}'),
     "two": (TRAINING, '{"run_info": {"settings": {}}, "train_info": {"num_loops": 4}, "by_depth": {"two": {}}}'),
@@ -497,23 +538,57 @@ def test_what_is_missing_is_named_and_not_invented(runs, two):
     assert "no run with method LoRA" in markdown and "loopdropout sweep sweeps/x.yaml" in markdown
 
 
-MISTAKES = {  # a line of a table's file: what the sentence names
-    "wher: {}": "`wher`",
-    "rows: [[a, '1', '2', '3']]": "2 numbers",
-    "columns: {B: {metric: b, show: speed}}": "show`",
-    "columns: {B: {average_of: 3}}": "average_of`",
-    "figure: pie": "`figure`",
-    **{f"label: '{label}'": "`label`" for label in ("tab:../../evil", "tab:a}\\input{b")},
-}
+CELLS = {  # what a column says: what the sentence names
+    "depht: 4": "`depht`", "filter.x: 1": "`filter.x`", "of: nonexistent": "`nonexistent`", "of: method": "`method` holds",
+    "of: verdicts": "`verdicts`", "part: missing_in_either": "`part` has no effect", "bold: [zzz]": "`zzz`",
+    "minus: {method: LoRA}, scale: 2": "`scale` has no effect", "of: p, recipe: recipes/gsm8k.yaml, decimals: 1": "`decimals`",
+    "of: rule x rule, recipe: recipes/gsm8k.yaml": "number is needed", "minus: {of: p}": "`of`",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "message"), MISTAKES.items())
-def test_a_mistake_in_a_file_is_one_sentence(tmp_path, text, message):
-    fields = {"label": "label: tab:x", "title": "title: X", "columns": "columns: {A: {metric: a}, B: {metric: b}}"}
-    path = tmp_path / "t.yaml"
-    path.write_text("\n".join({**fields, text.split(":")[0]: text}.values()))
+@pytest.mark.parametrize(("text", "message"), CELLS.items())
+def test_a_cell_that_cannot_be_made_is_refused_by_name(runs, text, message):
     with pytest.raises(ReportError, match=re.escape(message)):
+        only_cell(runs, text)
+    assert [only_cell(runs, setting).text for setting in ("weight_decay: 0.5", "evaluation.x: 1")] == ["–", "–"]
+
+
+LINE = "label: fig:x\ntitle: X\nfigure: line\nfilter: {metric: b, method: LoRA}\nx: {seed: s}\ny: {total: n}"
+GATES = "label: fig:x\ntitle: X\nfigure: gates"
+TABLE = "label: tab:x\ntitle: X\ncolumns: {A: {metric: a}, B: {metric: b}}"
+
+
+def test_a_figure_draws_its_own_column(runs, tmp_path):
+    for old, new in (("", ""), ("total", "zzz"), ("total", "rule"), ("seed", "rule"), ("seed", "zzz")):
+        (tmp_path / "f.yaml").write_text(LINE.replace(old, new))
+        if not old:
+            assert paper_figure(load_spec(tmp_path / "f.yaml"), load_table([runs])).data["mean"].tolist() == [30, 30]
+            continue
+        with pytest.raises(ReportError, match=f"`{new}`"):
+            paper_figure(load_spec(tmp_path / "f.yaml"), load_table([runs]))
+
+
+CELL = """part: foo|part: both_extractible|decimals: x|decimals: -1|decimals: 2.5|decimals: true|scale: x|scale: [1]|minus: 5
+minus: [LoRA]|bold: 5|bold: column|recipe: 5|average_of: []|average_of: 3|show: speed|x: [{}]""".replace(
+    "\n", "|"
+).split("|")
+MISTAKES = {  # lines of a file, one of which is wrong; the sentence has the last name in it
+    TABLE: """wher: {}|rows: [[a, '1', '2', '3']]|figure: pie|figure: line|figure: [line]|figure: table|label: tab:../../evil
+label: tab:a}\\input{b|label: 5|label:|title: 5|columns: {4: {}}|heads: {Rank: 5}|rows: [[{Ours: 5}]]|rows: [[{}]]""",
+    LINE: "x: {}|x: {a: b, c: d}|x:|y: {}|panels: {A: 5}|minus: {}|note: x|filter: {a: {}}",
+    GATES: "filter: {num_loops: 0}|filter: {seed: x}|filter: {p: 2}|filter: {sweep: x}",
+}
+MISTAKES = [(file, line) for file, lines in MISTAKES.items() for line in lines.replace("\n", "|").split("|")]
+MISTAKES += [(TABLE, f"columns: {{B: {{{each}}}}}") for each in (*CELL, f"scale: {10**400}")]
+
+
+@pytest.mark.parametrize(("file", "line"), MISTAKES)
+def test_a_mistake_in_a_file_is_one_sentence(tmp_path, file, line):
+    path = tmp_path / "t.yaml"
+    path.write_text("\n".join({each.split(":")[0]: each for each in [*file.split("\n"), line]}.values()))
+    with pytest.raises(ValueError, match=re.findall(r"(\w+):[^:]*$", line)[0]) as caught:
         load_spec(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
 # --- the report ---------------------------------------------------------------------------------------------------------
@@ -545,6 +620,11 @@ def test_a_report_of_any_runs(runs, tmp_path):
     evil.write_text("label: tab:y\ntitle: '<script>&_#'\ncolumns: {'a|b': {metric: b}}\nrows: [[LoRA]]\n")
     write_report([runs], [evil], out)
     assert (out / "tables" / "t.tex").is_file() and "<script>&" not in (out / "report.html").read_text()
-    for folder, fault in ((out, "No results"), (tmp_path / "nowhere", "There is no folder")):
-        with pytest.raises(ReportError, match=fault):
-            write_report([folder], [], tmp_path / "again")
+    again = tmp_path / "two" / "t.yaml"
+    again.parent.mkdir()
+    shutil.copy(evil, again)
+    faults = ((out, [], again.parent, "No results"), (tmp_path / "nowhere", [], again.parent, "There is no folder"),
+              (runs, [evil, again], "x", "'t' twice"), (runs, [], "", "`output_dir`"), (runs, [], "a\0b", "`output_dir`"))  # fmt: skip
+    for folder, files, to, fault in faults:
+        with pytest.raises(ValueError, match=fault):
+            write_report([folder], files, to)

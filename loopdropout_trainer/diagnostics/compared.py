@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.data.arguments import LossArguments
+from loopdropout_trainer.diagnostics.rows import HELD_OUT, RowArguments
 from loopdropout_trainer.evaluation.loading import train_info
 from loopdropout_trainer.saving.adapter_files import adapter_folder
 from loopdropout_trainer.saving.files import sha256
-from loopdropout_trainer.settings.arguments import check_depths
+from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import check_folder, check_list
 from loopdropout_trainer.settings.recipe import RecipeError
+from loopdropout_trainer.training.checkpoints import differences
 
 
 TRAINED_ON = (
     *("model_name_or_path", "model_revision", "preparation", "dataset_name", "dataset_config", "dataset_revision"),
-    *("dataset_split", "train_files", "column_mapping", "num_train_examples", "split_seed", "prompt_template"),
-    *("prompt_end", "chat_template", "max_length"),
+    *("dataset_split", "train_files", "column_mapping", "num_train_examples", "num_eval_examples", "split_seed"),
+    *("arithmetic_steps", "prompt_template", "prompt_end", "chat_template", "max_length"),
 )
-"""Settings of a training that two adapters must share to be compared; the first one also with the base model."""
+"""Settings that the trainings of all adapters and the recipe must share; on a benchmark's rows the recipe the first two."""
+
+_DEFAULTS = {f.name: f.default for each in (ModelArguments, DataArguments, LossArguments) for f in fields(each)}
 
 
 @dataclass
@@ -64,6 +70,7 @@ class ComparedModel:
         path: folder or Hub name; None for the base.
         settings: of its training, as far as its folder tells.
         trained: as far as its adapter tells.
+        identity: of its training (training/checkpoints/identity.py), as far as both tell; of its data `TRAINED_ON`.
         weights: hash of its own weight files, or its name where they are not here.
     """
 
@@ -72,20 +79,27 @@ class ComparedModel:
     path: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     trained: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
     weights: str | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """Of its training; a checkpoint's folder tells that of its gates alone, which is the same if nobody set it."""
+        return self.settings.get("seed", self.trained.get("gate_seed"))
 
     @property
     def facts(self) -> dict[str, Any]:
         """What stands in the results beside the measurement."""
         facts = {name: getattr(self, name) for name in ("method", "kind", "path")}
-        facts |= {"seed": self.settings.get("seed")}
+        facts |= {"seed": self.seed}
         facts |= {name: self.trained.get(name, self.settings.get(name)) for name in ("rule", "p")}
         return {**facts, "train_num_loops": self.trained.get("num_loops")}
 
 
-def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel]:
-    """Return the base model, by its name or folder, then the adapters and merged models that are given as `name=path`."""
-    found = [ComparedModel("base", "base", settings={"model_name_or_path": base})]
+def find_models(arguments: DiagnosticArguments, base: ModelArguments, rows: RowArguments) -> list[ComparedModel]:
+    """Return the base model of a recipe, then the adapters and merged models that are given as `name=path`."""
+    names = TRAINED_ON[: None if rows.rows == HELD_OUT else 2]
+    found = [ComparedModel("base", "base", identity={"data": _trained_on({**asdict(base), **asdict(rows)}, names)})]
     for option, kind in (("adapters", "adapter"), ("models", "merged")):
         for given in getattr(arguments, option):
             method, _, path = (part.strip() for part in given.partition("="))
@@ -98,7 +112,10 @@ def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel
             results = folder / "results.json"
             if results.is_file():
                 with user_supplied(f"{results} is not the results file of a training"):
-                    model.settings = dict(json.loads(results.read_bytes())["run_info"]["settings"])
+                    content = json.loads(results.read_bytes())
+                    model.settings = dict(content["run_info"]["settings"])
+                    known = {part: dict(of) for part, of in (content.get("run") or {}).items()}
+                    model.identity = {"adapter": model.trained, **known, "data": _trained_on(model.settings)}
             model.weights = sha256(folder.glob(pattern)) if folder.is_dir() else path
             for other in found:
                 _check_comparable(other, model)
@@ -107,18 +124,24 @@ def find_models(arguments: DiagnosticArguments, base: str) -> list[ComparedModel
 
 
 def _check_comparable(other: ComparedModel, model: ComparedModel) -> None:
-    """Refuse a model that was given before, or an adapter of another base model or other data.
+    """Refuse what was given before, another base model or other data; in one name, other settings or a seed's second run.
 
     What an adapter's folder does not tell is not compared.
     """
-    names = f"`{other.method}` ({other.path}) and `{model.method}` ({model.path})"
+    names = f"`{other.method}` ({other.path or 'the recipe'}) and `{model.method}` ({model.path})"
     if model.weights == other.weights:
         raise RecipeError(f"{names} hold the same weights: give each once.")
-    known = model.kind == "adapter" and model.settings and other.kind != "merged" and other.settings
-    for key in TRAINED_ON[: None if other.kind == "adapter" else 1] if known else ():
-        before, now = other.settings.get(key), model.settings.get(key)
-        if _last_part(before) != _last_part(now):
-            raise RecipeError(f"{names} cannot be compared: `{key}` was {before!r} for one and {now!r} for the other.")
+    if found := differences({"data": other.identity.get("data")}, model.identity):
+        raise RecipeError(f"{names} cannot be compared: {found[0]}.")
+    if other.method == model.method:
+        found = [each for each in differences(other.identity, model.identity) if "seed` was" not in each]
+        found += [f"the seed of both is {model.seed}"] if other.seed == model.seed is not None else []
+        if found:
+            raise RecipeError(f"{names} are no two seeds of one method ({found[0]}): give each a name of its own.")
+
+
+def _trained_on(settings: Mapping[str, Any], names: Sequence[str] = TRAINED_ON) -> dict[str, Any]:
+    return {name: _last_part(settings.get(name, _DEFAULTS[name])) for name in names}
 
 
 def _last_part(value: Any) -> Any:

@@ -5,6 +5,7 @@ A subclass of `Diagnostic` with a name is found by that name: one file is one di
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -64,6 +65,8 @@ class Diagnostic:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.name:
+            if not re.fullmatch(r"\w[\w-]*", cls.name):
+                raise ValueError(f"`name` of a diagnostic must be letters, digits, - and _; got {cls.name!r}.")
             if DIAGNOSTICS.get(cls.name, cls).__module__ != cls.__module__:
                 raise ValueError(f"There is a diagnostic `{cls.name}` already: choose another name.")
             DIAGNOSTICS[cls.name] = cls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import logging
 import runpy
 import time
 from dataclasses import replace
@@ -23,12 +24,13 @@ from loopdropout_trainer.evaluation.loading import load_model, model_identity
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import library_versions, user_supplied
+from loopdropout_trainer.settings.command import library_versions, one_line, user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.training.distributed import all_processes, from_main_process
 from loopdropout_trainer.training.memory import device_name
 
 
+logger = logging.getLogger(__name__)
 FOLDER = "diagnostics"
 SCHEMA = 1
 
@@ -44,7 +46,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
     processes = all_processes()
     folder, diagnostics = Path(arguments.output_dir) / FOLDER, choose(arguments)
     with processes.main_process_first():
-        models = find_models(arguments, model.model_name_or_path)
+        models = find_models(arguments, model, rows)
         with user_supplied("The rows cannot be loaded"):
             batches, row_facts = load_rows_to_score(rows, load_tokenizer(model))
     log = AnswerLog(folder / "parts", processes.process_index)
@@ -57,15 +59,19 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
         of_base = of_base or settings  # which comes first
         for each in diagnostics:
             reason = each.skip_reason(context)
-            if reason is not None:
-                left_out[each.name].append({**compared.facts, "reason": reason})
-                continue
             key = sha256_of_json([each.name, settings, context.depths if each.runs_at_depths else None])
-            if key not in log.found:
-                began = time.perf_counter()
-                measured = each.measure(context)
-                log.keep([(key, {"seconds": round(time.perf_counter() - began, 2), "measured": measured})])
-            runs[each.name].append({**compared.facts, **log.found[key]})
+            if reason is None and key not in log.found:
+                began, measured = time.perf_counter(), each.measure(context)
+                try:
+                    measured = json.loads(json.dumps(dict(measured), allow_nan=False))
+                    log.keep([(key, {"seconds": round(time.perf_counter() - began, 2), "measured": measured})])
+                except (TypeError, ValueError) as error:  # the other measurements are there
+                    reason = f"it measured what no JSON file of finite numbers can hold ({one_line(error)})"
+                    logger.warning("%s of %s is left out: %s.", each.name, compared.method, reason)
+            if reason is None:
+                runs[each.name].append({**compared.facts, **log.found[key]})
+            else:
+                left_out[each.name].append({**compared.facts, "reason": reason})
         del context
         gc.collect()
         torch.cuda.empty_cache()

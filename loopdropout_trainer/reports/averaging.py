@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from loopdropout_trainer.reports.reading import OUTCOMES, PLACES, Missing, ReportError
+from loopdropout_trainer.reports.reading import OUTCOMES, PLACES, Missing, ReportError, check_column
 
 
-FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate", "total", "evaluation.num_rows")
+FIRST = ("checkpoint", "model", "sweep", "num_loops", "rank", "p", "learning_rate", "total", "evaluation.num_rows")
 """Columns that `telling` tries first, in this order."""
 
 
@@ -43,7 +44,7 @@ def telling(rows: pd.DataFrame, names: Iterable[str], beside: Sequence[str] = ()
 
 
 def shown(value: Any) -> str:
-    """Return a value of a column for people: small numbers as 1e-4, long text by its beginning."""
+    """Return a value of a column for people: small numbers as 1e-4, of text over 60 letters the beginning and a hash."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(shown, value))
     if pd.isna(value):
@@ -52,7 +53,8 @@ def shown(value: Any) -> str:
         small = 0 < abs(value) < 1e-3
         return np.format_float_scientific(value, precision=3, trim="-", exp_digits=1) if small else f"{value:g}"
     text = " ".join(str(value).split())
-    return text if len(text) <= 32 else f"{text[:24]}..."
+    digest = hashlib.sha256(str(value).encode()).hexdigest()[:6]
+    return text if len(text) <= 60 else f"{text[:48]}... ({digest})"
 
 
 def listed(rows: pd.DataFrame, name: str) -> str:
@@ -61,8 +63,13 @@ def listed(rows: pd.DataFrame, name: str) -> str:
 
 
 def select(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows whose columns have the wanted values, or one of a list of them; None: the value is missing."""
+    """Return the rows whose columns have the wanted values, or one of a list of them; None: the value is missing.
+
+    Raises:
+        ReportError: for a column that no table has.
+    """
     for name, value in wanted.items():  # a list in a setting stands in the table as its JSON
+        check_column(rows, name)
         values = [*value, json.dumps(value)] if isinstance(value, list) else [value]
         rows = rows[rows[name].isin(values)] if name in rows else rows if None in values else rows.iloc[:0]
     return rows
@@ -85,7 +92,8 @@ def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
     values = rows.assign(seed=rows.get("seed")).set_index("seed")[column].sort_index(key=lambda seeds: seeds.map(str))
     if values.index.has_duplicates:
         seed = values.index[values.index.duplicated()][0]
-        raise ReportError(f"{what} has two results of seed {shown(seed)} ({listed(rows, 'source')}): leave one out.")
+        twice = listed(rows[rows["seed"].isin([seed])], "source")
+        raise ReportError(f"{what} has two results of seed {shown(seed)} ({twice}): leave one out.")
     return values
 
 
@@ -114,7 +122,7 @@ def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = N
         raise Missing(f"{what} needs every prediction, which these results do not hold.")
     if part is not None:
         ours, other = (np.stack(average(side, what, "answered")) for side in (b, a))
-        gains = gains * (ours & other if part == "both_extractable" else ~(ours & other))
+        gains = gains * {"both_extractable": ours & other, "missing_in_either": ~(ours & other)}[part]
     found = pd.Series(gains.mean(axis=1), values[0].index)
     found.attrs["interval"] = interval(gains)
     return found

@@ -7,7 +7,7 @@ Loop Dropout is the thick blue line and LoRA the orange dashed one, wherever the
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from itertools import cycle
 from pathlib import Path
@@ -22,7 +22,7 @@ from matplotlib import pyplot
 
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.reports.averaging import average, difference, is_protocol, select, settings_of, shown, telling
-from loopdropout_trainer.reports.reading import ALL, BASE, NONE, TRAINING, ReportError
+from loopdropout_trainer.reports.reading import ALL, BASE, NONE, TRAINING, ReportError, as_numbers, check_column
 from loopdropout_trainer.reports.specs import as_trained
 from loopdropout_trainer.settings.recipe import method_title
 
@@ -142,7 +142,7 @@ def line_plot(
         if max(map(len, order)) > 8:  # names, which would run into one another
             plot += p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right"))
         return _with_panels(plot + p9.scale_x_discrete(limits=order))
-    data["x"] = data["x"].astype(float)
+    data["x"] = as_numbers(data["x"], x)
     plot = p9.ggplot(data, p9.aes("x", "mean", color="by", linetype="by", size="by", shape="by", group="by")) + base
     plot = plot + p9.scale_color_manual(**color) + p9.scale_linetype_manual(**line)
     plot = plot + p9.scale_shape_manual(**marker) + p9.scale_size_manual(**width)
@@ -217,27 +217,33 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     """Return every figure that the runs have numbers for, by name.
 
     A line is one setting: where runs of one method differ in more than the seed, what they differ in stands in the legend, and
-    where benchmarks were evaluated in different ways, these are panels of their own.
+    where benchmarks were evaluated in different ways, these are panels of their own. What cannot be drawn is left out.
     """
-    figures = {}
+    figures: dict[str, p9.ggplot] = {}
+
+    def add(name: str, draw: Callable[..., p9.ggplot], *args: Any, **options: Any) -> None:
+        try:
+            figures[re.sub(r"[^\w-]", "_", name)] = draw(*args, **options)  # a part of a file's name
+        except ReportError as error:
+            table.attrs["skipped"].append(f"the figure {name}: {error}")
+
     for name, of in AUTOMATIC.items():
         rows = drawn(table, of)
         if len(rows):
             texts = {key: of[key] for key in ("x_label", "y_label", "title")}
-            figures[name] = line_plot(rows, of["x"], by="label", panel="panel", bars="bars" in of, **texts)
-    # What diagnostics measure that have no figure of their own: matrices, lists by loop, single numbers.
+            add(name, line_plot, rows, of["x"], by="label", panel="panel", bars="bars" in of, **texts)
+    # What diagnostics measure that have no figure of their own: matrices, lists by loop, named numbers, single numbers.
     rows = table[table["metric"].str.contains(".", regex=False) & (table["benchmark"] != TRAINING)]
     for metric, part in rows.dropna(subset=["other_loop"]).groupby("metric", sort=False):
         part = labelled(part, "loop", "other_loop")
-        figures[metric.replace(".", "_")] = heat_plot(part, "loop", "other_loop", "", "label", "loop", "loop", metric)
+        add(metric, heat_plot, part, "loop", "other_loop", "", "label", "loop", "loop", metric)
     rows = rows[rows["other_loop"].isna()]
     for title, part in rows.groupby(rows["metric"].str.split(".").str[0], sort=False):
-        by_loop = part["loop"].notna().any()
-        x, panel = ("loop", "panel") if by_loop else ("metric", None)
-        if by_loop or not any(name.startswith(f"{title}_") for name in figures):
-            part = labelled(part.dropna(subset=[x]), x)
-            figures[title] = line_plot(part, x, "", "label", panel, x_label="", title=title, bars=not by_loop)
-    return {re.sub(r"[^\w-]", "_", name): figure for name, figure in figures.items()}  # parts of files' names
+        x = next((name for name in ("loop", "group") if part[name].notna().any()), "metric")
+        if x != "metric" or not any(name.startswith(f"{title}_") for name in figures):
+            part, panel = labelled(part.dropna(subset=[x]), x), None if x == "metric" else "panel"
+            add(title, line_plot, part, x, "", "label", panel, x_label="", title=title, bars=x != "loop")
+    return figures
 
 
 def drawn(table: pd.DataFrame, of: dict[str, Any]) -> pd.DataFrame:
@@ -275,7 +281,7 @@ def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFr
     for _, part in rows.groupby(["benchmark", "metric"], sort=False):
         how |= dict.fromkeys(telling(part, filter(is_protocol, rows)))
     settings = [name for name in settings_of(rows) if name not in x]
-    beside = list(dict.fromkeys(["benchmark", "metric", *how, *x]))
+    beside = [name for name in settings_of(rows) if name in x]  # what goes with a setting on the axis is told by it
     apart = {method: telling(part, settings, beside) for method, part in rows.groupby("method")}
     benchmarks, metrics = rows["benchmark"].nunique() > 1, rows["metric"].nunique() > 1
     found = []
@@ -320,11 +326,15 @@ def paper_figure(spec: SimpleNamespace, table: pd.DataFrame) -> p9.ggplot | None
         return pd.concat([select(table, each).assign(panel=title) for title, each in wanted.items()])
 
     rows = rows_with({})
-    if x not in rows or rows[x].isna().all():
+    for name in (x, y):
+        check_column(table, name)
+        rows = rows[rows[name].notna()] if name in rows else rows.iloc[:0]
+    if not len(rows):
         return None
     if spec.figure == "heat":
         minus, label = (rows_with(spec.minus), "points") if spec.minus else (None, "")
         return heat_plot(rows, x, y, label, "panel", x_label, y_label, spec.title, minus)
+    rows = rows.assign(value=as_numbers(rows[y], y))
     return line_plot(rows, x, y_label, panel="panel", x_label=x_label, bars=spec.figure == "bar")
 
 

@@ -6,13 +6,16 @@ holds every setting of its run in columns of their own. What is read of each fil
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from importlib.resources import files
+from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -47,34 +50,88 @@ class Missing(ReportError):
     """A number that these results do not hold."""
 
 
-_KINDS = {"a mapping": dict, "a list": list, "a string": str, "a number": (int, float), "an integer": int}
+_NUMBERS = {"*": "", "+": " of one or more", "!": " of one"}
+_TYPES = {
+    "a mapping": dict,
+    "a list": list,
+    "a string": str,
+    "true or false": bool,
+    "a scalar": (str, bool, type(None)),
+}
 
 
-def check(value: Any, form: Any, place: str = "") -> None:
-    """Compare what a file holds with its form; raise ReportError naming the place, what it must be, and what was found."""
+def _fits(value: Any, kind: str) -> bool:
+    if kind != (one := kind.removesuffix(", or a list of such")):
+        return all(_fits(each, one) for each in (value if isinstance(value, list) else [value]))
+    if of := re.fullmatch(r"an? (number|integer)(?: from (\d+))?(?: to (\d+))?", kind):
+        least, most = float(of[2] or -1e300), float(of[3] or 1e300)
+        return type(value) in ((int,) if of[1] == "integer" else (int, float)) and least <= value <= most  # NaN: False
+    if kind in _TYPES:
+        fits = isinstance(value, _TYPES[kind]) or kind == "a scalar" and _fits(value, "a number")
+        return fits and (kind != "a mapping" or all(isinstance(key, str) for key in value))
+    if " or " in kind:
+        return value in kind.split(" or ")
+    return isinstance(value, str) and bool(re.fullmatch(r"[\w:. -]+", value))  # a label, which becomes part of LaTeX
+
+
+def check(value: Any, form: Any, place: str = "", complete: bool = False) -> None:
+    """Compare what a file holds with its form; raise ReportError naming the place, what it must be, and what was found.
+
+    `complete`: the form has every name that a mapping may have.
+    """
     kind = {dict: "a mapping", list: "a list"}.get(type(form), form)
-    if kind in _KINDS:
-        fits = isinstance(value, _KINDS[kind])
-    else:  # a few words, or a label, which becomes part of LaTeX
-        fits = value in kind.split(" or ") if " or " in kind else bool(re.fullmatch(r"[\w:. -]+", str(value)))
-    if not fits:
-        raise ReportError(f"{f'`{place}`' if place else 'the file'} must be {kind}; got {repr(value)[:60]}")
+    mark = next((each for each in _NUMBERS if each in form), None) if kind != form else None
+    if not _fits(value, kind) or mark == "+" and not value or mark == "!" and len(value) != 1:
+        what = f"`{place}`" if place else "the file"
+        raise ReportError(f"{what} must be {kind}{_NUMBERS.get(mark, '')}; got {repr(value)[:60]}")
     if isinstance(form, list):
-        form, value = {"*": form[0]}, dict(enumerate(value))
-    for key, inner in form.items() if isinstance(form, dict) else ():
-        name = key.strip("()")
-        for each in value if key == "*" else [name] if name == key or value.get(name) is not None else []:
-            check(value.get(each), inner, f"{place}.{each}".lstrip("."))
+        form, value, mark = {"*": form[-1]}, dict(enumerate(value)), "*"
+    own = {name.strip("()"): each for name, each in form.items() if name != mark} if kind != form else {}
+    others = [name for name in value if name not in own] if own or mark else []
+    if complete and others and mark is None:
+        raise ReportError(f"there is no field `{f'{place}.{others[0]}'.lstrip('.')}`; valid are {', '.join(own)}")
+    given = [name for name in own if f"({name})" not in form or value.get(name) is not None]
+    for name in [*given, *(others if mark else ())]:
+        check(value.get(name), own[name] if name in own else form[mark], f"{place}.{name}".lstrip("."), complete)
+
+
+@functools.cache
+def setting_names() -> set[str]:
+    """Return what a column may be called before any dot, beside those that are in a long table."""
+    from loopdropout_trainer.data import DataArguments
+    from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
+    from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+    from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig
+
+    configs = (LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig)
+    types = (*configs, DataArguments, AdapterArguments, ModelArguments, RunArguments)
+    known = {*PLACES, *OUTCOMES, *(name.strip("()") for name in FORMS["columns"]), "evaluation", "data"}
+    return known.union(*({field.name for field in fields(each)} for each in types))
+
+
+def check_column(rows: pd.DataFrame, name: str) -> None:
+    """Refuse a name that no column of any long table has."""
+    if name in ("verdicts", "answered") or name not in rows and name.split(".")[0] not in setting_names():
+        raise ReportError(f"There is no column `{name}`: see docs/reports.md, and long.csv of a report.")
+
+
+def as_numbers(values: pd.Series, name: str) -> pd.Series:
+    """Return the values of a column as numbers; ReportError if they are none."""
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ReportError(f"`{name}` holds {repr(value)[:60]}, where a number is needed.")
+    return values.astype(float)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Row:
-    """Return nested settings as columns with dotted names: lists as their JSON, numbers with 12 digits."""
+    """Return nested settings as columns with dotted names: lists as their JSON, numbers and hashes with 12 digits."""
     found: Row = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
             found |= flat(value, f"{prefix}{key}.")
         else:
             value = float(f"{value:.12g}") if isinstance(value, float) else value
+            value = value[:12] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else value
             found[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
     return found
 
@@ -95,24 +152,41 @@ def gates_text(gates: Sequence[float] | None) -> str:
 
 
 def benchmark_rows(result: Row, name: str, **how: Any) -> Iterator[Row]:
-    """Yield a row for each metric of one benchmark's result, and the completions without an answer as metric `missing`."""
-    listed, settings = result.get("predictions") or [], flat(result.get("settings") or {})
-    how |= {"benchmark": name, "total": result["total"]}
+    """Yield a row for each metric of one benchmark's result, and the completions without an answer as metric `missing`.
+
+    Counts and predictions that contradict one another are refused.
+    """
+    listed, settings, total = result.get("predictions") or [], flat(result.get("settings") or {}), result["total"]
+    how |= {"benchmark": name, "total": total}
     how |= {f"evaluation.{key}": settings[key] for key in settings.keys() - FORMS["elsewhere"].split()}
+    answered = np.array([each.get("extracted") is not None for each in listed])
+    _agree(f"`missing` of {name}", result["missing"], total, sum(~answered) if listed else None)
     if listed:
+        _agree(f"`total` of {name}", total, total, len(listed))
         prompts = "\0".join(each["prompt"] for each in listed)
-        how["problems"] = hashlib.sha256(prompts.encode()).hexdigest()[:12]
-        how["answered"] = np.array([each.get("extracted") is not None for each in listed])
+        how |= {"problems": hashlib.sha256(prompts.encode()).hexdigest()[:12], "answered": answered}
     for place, (metric, of) in enumerate(result["metrics"].items()):
-        verdicts = [(each.get("values") or {}).get(metric, None if place else each.get("correct")) for each in listed]
-        told = len(listed) == of["total"] and None not in verdicts
-        found = {"metric": metric, "value": of["score"], "total": of["total"]}
-        yield {**how, **found, "verdicts": np.array(verdicts, dtype=float) if told else None}
+        found, verdicts = {"metric": metric, "value": of["score"], "total": of["total"]}, None
+        if of.get("sum") is not None:  # a share of the problems
+            each = [(each.get("values") or {}).get(metric, None if place else each.get("correct")) for each in listed]
+            verdicts = np.array(each, dtype=float) if len(each) == of["total"] and None not in each else None
+            _agree(f"`score` of {metric}", of["score"] * of["total"] / 100, of["total"], of["sum"])
+            for counted in (of.get("correct"), None if verdicts is None else verdicts.sum()):
+                _agree(f"`sum` of {metric}", of["sum"], of["total"], counted)
+        yield {**how, **found, "verdicts": verdicts}
     for column, groups in (result.get("groups") or {}).items():
         for group, of in groups.items():
+            _agree(f"`correct` of {group}", of["correct"], of["total"])
             value = {"value": 100 * of["correct"] / of["total"], "total": of["total"]}
             yield {**how, "metric": f"by_{column}", "group": group, **value}
-    yield {**how, "metric": "missing", "value": 100 * result["missing"] / result["total"]}
+    yield {**how, "metric": "missing", "value": 100 * result["missing"] / total}
+
+
+def _agree(what: str, said: float, most: int, counted: float | None = None) -> None:
+    """Refuse a count that is not from 0 to `most`, or not what was counted, if it was."""
+    if not 0 <= said <= most or counted is not None and abs(said - counted) > 1e-6 * most:
+        wanted = f"from 0 to {most}" if counted is None else f"{counted:g} of {most}, as the file's other numbers say"
+        raise ReportError(f"{what} must be {wanted}; got {said:g}")
 
 
 def pattern_rows(measured: Row, benchmark: str, num_loops: int) -> Iterator[Row]:
@@ -130,7 +204,7 @@ def matches(value: Any, pattern: Sequence[str], how: Row) -> Iterator[Row]:
         how = {**how, "total": value["total"]}
     if not pattern:
         yield {**how, "value": value}
-    elif pattern[0].startswith("*") and isinstance(value, (dict, list)):
+    elif isinstance(value, dict if pattern[0] in ("*key", "*group") else list) and pattern[0].startswith("*"):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value, 1):
             yield from matches(each, pattern[1:], {**how, pattern[0][1:]: key})
     elif isinstance(value, dict) and value.get(pattern[0]) is not None:
@@ -143,7 +217,7 @@ def diagnostic_rows(name: str, measured: Row, rows: str, num_loops: int) -> Iter
         yield from pattern_rows(measured, rows, num_loops)
     for pattern, metric in FORMS["diagnostics"].get(name, FORMS["any_diagnostic"]).items():
         for row in matches(measured, pattern.split("."), {"benchmark": rows, "diagnostic": name}):
-            if name not in FORMS["diagnostics"] and not isinstance(row["value"], (int, float)):
+            if name not in FORMS["diagnostics"] and not _fits(row["value"], "a number"):
                 continue  # texts, and lists that another pattern takes apart
             for column in {"depth", "dose"} & set(row):  # which are named by a list of their own
                 row[column] = measured[f"{column}s"][row[column] - 1]
@@ -164,9 +238,10 @@ def read_training(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
     how = {"depth": depth} | {f"evaluation.{name}": settings.pop(name) for name in names if name in settings}
     yield run, settings, {}
     base = {name: settings.get(name) for name in ("model", "num_loops", "sweep")} | {"method": BASE}
+    of_base = {**how, "gates": NONE, "base_weights": settings.get("base_weights")}
     for name, result in (content.get("base_benchmarks") or {}).items():
         unadapted = f"{base['sweep']}/{base['model']}#{BASE}"  # the same beside each adapter of a sweep
-        yield from ((unadapted, base, row) for row in benchmark_rows(result, name, gates=NONE, **how))
+        yield from ((unadapted, base, row) for row in benchmark_rows(result, name, **of_base))
     found = [(name, result, {}) for name, result in benchmarks.items()]
     depths = {int(loops): result for loops, result in (content.get("by_depth") or {}).items()}
     found += [(first, depths[loops], {"depth": loops}) for loops in depths if loops != depth]
@@ -183,7 +258,8 @@ def read_log(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
     run = str(path.parent.resolve())
     for entry in content["log_history"] if run in runs else ():
         for metric, value in entry.items():
-            if isinstance(value, float) and metric != "total_flos" and not metric.startswith("train_"):
+            logged = isinstance(value, float) and isfinite(value)
+            if logged and metric != "total_flos" and not metric.startswith("train_"):
                 yield run, {}, {"benchmark": TRAINING, "metric": metric, "value": value, "step": entry["step"]}
 
 
@@ -194,7 +270,10 @@ def read_evaluation(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
         facts = {"num_loops": about["num_loops"], **flat(entry.get("train_info") or {})}
         facts |= {"rank": facts.pop("r", None), "model": _model(about.get("model")), "sweep": _sweep_of(path.parent)}
         facts |= _method(facts) if adapter and facts.get("rule") else {"method": name}
-        run = run_of(adapter, path, runs) or f"{facts['sweep']}/{facts['model']}#{name}"
+        facts["checkpoint"] = next(
+            iter(re.findall(r"checkpoint-\d+$", adapter or "")), None
+        )  # before a training's end
+        run = run_of(adapter, path, runs) if adapter else f"{facts['sweep']}/{facts['model']}#{name}"
         how = {"depth": about["num_loops"], "readout": about.get("readout") or None}
         how["gates"] = gates_text(gates) if adapter else NONE
         if gates and sorted(gates)[-2:] in ([0, 1], [1]):
@@ -204,29 +283,33 @@ def read_evaluation(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
 
 
 def read_diagnostic(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
-    of, seen = content["settings"], Counter()
+    of = content["settings"]
     on_rows, protocols = of.get("rows") or {}, of.get("benchmarks") or {}
-    for entry in content["runs"]:
-        method, place = entry["method"], seen[entry["method"]]
-        seen[method] += 1
-        run = run_of(entry.get("path"), path, runs)
+    for place, entry in enumerate(content["runs"]):
+        method = entry["method"]
+        run = run_of(entry["path"], path, runs) if entry.get("path") else f"{path.parent.resolve()}#{place}"
         if run not in runs:  # of an adapter whose training is not here; without a path the name is all there is
-            run = f"{run or f'{path.parent.resolve()}#{place}'}#{method}"
+            run = f"{run}#{method}"
         facts = flat({name: entry.get(name) for name in ("rule", "p")}) | {"method": method}
-        facts["seed"] = place if entry.get("seed") is None else entry["seed"]
+        facts["seed"] = f"unknown {place}" if entry.get("seed") is None else entry["seed"]
         facts |= {"model": _model(of.get("model")), "num_loops": entry.get("train_num_loops") or of["num_loops"]}
         source = str(on_rows.get("source") or "rows")
         for row in diagnostic_rows(content["diagnostic"], entry["measured"], source, of["num_loops"]):
             how = {"depth": of["num_loops"], **({"gates": NONE} if method == BASE else {})}
+            how |= flat({"weights": of.get("weights")}, "evaluation.")
             yield run, facts, {**how, **flat(protocols.get(row["benchmark"], on_rows), "evaluation."), **row}
 
 
-def run_of(adapter: str | None, file: Path, runs: Mapping[str, Row]) -> str | None:
-    """Return the run whose adapter was measured; a folder that was moved with its evaluations in it is known, too."""
-    if adapter is None:
-        return None
-    places = [str(each.resolve()) for each in (Path(adapter), file.parent, file.parent.parent)]
-    return next((place for place in places if place in runs), places[0])
+def run_of(adapter: str, file: Path, runs: Mapping[str, Row]) -> str:
+    """Return the run whose adapter was measured: its folder; if that is gone, the run of that name that holds the file."""
+    own = Path(adapter).resolve()
+    for place in (own, file.parent.resolve(), file.parent.parent.resolve()) if not own.exists() else ():
+        if (
+            own.name in (place.name, Path(str(runs.get(str(place), {}).get("adapter_path"))).name)
+            and str(place) in runs
+        ):
+            return str(place)
+    return str(own)
 
 
 def run_settings(content: Row, folder: Path) -> Row:
@@ -234,8 +317,10 @@ def run_settings(content: Row, folder: Path) -> Row:
     given, trained = content["run_info"]["settings"], content["train_info"]
     model = (content.get("meta_info") or {}).get("model") or given.get("model_name_or_path")
     settings = {**flat(given), **flat(trained), "model": _model(model), "sweep": _sweep_of(folder)}
-    settings["rank"] = settings.pop("r", settings.get("lora_r", 16))
-    settings |= flat({"data": (content.get("run") or {}).get("data") or {}})  # the training rows' number and hash
+    settings["rank"], identity = settings.pop("r", settings.get("lora_r", 16)), content.get("run") or {}
+    settings |= flat({"data": identity.get("data") or {}})  # the training rows' number and hash
+    settings |= flat({"base_weights": (identity.get("model") or {}).get("weights")})
+    settings["adapter_path"] = (content.get("meta_info") or {}).get("adapter_path")
     settings |= _method(settings)
     return {key: value for key, value in settings.items() if key not in FORMS["without_effect"].split()}
 
@@ -272,13 +357,13 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
         if not folder.is_dir():
             raise ReportError(f"There is no folder {folder}: name folders that training, evaluation or sweeps wrote.")
         for path in sorted(folder.rglob("*.json")):
-            inside = path.relative_to(folder).parts[:-1]
-            if not any(part.startswith(("checkpoint-", ".")) or part in ("answers", "parts") for part in inside):
+            if not any(part.startswith(".") for part in path.relative_to(folder).parts):  # not yet complete
                 paths.setdefault(path.resolve(), path)
     readers = {"results.json": read_training, "trainer_state.json": read_log, "evaluation.json": read_evaluation,
                "diagnostics": read_diagnostic}  # fmt: skip
     # Trainings come first, since the others belong to them.
-    readable = [(name, path) for name in readers for path in paths.values() if name in (path.name, path.parent.name)]
+    name_of = lambda path: path.name if path.name in readers else path.parent.name
+    readable = [(name, path) for name in readers for path in paths.values() if name == name_of(path)]
     runs: dict[str, Row] = {}
     rows, skipped = [], []
     for name, path in readable:
@@ -286,8 +371,9 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
             content = json.loads(path.read_text(encoding="utf-8"))
             check(content, FORMS["files"][name])
             found = list(readers[name](content, path, runs))  # all of a file or nothing
-            for _, _, row in found:
-                check(row.get("value", 0), "a number", f"{row.get('metric')} of {row.get('benchmark')}")
+            for _, facts, row in found:
+                about = f"{row['metric']} of {row['benchmark']}" if row else "run"
+                check({**facts, **row}, FORMS["columns"], about)
         except Exception as error:  # whatever stands in the file
             skipped.append(f"{path} cannot be read: {one_line(error)}.")
             logger.warning("Left out: %s", skipped[-1])
@@ -299,8 +385,8 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     columns = dict.fromkeys([*first, *(key for row in rows for key in row), *OUTCOMES])
     table = pd.DataFrame(rows, columns=list(columns), dtype=object)
     table = table.where(table.notna(), None).astype({"value": float})
-    # What an evaluation's file says of the accuracy on as many problems, too, it says with more about how it was found.
-    keys = table[["run", "benchmark", "metric", "total", *PLACES]].apply(tuple, axis=1)
+    # The same accuracy in an evaluation's file stands there with more about how it was found.
+    keys = table[["run", "benchmark", "metric", "total", "value", *PLACES]].round({"value": 9}).apply(tuple, axis=1)
     file = table["source"].map(lambda source: Path(source).name)
     table = table[~((file == "results.json") & keys.isin(set(keys[file == "evaluation.json"])))]
     # The base's result stands beside each adapter, and one number in two diagnostics.

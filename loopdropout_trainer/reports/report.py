@@ -20,6 +20,7 @@ from loopdropout_trainer.reports.averaging import average, settings_of, shown, t
 from loopdropout_trainer.reports.plots import accuracies, automatic_figures, labelled, paper_figure, save_figure
 from loopdropout_trainer.reports.reading import ALL, BASE, FORMS, NONE, OUTCOMES, PLACES, ReportError, load_table
 from loopdropout_trainer.reports.specs import build_table, load_spec, make_spec
+from loopdropout_trainer.settings.ranges import check_distinct, check_folder
 
 
 def write_report(
@@ -40,8 +41,10 @@ def write_report(
         ReportError: if there is nothing to report, or runs cannot be compared.
         RecipeError: for a file that is not valid YAML.
     """
-    described, table = [load_spec(path) for path in tables], load_table(folders)
-    skipped, output_dir = table.attrs["skipped"], Path(output_dir)
+    check_folder("output_dir", output_dir)
+    described = [load_spec(path) for path in tables]
+    check_distinct("tables", [spec.name for spec in described])
+    table, output_dir = load_table(folders), Path(output_dir)
     if not len(table):
         raise ReportError(f"No results below {', '.join(map(str, folders))}: train, evaluate or sweep first.")
     if described:
@@ -70,7 +73,7 @@ def write_report(
         f"{len(finished)} tables in {output_dir / 'tables'}; {missing} of their numbers are missing.",
         f"{len(pictures)} figures in {output_dir / 'figures'}{'; no results for ' + ', '.join(nothing) if nothing else ''}.",
         f"The page: {page}",
-        *(f"Left out: {fault}" for fault in skipped),
+        *(f"Left out: {fault}" for fault in table.attrs["skipped"]),
     ]
     return list(finished.values()), "\n".join(lines)
 
@@ -103,7 +106,7 @@ def page_text(title: str, tables: dict[str, pd.DataFrame], pictures: dict[str, P
 def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
     places, found = varying(table, ["benchmark", "metric", *PLACES]), {}
-    rows = labelled(table, *places, most=math.inf)
+    rows = labelled(table, most=math.inf)
     for (*key, label), part in rows.groupby([*places, "label"], sort=False, dropna=False):
         known = [(place, shown(value)) for place, value in zip(places, key, strict=True) if not pd.isna(value)]
         name = ", ".join(f"{place} {value}" if place in PLACES else value for place, value in known)
@@ -118,7 +121,7 @@ def summary_tables(table: pd.DataFrame) -> list[pd.DataFrame]:
     # Each method stands beside the LoRA that is equal in all that tells runs apart, where there is one.
     names = [name for name in telling(rows, settings_of(rows), ["method"]) if name not in ("rule", "p", "rule_args.m")]
     keys = [tuple(map(str, values)) for values in rows[names].values]
-    rows = labelled(rows, "depth", most=math.inf)
+    rows = labelled(rows, most=math.inf)
     runs = {label: each for label, *each in zip(rows["label"], rows["method"], keys, strict=True)}
     loras = {key: label for label, (method, key) in runs.items() if method == "LoRA"}
     others = {label: key for label, (method, key) in runs.items() if method not in ("LoRA", BASE) and key in loras}
@@ -136,7 +139,9 @@ def summary_tables(table: pd.DataFrame) -> list[pd.DataFrame]:
     trained = labelled(trained, most=math.inf)
     found = [
         build_table(
-            make_spec(name, label=f"tab:{name}", title=title, heads={"Method": "label"}, columns=columns, rows=lines), rows
+            make_spec(name, label=f"tab:{name}", title=title, heads={"Method": "label"}, columns=columns, rows=lines),
+            rows,
+            ReportError,  # a cell that would average different settings says so, and the others are there
         )
         for name, title, columns, lines, rows in (
             ("accuracy", "Accuracy, %", bold, [[label] for label in runs], rows),

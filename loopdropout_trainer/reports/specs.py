@@ -16,11 +16,11 @@ import pandas as pd
 
 from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.reports.averaging import average, check_alike, difference, is_protocol, select, shown
-from loopdropout_trainer.reports.reading import ALL, FORMS, Missing, ReportError, check
+from loopdropout_trainer.reports.reading import ALL, FORMS, Missing, ReportError, as_numbers, check, check_column
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
-OPTIONS = ("of", "show", "minus", "part", "average_of", "decimals", "scale", "bold", "recipe")
+OPTIONS = {word for words in FORMS["cells"].values() for word in words.split()}
 """What a cell may say beside the columns that select its rows."""
 
 NUMBERS = ("mean", "sd", "low", "high", "count", "seeds", "by_seed")
@@ -34,12 +34,16 @@ def load_spec(path: str | Path) -> SimpleNamespace:
         RecipeError: if it is not valid YAML.
     """
     content = load_recipe(path)
-    spec = make_spec(Path(path).stem, **content)
+    kind = content.get("figure", "table")
     try:
-        if unknown := [key for key in content if key not in FORMS["defaults"]]:
-            raise ReportError(f"there is no field `{unknown[0]}`; valid are {', '.join(FORMS['defaults'])}.")
-        check(content, FORMS["table"])
+        check(kind, "table or line or bar or heat or gates", "figure")
+        check(content, FORMS["specs"][kind], complete=True)
+        spec = make_spec(Path(path).stem, **content)
         for row in spec.rows:
+            check(row[len(spec.heads) :], ["a scalar"], "rows")
+            for head in row[: len(spec.heads)]:
+                form = FORMS["head"] if isinstance(head, dict) else "a scalar, or a list of such"
+                check(head, form, "rows", complete=True)
             if len(row) not in (len(spec.heads), len(spec.heads) + len(spec.columns)):
                 wanted = f"{len(spec.heads)} heads and {len(spec.columns)} numbers of the paper, or none"
                 raise ReportError(f"`rows` must have {wanted}; got {row!r}.")
@@ -52,17 +56,18 @@ def make_spec(name: str, **content: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**FORMS["defaults"], **content, "name": name})
 
 
-def build_table(spec: SimpleNamespace, table: pd.DataFrame) -> pd.DataFrame:
-    """Fill a table from the long table.
+def build_table(spec: SimpleNamespace, table: pd.DataFrame, missing: type[ReportError] = Missing) -> pd.DataFrame:
+    """Fill a table from the long table; a cell that raises `missing` is a dash, with the reason below the table.
 
     Raises:
         ReportError: if a cell would average different settings, or two cells of one metric were not evaluated alike.
     """
     cells: list[dict[str, Any]] = []
+    refused: list[str] = []
     said = any(is_protocol(name) or name == "panel" for column in spec.columns.values() for name in column)
     compared: dict[str, set[int]] = {}  # rows, by column where columns say how they were evaluated
     for row in spec.rows:
-        heads = [each if isinstance(each, dict) else {shown(each): {name: each}}
+        heads = [each if isinstance(each, dict) else {each if isinstance(each, str) else shown(each): {name: each}}
                  for each, name in zip(row, spec.heads.values(), strict=False)]  # fmt: skip
         names = tuple(text for head in heads for text in head)
         paper = row[len(heads) :] or [None] * len(spec.columns)
@@ -71,12 +76,19 @@ def build_table(spec: SimpleNamespace, table: pd.DataFrame) -> pd.DataFrame:
             for selected in (*(selected for head in heads for selected in head.values()), column):
                 wanted |= selected
             where = {**wanted, "row": names, "column": title}
-            option = {name: wanted.pop(name) for name in OPTIONS if name in wanted}
+            option = {name: value for name in OPTIONS if (value := wanted.pop(name, None)) is not None}
+            what = f"{spec.label}: {' / '.join(names)}, {title}"
+            valid = FORMS["cells"][next((each for each in ("recipe", "minus") if each in option), "of")]
+            if stray := sorted(option.keys() - valid.split()):
+                raise ReportError(f"{what}: `{stray[0]}` has no effect here, beside which of {valid} would have one.")
+            for name in {*option.get("bold", ())} - {"row", "column"}:
+                check_column(table, name)
             try:
-                cell, rows = _cell(table, wanted, option, f"{spec.label}: {' / '.join(names)}, {title}")
+                cell, rows = _cell(table, wanted, option, what)
                 compared.setdefault(title if said else "", set()).update(rows)
-            except Missing as reason:
+            except missing as reason:
                 cell = {"text": "–", "missing": str(reason)}
+                refused += [] if isinstance(reason, Missing) else [str(reason)]
             bold = str([where.get(name) for name in option["bold"]]) if "bold" in option else None
             paper_text = "" if printed is None else shown(printed)
             cells.append({"row": names, "column": title, "paper": paper_text, "missing": "", "bold": bold, **cell})
@@ -84,17 +96,19 @@ def build_table(spec: SimpleNamespace, table: pd.DataFrame) -> pd.DataFrame:
         for _, part in table.loc[sorted(rows)].groupby("depth", dropna=False):
             check_alike(part, spec.label)
     found = pd.DataFrame(cells, columns=["row", "column", "text", "paper", "missing", "bold", *NUMBERS])
-    found.attrs["spec"] = spec
+    found.attrs |= {"spec": spec, "refused": refused}
     return found
 
 
 def _cell(table: pd.DataFrame, wanted: Mapping, option: Mapping, what: str) -> tuple[dict[str, Any], pd.Index]:
     """Return a cell's text and numbers, and the rows that it is made of."""
     if "recipe" in option:
-        recipe, names = load_recipe(option["recipe"]), option["of"].split(" x ")
+        recipe, names = load_recipe(option["recipe"]), option.get("of", "").split(" x ")
         values = [recipe.get(name) for name in names]
         if None in values:
             raise Missing(f"{option['recipe']} has no `{names[values.index(None)]}`")
+        if len(values) > 1:
+            as_numbers(pd.Series(values), option["of"])
         text = f"{values[0]:,}" if isinstance(values[0], int) else shown(values[0])
         product = f"{' x '.join(map(str, values))} = {math.prod(values)}"
         return {"text": product if len(values) > 1 else text}, table.index[:0]
@@ -106,16 +120,18 @@ def _cell(table: pd.DataFrame, wanted: Mapping, option: Mapping, what: str) -> t
         text = f"{values.mean():+.{decimals}f}"
         text += "" if low is None else f" [{low:+.{decimals}f}, {high:+.{decimals}f}]"
         return {"text": text, "low": low, "high": high, **_numbers(values)}, rows.index
-    column = option.get("of", "value")
+    column, one = option.get("of", "value"), option.get("show") == "one"
+    check_column(table, column)
     values = average(rows.assign(value=rows.get(column)), what)
-    if values.isna().any() and column != "value":
+    if values.isna().any():
         raise Missing(f"no `{column}`")
-    if option.get("show") == "one":
-        if values.nunique() > 1:
-            raise Missing(f"the runs differ in `{column}`: {shown(tuple(values.unique()))}")
-        one = values.iloc[0]
-        return {"text": shown(round(one * option["scale"], decimals) if "scale" in option else one)}, rows.index
-    values = values.astype(float) * option.get("scale", 1)
+    if one and values.nunique() > 1:
+        raise Missing(f"the runs differ in `{column}`: {shown(tuple(values.unique()))}")
+    if one and not {"scale", "decimals"} & option.keys():
+        return {"text": shown(values.iloc[0])}, rows.index
+    values = as_numbers(values, column) * option.get("scale", 1)
+    if one:
+        return {"text": shown(round(values.iloc[0], decimals))}, rows.index
     by_seed = " / ".join(f"{value:.{decimals}f}" for value in values)
     text = by_seed if option.get("show") == "seeds" else mean_sd(values, decimals)
     return {"text": text, **_numbers(values)}, rows.index
@@ -181,8 +197,7 @@ def notes(cells: pd.DataFrame) -> list[str]:
         lines.append(f"Mean ± SD over {' or '.join(map(str, counts))} training seed{'' if counts == [1] else 's'}.")
     if cells["low"].notna().any():
         lines.append("In brackets: 95% bootstrap interval over seeds and problems.")
-    if (cells["count"].notna() & cells["mean"].isna()).any():
-        lines.append("nan: a seed's result is not a number, and none is left out of a mean.")
+    lines += cells.attrs["refused"]
     if spec.made_by and (missing := missing_of(cells)):
         commands = " ; ".join(each if " " in each else f"loopdropout sweep {each}" for each in spec.made_by)
         nothing = len(missing) == len(cells)
