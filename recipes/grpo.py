@@ -16,10 +16,10 @@ from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer
-from loopdropout_trainer.experimental.rewards import REWARDS
+from loopdropout_trainer.experimental.rewards import REWARDS, math_verify
 from loopdropout_trainer.runs.run import Run, run_all
 from loopdropout_trainer.settings.command import run_command
-from loopdropout_trainer.settings.ranges import check_list
+from loopdropout_trainer.settings.ranges import check_list, shown
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -50,6 +50,8 @@ class GRPORun(Run):
         for name in self.rewards.rewards:
             if name not in REWARDS:
                 raise RecipeError(f"`rewards` must be among {', '.join(REWARDS)}; got {name!r}.")
+        if self.configs[0].remove_unused_columns:
+            raise RecipeError("`remove_unused_columns` would take the references from the rewards: leave it at false.")
         for name in ("single_loop_batches", "live_diagnostics_steps"):
             if getattr(self.script, name):
                 raise RecipeError(f"`{name}` measures losses of examples, which GRPO has none of: leave it out.")
@@ -61,7 +63,17 @@ class GRPORun(Run):
             raise RecipeError(
                 "GRPO needs rows with `prompt` and `completion`, the reference that answers are compared with."
             )
-        return Dataset.from_dict({"prompt": rows["prompt"], "answer": [_reference(row) for row in rows]})
+        examples = Dataset.from_dict({"prompt": rows["prompt"], "answer": [_reference(row) for row in rows]})
+        rewards = [REWARDS[name] for name in self.rewards.rewards]
+        for row in examples:
+            if not row["prompt"]:
+                raise RecipeError("GRPO completes prompts, and a row has an empty one.")
+            right = [row["answer"]]  # math-verify reads them in seconds, not milliseconds
+            if math_verify not in rewards and not any(reward(right, right)[0] for reward in rewards):
+                raise RecipeError(
+                    f"No completion could be rewarded for equalling the reference {shown(row['answer'])}."
+                )
+        return examples
 
     def longest_row(self, config: LoopDropoutGRPOConfig) -> int | None:
         return self.data.report.longest + config.max_completion_length  # more than that no prompt has

@@ -12,6 +12,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from huggingface_hub.utils import validate_repo_id
+
 from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.evaluation.loading import load_model
@@ -58,6 +60,8 @@ def main(argv: list[str] | None = None) -> None:
     (merge, model), _ = parse_recipe(types, argv, description=__doc__, unread_types=unread)
     merged_dir = Path(merge.adapter) / "merged" if merge.merged_dir is None else merge.merged_dir
     check_folder("merged_dir", merged_dir)
+    with user_supplied("`hub_model_id` cannot be used"):
+        validate_repo_id("model" if merge.hub_model_id is None else merge.hub_model_id)
     adapted, tokenizer = load_model(model, merge.adapter)
     folder = merge_and_save(
         adapted, merged_dir, tokenizer, facts_of_run(Path(merge.adapter)), repo_id=merge.hub_model_id

@@ -378,7 +378,18 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
 
 
 BAD_ROWS = [
-    ("gsm8k", '{"question": "1?", "answer": "1"}\n{"question": "no answer"}', "rows.jsonl, row 2 .*'answer'"),
+    ("gsm8k", '{"question": "1?", "answer": "#### 1"}\n{"question": "no answer"}', "rows.jsonl, row 2 .*`answer`"),
+    *[
+        ("gsm8k", json.dumps({"question": "?", "answer": f"so {end}"}), "has no number after")
+        for end in ("", "#### nan")
+    ],
+    ("metamath_gsm8k", '{"question": NaN, "answer": "#### 1"}', "field `question` is not text"),
+    ("mmlu", '{"question": "\\ud800", "subject": "anatomy", "choices": [], "answer": 0}', "surrogates not allowed"),
+    (
+        "truthfulqa_mc2",
+        '{"question": "?", "mc2_targets": {"choices": ["a", "b"], "labels": [1]}}',
+        "Problem 1 .* scored",
+    ),
     ("gsm8k", '{"quest', "row 1 is .* broken JSON"),
     ("metamath_gsm8k", '{"question": "1 + 1?", "answer": "two"}', "row 1 is .* no `#### `"),
     ("gsm9k", "", "must be among metamath_gsm8k"),

@@ -93,6 +93,9 @@ def test_a_run_is_kept_out_of_another_runs_folder_before_it_trains(run, make_tra
             with pytest.raises(CheckpointError, match="`learning_rate` was 0.01 and is 0.02"):
                 trainer.train(resume_from_checkpoint=resume)
             assert trainer.steps_taken == 0 and contents(folder) == before
+    with pytest.raises(CheckpointError, match="`max_steps` was 6 and is 9.*`resume_from_checkpoint: true`"):
+        run(max_steps=9)
+    assert contents(folder) == before
     run()  # the same run may begin anew
 
     other["resume_with_changed_settings"] = True
@@ -101,6 +104,17 @@ def test_a_run_is_kept_out_of_another_runs_folder_before_it_trains(run, make_tra
     assert resumed.steps_taken == STEPS - 4 and "checkpoint-6: it belongs to another run" in log.text
     straight = run(**other, output_dir=str(tmp_path / "straight"))
     assert torch.equal(flat_weights(resumed), flat_weights(straight))
+
+
+@pytest.mark.parametrize("place", ["adapter_model.safetensors", "pytorch_model.bin"])
+def test_weights_that_no_run_of_this_package_has_left_are_not_replaced(make_trainer, place):
+    trainer = make_trainer()
+    file = Path(trainer.args.output_dir) / place
+    file.write_text("somebody's")
+    for resume in (None, True):
+        with pytest.raises(CheckpointError, match=f"{place} is of no run of this package.*another `output_dir`"):
+            trainer.train(resume_from_checkpoint=resume)
+    assert trainer.steps_taken == 0 and file.read_text() == "somebody's"
 
 
 @pytest.mark.parametrize("saves", ["steps", "no"])

@@ -21,6 +21,7 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merg
 from loopdropout_trainer.runs.result import read_results, write_results
 from loopdropout_trainer.saving.files import WriteError
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
+from loopdropout_trainer.training.checkpoints.sealing import seal
 
 
 sft = load_script("recipes/sft.py")
@@ -102,9 +103,15 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
     assert "Loop Dropout is finished: its results are read from" in resumed
     assert table(resumed) == table(printed)
 
-    with pytest.raises(Exception, match="`learning_rate` was 0.01 and is 0.02"):
-        sft.main([*words, "--resume_from_checkpoint", "true", "--learning_rate", "2e-2"])
-    assert files[0].stat().st_mtime_ns == stamp
+    before = contents(out)
+    for other, changed in (
+        ("--learning_rate=2e-2", "0.01 and is 0.02"),
+        ("--num_loops=2", "num_loops` was 4 and is 2"),
+    ):
+        for resume in ("true", "false"):
+            with pytest.raises(Exception, match=changed):
+                sft.main([*words, "--resume_from_checkpoint", resume, other])
+    assert contents(out) == before and files[0].stat().st_mtime_ns == stamp
 
     # More measurements of a complete run train nothing: what a sweep does with the run that it chose.
     answers = {file: file.stat().st_mtime_ns for file in (out / "answers").rglob("*.jsonl")}
@@ -119,13 +126,14 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
     assert (out / "merged" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "merged/model.safetensors"])
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "merged/config.json"])
 @pytest.mark.parametrize("damage", ["truncated", "missing", "bit"])
 def test_results_of_other_weights_are_not_those_of_a_finished_run(tmp_path, name, damage):
     out, run = tmp_path / "out", {"settings": {"seed": 1}}
     (out / "merged").mkdir(parents=True)
-    for file in ("adapter_model.safetensors", "merged/model.safetensors"):
+    for file in ("adapter_model.safetensors", "adapter_config.json", "merged/config.json"):
         (out / file).write_bytes(bytes(range(100)))
+    seal(out, run, ["adapter_model.safetensors", "adapter_config.json"])
     saved = {"adapter": str(out), "merged model": str(out / "merged")}
     train_info, run_info = {"train_loss": float("nan")}, {"settings": {"seed": 1}}
     written = write_results({"train_info": train_info, "run_info": run_info, "run": run, "saved": saved}, out)

@@ -36,10 +36,12 @@ def check_peft_config(config: PeftConfig) -> None:
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         name = type(config).__name__
         raise ValueError(f"Loop Dropout gates LoRA adapters; got a configuration of another kind, {name}.")
-    if not isinstance(config.r, int) or config.r < 1:
-        raise ValueError(f"The adapter's rank `r` must be an integer of at least 1; got {config.r!r}.")
-    if not isinstance(config.lora_alpha, (int, float)) or not 0 < config.lora_alpha < math.inf:
-        raise ValueError(f"The adapter's `lora_alpha` must be a number above 0; got {config.lora_alpha!r}.")
+    for rank in (config.r, *config.rank_pattern.values()):
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"The adapter's rank `r` must be an integer of at least 1; got {rank!r}.")
+    for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
+        if not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+            raise ValueError(f"The adapter's `lora_alpha` must be a number above 0; got {alpha!r}.")
     if not isinstance(config.lora_dropout, (int, float)) or not 0 <= config.lora_dropout < 1:
         raise ValueError(f"The adapter's `lora_dropout` must lie in [0, 1); got {config.lora_dropout!r}.")
     # PEFT marks the fields that give a layer another forward, such as `use_dora`: also those that it adds later.

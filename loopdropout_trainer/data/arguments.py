@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from transformers.hf_argparser import HfArg
@@ -52,13 +52,17 @@ class DataArguments:
         check_choice("preparation", self.preparation, (None, *PREPARATIONS))
         check_choice("bad_rows", self.bad_rows, ("error", "skip"))
         generates = str(self.preparation).startswith("arithmetic")
+        source = "train_files" if self.train_files else "dataset_name"
+        source = f"preparation: {self.preparation}" if generates else source
         if not (self.train_files or self.dataset_name or generates):
             raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
-        for name in ("dataset_name", "train_files", "eval_files") if generates else ():
-            if getattr(self, name):
-                raise ValueError(
-                    f"`{name}` and `preparation: {self.preparation}`, which generates rows, exclude each other."
-                )
+        unread = (
+            [] if source == "dataset_name" else ["dataset_name", "dataset_config", "dataset_revision", "dataset_split"]
+        )
+        unread += ["train_files", "eval_files", "column_mapping"] if generates else []
+        for field in fields(self):
+            if field.name in unread and getattr(self, field.name) != field.default:
+                raise ValueError(f"`{field.name}` and `{source}` exclude each other: the rows come from one of them.")
         if self.eval_files and self.num_eval_examples:
             raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
         for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):

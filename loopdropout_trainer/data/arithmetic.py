@@ -28,11 +28,7 @@ WORDING = {  # the sentences of a story: its first one, and those for each opera
         "{name} buys {number} {what}.",
         "{friend} gives {name} {number} {what}.",
     ),
-    "-": (
-        "{name} loses {number} {what}.",
-        "{name} gives {friend} {number} {what}.",
-        "{name} sells {number} {what}.",
-    ),
+    "-": ("{name} loses {number} {what}.", "{name} gives {friend} {number} {what}.", "{name} sells {number} {what}."),
     "*": ("Then {name} gets {number} times as many.",),
 }
 OTHER_WORDING = {

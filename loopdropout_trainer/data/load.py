@@ -25,7 +25,7 @@ from loopdropout_trainer.data.rows import BadRow, DataError, Row, present, read_
 from loopdropout_trainer.settings.command import user_supplied
 
 
-_CACHE_VERSION = 4  # to be raised when the same settings give other examples
+_CACHE_VERSION = 5  # to be raised when the same settings give other examples
 
 
 @dataclass
@@ -81,15 +81,10 @@ def _source(args: DataArguments, preparation: Preparation) -> tuple[str, Any, It
 
     Local files go first, then generated rows, then the Hub's.
     """
-    digests: dict[str, tuple[str, str]] = {}  # of the bytes: size and time may stay when a file is written again
-    for field in ("train_files", "eval_files"):
-        for path in getattr(args, field) or ():
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "blake2b").hexdigest()
-            if digest in digests:
-                before, other = digests[digest]
-                raise DataError(f"`{field}` names {path}, which holds the same rows as {other} in `{before}`.")
-            digests[digest] = field, str(path)
+    digests = []  # of the bytes: size and time may stay when a file is written again
+    for path in (*(args.train_files or ()), *(args.eval_files or ())):
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "blake2b").hexdigest())
     if args.train_files:
         return ", ".join(Path(path).name for path in args.train_files), digests, read_files(args.train_files)
     generated = preparation.rows()
@@ -112,8 +107,13 @@ def _prepare(
     report: DataReport,
 ) -> DatasetDict:
     """Return the examples, `train` and `eval` if there are any, and fill in the report."""
-    examples = _examples(rows, preparation, report)
-    ranks, examples = np.array(examples["rank"]), examples.remove_columns("rank")
+    examples, given = _examples(rows, preparation, report), None
+    if preparation.args.eval_files:
+        given = _examples(read_files(preparation.args.eval_files), preparation, report)
+        kept = np.flatnonzero(~np.isin(examples["rank"], given["rank"]))
+        report.dropped.update(["repeats a held-out row"] * (len(examples) - len(kept)))
+        examples = examples.select(kept)
+    ranks, examples = np.array(examples["rank"], dtype=np.int64), examples.remove_columns("rank")
     dropped_before = report.dropped.total()
     train, held_out = preparation.split(examples, ranks, tokenizer, report)
     report.train, report.held_out, asked = len(train), len(held_out), preparation.args.num_train_examples
@@ -122,8 +122,7 @@ def _prepare(
         raise DataError(f"Too few rows for {wanted}: {len(train):,} and {len(held_out):,} are left.\n{report}")
     report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
     train, held_out = examples.select(train), examples.select(held_out)
-    if preparation.args.eval_files:
-        held_out = _examples(read_files(preparation.args.eval_files), preparation, report).remove_columns("rank")
+    held_out = held_out if given is None else given.remove_columns("rank")
     train, lengths = _drop_long(train, tokenizer, max_length, report)
     held_out, _ = _drop_long(held_out, tokenizer, max_length, report)
     report.train_tokens, report.longest = int(lengths.sum()), int(lengths.max(initial=0))

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, fields_of, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
-from loopdropout_trainer.settings.ranges import shown
+from loopdropout_trainer.settings.ranges import check_choice, shown
 
 
 if TYPE_CHECKING:
@@ -64,14 +64,17 @@ class Preparation:
     `answer`, which evaluation on held-out rows needs.
 
     Class attributes:
-        title: for reports and model cards.
+        title: for reports and model cards. columns: of a row, that examples are made of.
         num_eval_examples, prompt_template: defaults of these settings.
 
     Raises:
-        ValueError: if `prompt_template` names no column.
+        ValueError: if `prompt_template` names no column, or `column_mapping` one that is not read.
     """
 
     title: ClassVar[str] = ""
+    columns: ClassVar[tuple[str, ...]] = (
+        *("prompt", "completion", "chosen", "rejected", "messages", "conversations", "text"),
+    )
     num_eval_examples: ClassVar[int] = 0
     prompt_template: ClassVar[str | None] = None
 
@@ -84,6 +87,12 @@ class Preparation:
         if self.template is not None and not prompt_fields(self.template):  # the same prompt for every row
             valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {{column}}"
             raise ValueError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
+        if args.prompt_end and self.template is None:
+            raise ValueError("`prompt_end` follows a `prompt_template`: give one, or leave it out.")
+        if type(self) is Preparation and self.template is not None:
+            self.columns = (*prompt_fields(self.template), "completion")
+        for name in args.column_mapping or ():
+            check_choice("column_mapping", name, self.columns)
 
     def rows(self) -> list[Row] | None:
         """Return generated rows, for a preparation that reads none."""
@@ -191,7 +200,10 @@ def standard_example(row: Mapping[str, Any]) -> dict[str, Any]:
     prompt_of, target_of = (messages, conversation) if is_chat else (text, target)
     if "chosen" in row or "rejected" in row:  # DPO; the prompt may be part of both answers
         prompt = {} if row.get("prompt") is None else {"prompt": prompt_of(row, "prompt")}
-        return {**prompt, **{name: target_of(row, name) for name in ("chosen", "rejected")}}
+        chosen, rejected = (target_of(row, name) for name in ("chosen", "rejected"))
+        if is_chat and not prompt and chosen[0] != rejected[0]:
+            raise BadRow("no `prompt`, and `chosen` and `rejected` begin with different turns")
+        return {**prompt, "chosen": chosen, "rejected": rejected}
     if "prompt" in row or "completion" in row:
         return {"prompt": prompt_of(row, "prompt"), "completion": target_of(row, "completion")}
     for column in ("messages", "conversations"):
@@ -213,6 +225,7 @@ class GSM8K(Preparation):
     """
 
     title = "GSM8K"
+    columns = ("question", "answer")
     num_eval_examples = 500
     prompt_template = "question"
 
@@ -275,6 +288,7 @@ class MetaMathGSM(Preparation):
     """
 
     title = "MetaMath-GSM"
+    columns = ("type", "query", "response")
     num_eval_examples = 500
     prompt_template = "alpaca"
     num_training_rows = 100_000
@@ -326,6 +340,7 @@ class Tulu2(Preparation):
     """
 
     title = "Tulu 2"
+    columns = ("messages", "conversations")
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
         turns = messages(row, "conversations" if "messages" not in row and "conversations" in row else "messages")

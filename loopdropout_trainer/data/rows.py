@@ -81,7 +81,7 @@ def _read(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
             yield from batch.to_pylist()
         return
-    with fsspec.open(path, "rt", compression="infer", encoding="utf-8", newline="") as file:
+    with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig", newline="") as file:
         if ending == ".csv":
             csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
             for cells in csv.DictReader(file):

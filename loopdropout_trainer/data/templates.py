@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from loopdropout_trainer.data.rows import BadRow, present
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.settings.ranges import shown
 
 
 PROMPT_TEMPLATES = {
@@ -126,12 +127,15 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: list, **optio
 
 
 def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError unless the last token that a template trains in an assistant's turn is the one generation stops at.
+    """Raise ValueError unless a template shows both turns, and trains the token that generation stops at in the second.
 
-    A template without generation marks is rendered, and its end left unchecked.
+    Of a template without generation marks the end is left unchecked.
     """
     marks = "generation" in (tokenizer.chat_template or "")
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    text = apply_chat_template(tokenizer, turns, tokenize=False)
+    if not re.search("question.*answer", text, re.DOTALL):
+        raise ValueError(f"The chat template does not show what is said: {shown(turns)} becomes {shown(text)}.")
     encoded = apply_chat_template(tokenizer, turns, return_dict=True, return_assistant_tokens_mask=marks)
     masks = encoded.get("assistant_masks", [])
     trained = [id for id, mask in zip(encoded["input_ids"], masks, strict=False) if mask]

@@ -49,6 +49,8 @@ class AnswerLog:
         if path.is_file():
             with user_supplied(f"{path} cannot be read"):
                 check_same(json.loads(path.read_bytes()), json.loads(json.dumps(settings)), self.folder)
+        elif any(self.folder.glob("*.jsonl")):
+            raise SettingsChangedError(f"{self.folder} holds answers without {SETTINGS_FILE}: remove that folder.")
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")

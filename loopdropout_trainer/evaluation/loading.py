@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -30,9 +29,6 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
             model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
         )
     find_looped_model(base)
-    for name, parameter in base.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ValueError(f"The model {model.model_name_or_path} holds NaN or infinity in `{name}`.")
     if adapter is None:
         return base.eval(), tokenizer
     with user_supplied(f"The adapter {adapter} cannot be loaded"):

@@ -152,7 +152,8 @@ def read_evaluation(path: str | Path) -> dict[str, Any]:
     """Read a results file as JSON; ValueError if it is not one, or of another format."""
     with user_supplied(f"{path} is not a results file (docs/evaluation.md)"):
         report = json.loads(Path(path).read_bytes())
-        complete = all({"meta_info", "benchmarks"} <= {*row} for row in report["rows"].values())
+        parts = [row[name] for row in report["rows"].values() for name in ("meta_info", "benchmarks")]
+        complete = all(isinstance(part, dict) for part in parts)
         if report["format"] != FORMAT or not complete:
             raise ValueError(f"{path} is not a complete results file of format {FORMAT}.")
     return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, check_depths
 from loopdropout_trainer.settings.command import library_versions, user_supplied
-from loopdropout_trainer.settings.ranges import check_folder
+from loopdropout_trainer.settings.ranges import check_distinct, check_folder
 from loopdropout_trainer.settings.recipe import public_settings
 from loopdropout_trainer.training.distributed import all_processes, from_main_process
 from loopdropout_trainer.training.memory import device_name
@@ -72,6 +73,7 @@ class EvaluationArguments(BenchmarkArguments):
             valid = isinstance(metrics, list) and all(each in known or "," in str(each) for each in metrics)
             if not (valid and metrics):
                 raise ValueError(f"`averages` must map names to lists of {', '.join(known)}; got `{name}: {metrics}`.")
+            check_distinct("averages", metrics)
         check_depths("at_depths", self.at_depths)
         self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
         if len(self.at_depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
@@ -80,7 +82,13 @@ class EvaluationArguments(BenchmarkArguments):
             )
         if self.at_depths and self.readout is not None and self.readout > min(self.at_depths):
             raise ValueError(f"`readout` must be one of the loops of all `at_depths`; got {self.readout}.")
-        self.rows()  # which may not fit
+        check_distinct("gates", self.gates or [])
+        rows = self.rows()
+        if self.gates and not any(adapter for adapter, _ in rows.values()):
+            raise ValueError("`gates` multiply an adapter's update: give `adapter`, or leave them out.")
+        names = "|".join(map(re.escape, rows))
+        if self.gates and (clash := next(filter(re.compile(rf"({names})_(loop\d+|gates_.+)").fullmatch, rows), None)):
+            raise ValueError(f"`adapter` must give each row a name of its own; `gates` make rows like {clash}.")
 
     def rows(self) -> dict[str, tuple[str | None, int | None]]:
         """Return adapter (None: the model alone) and depth (None: that of the settings) of each row, by its own name."""
@@ -90,7 +98,7 @@ class EvaluationArguments(BenchmarkArguments):
             adapter = None if path == "none" else path
             name = name or (BASE if adapter is None else Path(path).name)
             new = {f"{name}_K{depth}": (adapter, depth) for depth in self.at_depths or ()} or {name: (adapter, None)}
-            if name in ("", ".", "..") or "/" in name or rows.keys() & new:
+            if name in ("", ".", "..") or "/" in name or not path or rows.keys() & new:
                 raise ValueError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {each!r}.")
             rows |= new
         return rows
@@ -116,6 +124,8 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
         ValueError: if model, adapter or a benchmark cannot be loaded, or gates or chat template do not fit.
         SettingsChangedError: if `output_dir` holds answers of another evaluation.
     """
+    if model.num_loops and arguments.at_depths:
+        raise ValueError("`num_loops` and `at_depths` exclude each other: the depths are all that is evaluated.")
     state = all_processes()
     path = Path(arguments.output_dir, RESULTS_FILE)
     before = from_main_process(lambda: read_evaluation(path)["rows"] if path.is_file() else {})

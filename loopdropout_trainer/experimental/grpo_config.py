@@ -31,11 +31,13 @@ _INTEGERS = {
     2: "num_generations",
 }
 _NUMBERS = {
-    "temperature": {"above": True},
+    "temperature": {"least": 1e-6},
     "top_p": {"above": True, "most": 1},
     "min_p": {"most": 1},
     "repetition_penalty": {"above": True},
-    **dict.fromkeys(("beta", "epsilon", "epsilon_high", "delta"), {}),
+    "top_entropy_quantile": {"above": True, "most": 1},
+    **dict.fromkeys(("beta", "epsilon", "epsilon_high", "delta", "off_policy_mask_threshold"), {}),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), {"above": True}),
 }
 
 
@@ -104,6 +106,14 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
     def generates_every(self) -> int:
         """Micro-batches between two generations: those for which one set of completions is used."""
         return self.steps_per_generation * self.num_iterations
+
+    def generations(self, num_prompts: int) -> int:
+        """Return how many generations an epoch of so many prompts has; ValueError if there are too few for one."""
+        prompts = self.generation_batch_size // self.num_generations
+        if num_prompts < prompts:
+            why = "`generation_batch_size` by `num_generations`"
+            raise ValueError(f"A generation takes {prompts:,} prompts ({why}), and there are {num_prompts:,} of them.")
+        return num_prompts // prompts
 
     @property
     def scores_old(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -27,7 +28,7 @@ class WrongWeightsError(ValueError):
 
 
 def check_weights(model: PreTrainedModel, report: LoadStateDictInfo, source: str, may_reshape: bool = False) -> None:
-    """Raise WrongWeightsError, naming weights, if transformers' `report` says that a checkpoint holds others than the model.
+    """Raise WrongWeightsError, naming weights, if a checkpoint holds others than the model by transformers' `report`, or NaN.
 
     Tied and ignorable weights are taken out of the report; `may_reshape`: the caller gave `ignore_mismatched_sizes`.
     """
@@ -49,6 +50,9 @@ def check_weights(model: PreTrainedModel, report: LoadStateDictInfo, source: str
             f"The weights of {source} are not those of the {type(model).__name__} that its configuration describes: "
             f"{'; '.join(wrong)}."
         )
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.is_meta and not torch.isfinite(weight).all():
+            raise WrongWeightsError(f"{source} holds NaN or infinity in `{name}`.")
 
 
 def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -76,8 +76,7 @@ def plan_run(
 def num_steps(num_examples: int, config: LoopDropoutArguments) -> tuple[int, int]:
     """Return the optimizer steps of one epoch and of the whole run, as transformers' Trainer counts them."""
     if isinstance(config, LoopDropoutGRPOConfig):  # whole generations, each of them trained on so many micro-batches
-        rounds = num_examples // (config.generation_batch_size // config.num_generations)
-        batches = max(1, rounds * config.generates_every)
+        batches = config.generations(num_examples) * config.generates_every
     else:
         batches = math.ceil(math.ceil(num_examples / config.train_batch_size) / config.world_size)
     steps_per_epoch = math.ceil(batches / config.gradient_accumulation_steps)

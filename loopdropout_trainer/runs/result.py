@@ -12,6 +12,7 @@ from loopdropout_trainer.saving.files import sha256, staged_files
 from loopdropout_trainer.settings.arguments import RunArguments
 from loopdropout_trainer.settings.recipe import public_settings, settings_yaml
 from loopdropout_trainer.training.checkpoints import differences
+from loopdropout_trainer.training.checkpoints.sealing import fault_of
 
 
 RESULTS_FILE, DIVERGED_FILE = "results.json", "diverged.json"
@@ -27,9 +28,10 @@ def write_results(results: Mapping[str, Any], output_dir: str | Path) -> dict[st
     Raises:
         WriteError: if the disk refuses; what was there before is untouched.
     """
-    weights = [folder for name, folder in results["saved"].items() if name in ("adapter", "merged model")]
-    files = [file for folder in weights for file in sorted(Path(folder).glob("*.safetensors"))]
-    hashes = {file.relative_to(output_dir).as_posix(): sha256(file) for file in files}
+    kept = {"adapter": "*.safetensors", "merged model": "*"}  # the adapter's other files are in its manifest
+    folders = {name: Path(folder) for name, folder in results["saved"].items() if name in kept}
+    found = [file for name, folder in folders.items() for file in folder.glob(kept[name])]
+    hashes = {file.relative_to(output_dir).as_posix(): sha256(file) for file in found if file.suffix != ".md"}
     # JSON has no NaN and no infinity: null in their place.
     written = json.loads(json.dumps({**results, "files": hashes}), parse_constant=lambda _: None)
     with staged_files(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
@@ -46,8 +48,9 @@ def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Mappi
         asked = _asked_for(results["run_info"]["settings"]) == _asked_for(public_settings(settings))
         if differences(results["run"], run) or not asked:
             return None  # before gigabytes of weights are hashed
-        intact = all(sha256(Path(output_dir, name)) == digest for name, digest in results["files"].items())
-        return results if intact and all(Path(each).exists() for each in results["saved"].values()) else None
+        same = (sha256(Path(output_dir, name)) == digest for name, digest in results["files"].items())
+        there = (Path(each).exists() for each in results["saved"].values())
+        return results if fault_of(output_dir) is None and all(same) and all(there) else None
     except (OSError, ValueError, KeyError, TypeError):  # not there, or of another version
         return None
 

@@ -28,7 +28,7 @@ from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_b
 from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log, title_of
-from loopdropout_trainer.runs.result import DIVERGED_FILE, read_results, write_results
+from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE, read_results, write_results
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields, save_card
 from loopdropout_trainer.saving.files import sha256, write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
@@ -91,6 +91,9 @@ class Run:
              "`dataset_kwargs` is for datasets that are prepared in Python: leave it out."),
             (config.rule in (script.compare_with or ()),
              f"`compare_with` must name other rules than `rule`; got {config.rule!r}."),
+            (merges and Path(config.output_dir, "merged").is_file()
+             or any(Path(config.output_dir, name).is_dir() for name in (RESULTS_FILE, "recipe.yaml")),
+             f"`output_dir` {config.output_dir} has a file in the place of the folder merged, or a folder in that of a file."),
             (script.push_merged_to_hub and not config.hub_model_id,
              "`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`."),
         ):  # fmt: skip
@@ -177,7 +180,7 @@ class Run:
         checkpoint = self.checkpoint_for(config)
         if self.merges(config):  # before hours of training
             from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
-        with trainer.only_run_in_output_dir():
+        with trainer.only_run_in_output_dir(checkpoint):
             read = lambda: read_results(self.settings, config.output_dir, trainer.run_identity)
             results = from_main_process(read) if checkpoint else None
             if results is not None:

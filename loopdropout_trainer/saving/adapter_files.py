@@ -162,8 +162,10 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         raise ValueError(f"{folder} holds no {_WEIGHTS}{pickled}.")
     with user_supplied(f"{path} cannot be read"):
         config = PeftConfig.from_pretrained(str(folder))
-    if not isinstance(config, LoraConfig):
-        raise ValueError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
+        if not isinstance(config, LoraConfig):
+            raise ValueError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
+        for given in (config.target_modules, config.rank_pattern, config.alpha_pattern):
+            sorted(given or ())  # TypeError for what is no collection of names
     # PEFT matches regular expressions against every module's name; a malicious one takes hours.
     if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
         with user_supplied(f"{folder / _WEIGHTS} cannot be read"), safe_open(folder / _WEIGHTS, "pt") as file:

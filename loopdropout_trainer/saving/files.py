@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 
-LOCK_FILE = "_run.lock"  # what begins with an underscore is not pushed to the Hub
+LOCK_FILE, PARTIAL = "_run.lock", "_partial"  # what begins with an underscore is not pushed to the Hub
 _UMASK = os.umask(0o022)  # it can only be read by setting it, so it is read once, before there are threads
 os.umask(_UMASK)
 
@@ -105,7 +105,7 @@ def staged_files(folder: str | Path, what: str, advice: str = "Free some space a
     with `what` and ends with `advice`.
     """
     folder = Path(folder)
-    partial = folder / "_partial"  # in the same file system; what begins with an underscore is not pushed to the Hub
+    partial = folder / PARTIAL
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

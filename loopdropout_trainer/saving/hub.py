@@ -67,7 +67,10 @@ def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tens
     if weight.shape != delta.shape:
         held = f"{list(weight.shape)} of a {list(delta.shape)} weight"
         raise ValueError(f"`{name}` is sharded over processes, {held}: save the adapter, and merge it in one process.")
-    return (weight.float() + delta.float()).to(weight.dtype)
+    merged = (weight.float() + delta.float()).to(weight.dtype)
+    if not torch.isfinite(merged).all():
+        raise ValueError(f"The adapter cannot be merged: `{name}` would hold NaN or infinity in {weight.dtype}.")
+    return merged
 
 
 def merge_and_save(

@@ -101,7 +101,8 @@ def _is_own(error: BaseException) -> bool:
 
 
 def _is_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)  # a GPU's, a CPU's
+    return isinstance(error, MemoryError) or is_torchs
 
 
 def _is_about_processes(error: BaseException) -> bool:

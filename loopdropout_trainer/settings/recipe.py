@@ -134,11 +134,23 @@ def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str,
         return recipe
     if not isinstance(base, str) or not base.strip():
         raise RecipeError(f"`extends` in {path} must be the path of one recipe; got {shown(base)}.")
-    return {**load_recipe(path.parent / base, (*extending, path.resolve())), **recipe}
+    return _over(load_recipe(path.parent / base, (*extending, path.resolve())), recipe)
+
+
+_INSTEAD_OF = {"dataset_name": ["train_files"], "at_depths": ["num_loops"]}
+_INSTEAD_OF["train_files"] = [f"dataset_{name}" for name in ("name", "config", "revision", "split")]
+
+
+def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's settings with those that go before them, which also take away what they exclude."""
+    gone = {other for name in own for other in _INSTEAD_OF.get(name, ())}
+    return {**{name: value for name, value in base.items() if name not in gone}, **own}
 
 
 def _settings(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value in a recipe, however deep, with the name of its field."""
+    """Yield every value in a recipe, however deep, with its field; RecipeError for text that no file can hold."""
+    if re.search("[\0\ud800-\udfff]", field + (value if isinstance(value, str) else "")):
+        raise RecipeError(f"`{field}` must be valid Unicode without NUL; got {shown(value)}.")
     yield field, value
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -174,12 +186,13 @@ def parse_recipe(
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
     parser = RecipeParser(dataclass_types, description)
     command_line = parser.read_command_line(argv)
+    list(_settings(command_line))
     recipe = load_recipe(path) if path is not None else {}
     unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - parser.hints.keys()
     recipe = parser.read_recipe({key: value for key, value in recipe.items() if key not in unread}, path)
     if "rule" in command_line:
         recipe = for_another_rule(recipe, command_line["rule"])
-    settings = {**recipe, **command_line}
+    settings = _over(recipe, command_line)
     return [build(cls, settings) for cls in dataclass_types], settings
 
 

@@ -246,6 +246,7 @@ _DPO_NUMBERS = {
     "f_alpha_divergence_coef": {"least": -math.inf},
     "label_smoothing": {"most": 0.5, "below": True},
     "ld_alpha": {"most": 1},
+    "discopop_tau": {"above": True},
 }
 
 

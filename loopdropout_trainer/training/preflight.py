@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +33,7 @@ from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, IGNOR
 _INTEGERS = {  # by their least value
     0: "dataloader_num_workers save_total_limit",
     1: "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length dataset_num_proc "
-    "eval_accumulation_steps ddp_bucket_cap_mb ddp_timeout pad_to_multiple_of",
+    "eval_accumulation_steps ddp_bucket_cap_mb ddp_timeout pad_to_multiple_of dataloader_prefetch_factor",
 }
 _NUMBERS = {
     "learning_rate": {},
@@ -123,6 +124,9 @@ def check_run(
             f"{shown(args.warmup_steps)}."
         )
     check_folder("output_dir", args.output_dir)
+    if args.hub_model_id is not None:
+        with user_supplied("`hub_model_id` cannot be used"):
+            validate_repo_id(args.hub_model_id)
     _check_parts(args)
     config = _looped_config(model, args)
     check_rule_at_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)
@@ -184,6 +188,8 @@ def _check_parts(args: TrainingArguments) -> None:
     for refused, reason in (
         (args.use_cpu and args.fp16,
          "`fp16` needs a GPU, and this run is on a CPU: use `bf16: true`, or neither for float32."),
+        (args.use_cpu and getattr(args, "activation_offloading", False),
+         "`activation_offloading` needs a GPU, and this run is on a CPU: leave it out."),
         (args.use_cpu and kernel.startswith(("flex_attention", "flash_attention")),
          f"`attn_implementation` {kernel} needs a GPU: use sdpa on a CPU."),
         (kernel == "flash_attention_2" and not any(map(find_spec, ("flash_attn", "kernels"))),

@@ -66,8 +66,9 @@ def development_benchmark(rows: Dataset | None, preparation: str | None, limit: 
         )
     task = BENCHMARKS[_SCORED_LIKE[preparation]]
     rows = rows.select(range(min(limit or len(rows), len(rows))))
-    references = rows["answer"][:]
     if preparation == "metamath_gsm":  # its answers are numbers for the scorer, and text for the others
-        references = [str(metamath_gsm8k.extract_answer(answer)) for answer in references]
+        references = [str(metamath_gsm8k.extract_answer(answer)) for answer in rows["answer"]]
+    else:
+        references = [task.reference(row) for row in rows]
     prompts = [task.prompt(row) for row in rows]
     return GeneratedBenchmark(DEVELOPMENT, prompts, references, task.metric, task.max_new_tokens, task.stop_strings)

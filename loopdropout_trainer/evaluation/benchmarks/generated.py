@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -143,6 +144,7 @@ def read_problems(name: str, rows: Iterable[tuple[str, Row | BadRow]], read: Cal
         try:
             if isinstance(row, BadRow):
                 raise row
+            json.dumps(row, ensure_ascii=False, default=str).encode()  # half of a surrogate pair is no text
             found.append(read(row))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"the field {error} is missing" if isinstance(error, KeyError) else error

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
+from loopdropout_trainer.data.preparations import text
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, Row, from_hub
+from loopdropout_trainer.evaluation.metrics import gsm8k_strict
 
 
 STOPS = ("Question:", "</s>", "<|im_end|>")
@@ -15,13 +17,20 @@ ARITHMETIC_PROBLEMS = 500
 
 def _task(rows: Callable[[int | None], Iterable[Row]], answer: str = "answer", max_new_tokens: int = 256):
     return GeneratedTask(
-        prompt=lambda row: PROMPT_TEMPLATES["question"].format(question=row["question"]),
-        reference=lambda row: row[answer],
+        prompt=lambda row: PROMPT_TEMPLATES["question"].format(question=text(row, "question")),
+        reference=lambda row: _reference(text(row, answer)),
         rows=rows,
         metric="gsm8k_strict",
         max_new_tokens=max_new_tokens,
         stop_strings=STOPS,
     )
+
+
+def _reference(answer: str) -> str:
+    """Return an answer with which completions can be compared; in GSM-Plus some problems have none, and say so."""
+    if gsm8k_strict.extract_answer(answer) is None and not answer.endswith("#### None"):
+        raise ValueError("its answer has no number after `#### ` that completions could be compared with")
+    return answer
 
 
 BENCHMARKS = {

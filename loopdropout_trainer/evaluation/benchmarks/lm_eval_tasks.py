@@ -103,6 +103,10 @@ class LmEvalTask(Task):
                 task.set_config(key="generation_kwargs", value=dict(self.generation), update=True)
             if splits is not None:
                 task.dataset.check_examples(name, task.config)
+            if splits is not None and self.metrics and task.OUTPUT_TYPE == "multiple_choice":
+                for number, doc in enumerate(task.eval_docs, start=1):
+                    with user_supplied(f"Problem {number} of `{task.task_name}` cannot be scored"):
+                        task.process_results(doc, [(-1.0, False)] * len(task.doc_to_choice(doc)))
         return LmEvalBenchmark(name, self, tasks, manager, limit, confirmed)
 
     def _local_splits(self, name: str, files: list[Path]) -> dict[str, LocalSplits]:

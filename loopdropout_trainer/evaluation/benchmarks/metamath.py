@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from loopdropout_trainer.data.preparations import text
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, Row, from_hub
 from loopdropout_trainer.evaluation.metrics import metamath_gsm8k
@@ -15,20 +16,20 @@ STOPS = tuple(word + end for word in ("Question", "USER", "ASSISTANT", "Instruct
 def _boxed_answer(row: Row) -> str | None:
     from loopdropout_trainer.evaluation.metrics import metamath_math  # late: it needs lm-eval
 
-    return metamath_math.extract_gold(row["solution"])
+    return metamath_math.extract_gold(text(row, "solution"))
 
 
 BENCHMARKS = {
     "metamath_gsm8k": GeneratedTask(
-        prompt=lambda row: PROMPT.format(instruction=row["question"]),
-        reference=lambda row: str(metamath_gsm8k.extract_gold(row["answer"])),
+        prompt=lambda row: PROMPT.format(instruction=text(row, "question")),
+        reference=lambda row: str(metamath_gsm8k.extract_gold(text(row, "answer"))),
         rows=from_hub("openai/gsm8k", "main"),
         metric="metamath_gsm8k",
         max_new_tokens=512,
         stop_strings=STOPS,
     ),
     "metamath_math500": GeneratedTask(
-        prompt=lambda row: PROMPT.format(instruction=row["problem"]),
+        prompt=lambda row: PROMPT.format(instruction=text(row, "problem")),
         reference=_boxed_answer,
         rows=from_hub("HuggingFaceH4/MATH-500"),
         metric="metamath_math",

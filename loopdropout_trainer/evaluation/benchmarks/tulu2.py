@@ -38,11 +38,7 @@ def check_punkt() -> None:
 
 BENCHMARKS = {
     "mmlu": LmEvalTask(
-        "mmlu",
-        "mmlu/default",
-        {"mmlu": "acc,none"},
-        num_fewshot=0,
-        task_of=lambda row: f"mmlu_{row['subject']}",
+        "mmlu", "mmlu/default", {"mmlu": "acc,none"}, num_fewshot=0, task_of=lambda row: f"mmlu_{row['subject']}"
     ),
     # Three examples are part of lm-eval's task.
     "bbh": LmEvalTask(

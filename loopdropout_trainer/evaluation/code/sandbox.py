@@ -1,9 +1,10 @@
 """Runs EvalPlus on programs that nobody has read, inside bubblewrap (https://github.com/containers/bubblewrap).
 
 Each program runs in a sandbox of its own: no network, the system read-only, a private /tmp, none of the user's files,
-environment or processes, no reference solution, and limits on processes, files, time and the memory of each process.
-Not contained are flaws of the kernel, the memory of all processes together, and the program's own verdict: EvalPlus
-compares in the process that runs a program, so that one that looks for the expected outputs there can pass.
+environment or processes, no reference solution, and limits on processes, files, time and the memory that a process maps.
+Not contained are flaws of the kernel, the memory of all processes together, memory that is held without being mapped
+(memfds, System V segments), and the program's own verdict: EvalPlus compares in the process that runs a program, so that one
+that looks for the expected outputs there can pass.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class CheckpointsMixin:
         wanted = resume_from_checkpoint or None
         vars(self).pop("run_identity", None)  # arguments may have been changed since
         self._complete, self._stopping = False, None
-        with self.only_run_in_output_dir():
+        with self.only_run_in_output_dir(wanted):
             if wanted is True and distributed.from_main_process(self._is_complete):
                 return self._load_complete_training()
             checkpoint, self._goes_on_changed = distributed.from_main_process(lambda: self._choose_checkpoint(wanted))
@@ -112,15 +112,27 @@ class CheckpointsMixin:
         return output
 
     @contextmanager
-    def only_run_in_output_dir(self) -> Iterator[None]:
+    def only_run_in_output_dir(self, wanted: str | bool | None = None) -> Iterator[None]:
         """Keep other processes' runs out of `output_dir` inside the block; all processes of this run enter it.
 
         Raises:
-            LockedError: if another run is at work there.
+            LockedError, CheckpointError: if another run is at work there, or has left what this one would spoil.
         """
         with ExitStack() as lock:
             distributed.from_main_process(lambda: lock.enter_context(folder_lock(self.args.output_dir)))
+            distributed.from_main_process(lambda: self._check_output_dir(wanted))
             yield
+
+    def _check_output_dir(self, wanted: str | bool | None) -> None:
+        """Refuse to train where this run would take the place of anything but itself; note whether it was asked to."""
+        folder, runs = Path(self.args.output_dir), sealing.runs_in(self.args.output_dir)
+        weights = [file for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
+        if weights and not isinstance(wanted, str) and not any((folder / name).exists() for name in sealing.OURS):
+            raise CheckpointError(f"{weights[0]} is of no run of this package: choose another `output_dir`.")
+        others = [found for found in runs if differences(found, self.run_identity)]
+        self._is_anothers = bool(runs) and not any(continues(found, self.run_identity) for found in runs)
+        if self._is_anothers or others and not wanted:
+            self._refuse_unless_asked(f"`output_dir` {folder} holds", differences(others[-1], self.run_identity))
 
     def _what_is_safe(self) -> str:
         """Return a sentence that names the newest complete checkpoint; of any run if `run_identity` is not computed yet."""
@@ -200,13 +212,8 @@ class CheckpointsMixin:
     def _choose_checkpoint(self, wanted: str | bool | None) -> tuple[str | None, bool]:
         """Return the checkpoint to resume from, and whether the run goes on from it with other settings."""
         output_dir, run = self.args.output_dir, self.run_identity
-        folders = [output_dir, *sealing.checkpoints(output_dir)]
-        runs = [found for found in map(run_of, folders) if found is not None]
-        is_anothers = bool(runs) and not any(continues(found, run) for found in runs)
-        if is_anothers:
-            self._refuse_unless_asked(f"`output_dir` {output_dir} holds", differences(runs[-1], run))
         if wanted is True:
-            wanted = sealing.newest_complete_checkpoint(output_dir, None if is_anothers else run)
+            wanted = sealing.newest_complete_checkpoint(output_dir, None if self._is_anothers else run)
         elif wanted and (fault := sealing.fault_of_checkpoint(wanted, sealed=False)):
             raise CheckpointError(f"The checkpoint {wanted} cannot be used: {fault}.")
         if wanted is None:
@@ -228,7 +235,8 @@ class CheckpointsMixin:
         if not self.args.resume_with_changed_settings:
             raise CheckpointError(
                 f"{what} another run: {', '.join(changed)}. Go back to the settings that it was started with, choose another "
-                "`output_dir`, or go on all the same with `resume_with_changed_settings: true`."
+                "`output_dir`, or go on all the same with `resume_with_changed_settings: true`; for a longer run "
+                "`resume_from_checkpoint: true` does."
             )
 
     def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial):

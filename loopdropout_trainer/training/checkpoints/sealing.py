@@ -16,13 +16,15 @@ from typing import Any
 
 from transformers.utils import logging
 
-from loopdropout_trainer.saving.files import flush_to_disk, sha256, write_atomically
+from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA
+from loopdropout_trainer.saving.files import PARTIAL, flush_to_disk, sha256, write_atomically
 from loopdropout_trainer.training.checkpoints.identity import continues, differences
 
 
 logger = logging.get_logger(__name__)
 
 MANIFEST = "manifest.json"
+OURS = (MANIFEST, ADAPTER_METADATA, PARTIAL)  # one of them lies beside what a run has saved, or was about to
 
 
 class CheckpointError(RuntimeError):
@@ -57,6 +59,11 @@ def run_of(folder: str | Path) -> dict[str, Any] | None:
         return json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8")).get("run")
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def runs_in(output_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the identities of the runs that have left files in a folder, that of the newest checkpoint last."""
+    return [run for run in map(run_of, (output_dir, *checkpoints(output_dir))) if run is not None]
 
 
 def fault_of(folder: str | Path, sealed: bool = True) -> str | None:
