@@ -66,7 +66,6 @@ ROWS: dict[str, dict[str, Any] | None] = {
 
 MEMORY_ROWS = {
     f"{STOCK}, checkpointing": None,
-    "Loop Dropout, recomputing pointwise": {"recompute_pointwise": True},
     f"{LORA}, checkpointing": {"rule": "lora", **CHECKPOINTING},
     f"{OURS}, checkpointing": CHECKPOINTING,
 }

@@ -203,7 +203,7 @@ CASES = [
 ]
 CASES += [
     ("ouro", "final", {**PACKED, **DEPTH_5}), ("ouro", "exit", {**PACKED, **CHECKPOINTED, **DEPTH_5}), ("ouro", "exit", ROWS),
-    ("ouro", "weighted", {"recompute_pointwise": True}), ("ouro", "uniform", {**ROWS, **CHECKPOINTED}),
+    ("ouro", "weighted", {}), ("ouro", "uniform", {**ROWS, **CHECKPOINTED}),
     ("ouro", "uniform", {"p": [0.9, 0.9, 0.5, 0.5]}),  # the first loops wait
     ("ouro", "uniform", {"packing": True, "max_length": 64}), ("ouro", "random", {"p": [0.1, 0.9, 0.9, 0.1]}),
 ]  # fmt: skip

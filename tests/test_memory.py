@@ -6,19 +6,40 @@ import pytest
 import torch
 from conftest import TINY, tiny_ouro
 from peft import get_peft_model
-from test_recomputation import Ledger
+from test_speed import GATES, MIXED, adapted, training_policy
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl import SFTConfig
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.adapters import add_gates
-from loopdropout_trainer.looped import TrainingPolicy, costs
+from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
+from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, first_active_loops
 from loopdropout_trainer.training import memory
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 from loopdropout_trainer.training.memory import memory_advice, step_memory
 
 
-ATTENTION, POINTWISE = {"attn_implementation": "eager"}, {"recompute_pointwise": True}
-CASES = [(family, fields) for family in TINY for fields in ({}, POINTWISE, {"checkpointing": True})]
+class Ledger(TorchDispatchMode):
+    """Knows the bytes that were made in the block and are still held, weights left out."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.storages = {StorageWeakRef(weight.untyped_storage()): 0 for weight in model.parameters()}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                self.storages.setdefault(StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def held(self):
+        return sum(size for storage, size in self.storages.items() if not storage.expired())
+
+
+ATTENTION = {"attn_implementation": "eager"}
+CASES = [(family, fields) for family in TINY for fields in ({}, {"checkpointing": True})]
 CASES += [("ouro", ATTENTION), ("huginn", ATTENTION)]
 
 
@@ -31,7 +52,6 @@ def test_the_estimate_is_at_least_what_a_real_step_keeps_and_not_much_more(famil
     peft_model = get_peft_model(model, default_peft_config(model))
     add_gates(peft_model, in_activation_dtype=True, fused=True)
     model.training_policy = TrainingPolicy(packs=not eager)
-    model.recompute_pointwise(fields.get("recompute_pointwise", False))
     if "checkpointing" in fields:
         peft_model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(2, 258, (rows, length))
@@ -41,6 +61,21 @@ def test_the_estimate_is_at_least_what_a_real_step_keeps_and_not_much_more(famil
     del output
     estimate = step_memory(peft_model, rows, length, loops, **fields)
     assert 0.95 * measured <= estimate["kept"] <= 1.5 * measured
+
+
+def test_what_frozen_loops_hold_is_saved_by_their_share(monkeypatch):
+    monkeypatch.setattr(costs, "LAUNCH_SECONDS", 0)
+    model, held = adapted(tiny_ouro()), {}
+    state, ids = add_gates(model, in_activation_dtype=True), torch.randint(2, 258, (4, 32))
+    for name, gates in GATES.items():
+        with applied_gates(state, gates), training_policy(model, True, trained_lora_parameters(model)):
+            with Ledger(model) as ledger:
+                loss = model(ids, labels=ids).loss
+            held[name] = ledger.held()
+            del loss
+    frozen = sum(first_active_loops(MIXED)) / MIXED.numel()  # 7 of 16 loops
+    share = (held["mixed"] - held["none active"]) / (held["all active"] - held["none active"])
+    assert 1 - share == pytest.approx(frozen, abs=0.02)
 
 
 @pytest.fixture
@@ -78,7 +113,6 @@ def test_what_the_user_says_stays(make_trainer, monkeypatch, tmp_path):
         assert all(getattr(trainer.args, field) for field in CHECKPOINTING_FIELDS), fields
     monkeypatch.setattr(memory, "usable_memory", lambda args: 1.0)
     assert not make_trainer(gradient_checkpointing=False).args.gradient_checkpointing
-    assert not make_trainer(recompute_pointwise=True).args.gradient_checkpointing
 
 
 def test_advice_names_the_first_change_that_fits(config, monkeypatch):
@@ -90,12 +124,10 @@ def test_advice_names_the_first_change_that_fits(config, monkeypatch):
         monkeypatch.setattr(memory, "usable_memory", lambda args: usable)
         return memory_advice(model.config, "float32", adapter, config(per_device_train_batch_size=8), longest=256)
 
-    changes = ({}, {"recompute_pointwise": True}, {"checkpointing": True})
-    plain, pointwise, layers = (sum(step_memory(peft_model, 8, 256, 2, **change).values()) for change in changes)
-    assert layers < pointwise < plain
+    plain, layers = (sum(step_memory(peft_model, 8, 256, 2, each).values()) for each in (False, True))
+    assert layers < plain
     assert "8 rows of 256 tokens" in advice(plain)
     assert "so that `gradient_checkpointing` stays off" in advice(plain)
-    for usable, field in ((pointwise, "recompute_pointwise: true"), (layers, "gradient_checkpointing: true")):
-        last = advice(usable).splitlines()[-1]
-        assert field in last and last.endswith(f"{usable / 1e6:.3g} MB, which fits")
+    last = advice(layers).splitlines()[-1]
+    assert "gradient_checkpointing: true" in last and last.endswith(f"{layers / 1e6:.3g} MB, which fits")
     assert "`per_device_train_batch_size: 4`" in advice(0.9 * layers)

@@ -65,11 +65,6 @@ class LoopedModelMixin:
         """Return a collated batch of examples with what else the model reads of it; by default nothing."""
         return batch
 
-    def recompute_pointwise(self, enabled: bool = True) -> None:
-        """In training, compute norms and activations once more in the backward pass instead of keeping their results."""
-        if enabled:
-            raise ValueError(f"`recompute_pointwise` must be false: {type(self).__name__} is not of this package.")
-
     def enable_input_require_grads(self) -> None:
         """Let the embeddings require a gradient; by a hook that `torch.save` can keep, which transformers' own is not."""
         self._require_grads_hooks = [self.get_input_embeddings().register_forward_hook(_require_gradient)]

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
-from loopdropout_trainer.models.operations import recomputable, rms_norm, rotate_halves, swiglu
+from loopdropout_trainer.models.operations import rms_norm, rotate_halves, swiglu
 
 
 PROJECTIONS = (
@@ -110,17 +110,10 @@ class SelfAttention(Attention):
     def heads(self, hidden_states, position_embeddings):
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, heads, d]
-        if hasattr(self, "q_norm"):  # it keeps its input, so that nothing else need be kept
-            query = recomputable(_normed_and_rotated, query, self.q_norm, *position_embeddings)
-            key = recomputable(_normed_and_rotated, key, self.k_norm, *position_embeddings)
-        else:
-            query, key = (rotate_halves(x.transpose(1, 2), *position_embeddings) for x in (query, key))
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = (rotate_halves(x.transpose(1, 2), *position_embeddings) for x in (query, key))
         return query, key, value.transpose(1, 2)
-
-
-def _normed_and_rotated(x: torch.Tensor, norm: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the heads [B, heads, S, d] of x [B, S, heads, d]."""
-    return rotate_halves(norm(x).transpose(1, 2), cos, sin)
 
 
 class RMSNorm(nn.Module):
@@ -132,7 +125,7 @@ class RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return recomputable(rms_norm, x, self.weight, self.variance_epsilon)
+        return rms_norm(x, self.weight, self.variance_epsilon)
 
 
 class GatedMLP(nn.Module):
@@ -147,7 +140,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)
-        return project(recomputable(self.activation, gate, up), self.down_proj)[0]
+        return project(self.activation(gate, up), self.down_proj)[0]
 
     def activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Return act(gate) * up."""

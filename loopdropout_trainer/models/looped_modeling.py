@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -123,10 +122,9 @@ class PlainRun:
 
     unpack = pack
 
-    def start(self, inputs: LoopInputs) -> AbstractContextManager:
-        """Take the first loop's inputs; the loops run inside the context that is returned."""
+    def start(self, inputs: LoopInputs) -> None:
+        """Take the first loop's inputs."""
         self.inputs = inputs
-        return nullcontext()
 
     def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
         """Run one loop: a function from inputs to the state after it."""
@@ -243,9 +241,6 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
         return self.base_model(**inputs, use_cache=False, output_readouts=True).readouts
 
-    def recompute_pointwise(self, enabled: bool = True) -> None:
-        self.base_model.recomputes_pointwise = enabled
-
 
 class LoopedBackbone(LoopedPreTrainedModel):
     """The looped model without its head: embeddings, what runs before the loop, K loops, what makes their readouts.
@@ -260,7 +255,6 @@ class LoopedBackbone(LoopedPreTrainedModel):
         super().__init__(config)
         self.loop_state = LoopState()
         self.gradient_checkpointing = False
-        self.recomputes_pointwise = False
         self.block_sizes: tuple[int, int] | None = None  # numbers in its projections and their adapter, see `FastRun`
 
     # What a family supplies.
@@ -307,15 +301,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
         num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
         first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
         states = []
-        with run.start(inputs):
-            for loop in range(num_loops):
-                view = None if cache is None else LoopCacheView(cache, loop * self.config.num_recurrent_layers)
-                options = {"loop": loop, "past_key_values": view, "use_cache": use_cache}
-                with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
-                    run.loop(functools.partial(self.recurrent_step, **options), loop)
-                if keep_states:
-                    states.append(run.result().state)
-            return run.result(), states
+        run.start(inputs)
+        for loop in range(num_loops):
+            view = None if cache is None else LoopCacheView(cache, loop * self.config.num_recurrent_layers)
+            options = {"loop": loop, "past_key_values": view, "use_cache": use_cache}
+            with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
+                run.loop(functools.partial(self.recurrent_step, **options), loop)
+            if keep_states:
+                states.append(run.result().state)
+        return run.result(), states
 
     @capture_outputs
     def forward(
@@ -397,17 +391,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def _new_run(self, embeddings: torch.Tensor, attention_mask: Any, cache: Cache | None, options: dict) -> PlainRun:
         """Return what runs this forward pass: plainly, unless an optimisation is switched on and applies."""
-        recomputes = self.recomputes_pointwise and self.training
-        packs = cache is None and self.training_policy.packs and self.can_pack
-        if not (packs or recomputes):
+        # Packed examples have no rows: nothing may be asked of these, and a mask must say which tokens are padding.
+        records = ("output_hidden_states", "output_attentions")
+        shaped = torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
+        packs = cache is None and self.training_policy.packs and self.can_pack and (attention_mask is None or shaped)
+        if not packs or any(options.get(name, getattr(self.config, name, False)) for name in records):
             return PlainRun(self)
         from loopdropout_trainer.models.speed.run import FastRun  # which is made of this module's classes
 
-        # Packed examples have no rows: nothing may be asked of these, and a mask must say which tokens are padding.
-        records = ("output_hidden_states", "output_attentions")
-        packs = packs and not any(options.get(name, getattr(self.config, name, False)) for name in records)
-        shaped = torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
-        return FastRun(self, packs and (attention_mask is None or shaped), recomputes)
+        return FastRun(self)
 
 
 def _positions(embeddings: torch.Tensor, attention_mask: Any, seen: int) -> torch.Tensor:

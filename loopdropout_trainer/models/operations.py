@@ -10,28 +10,9 @@ x = [3, 4], w = [1, 1], eps = 0, the norm has r = 1 / sqrt((9 + 16) / 2) = 0.283
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any
-
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-
-
-# Set in a block of `speed.recomputation`: what is told how each result was made. Outside of one results are simply kept.
-results_to_defer: ContextVar[Any | None] = ContextVar("results_to_defer", default=None)
-
-
-def recomputable(operation: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-    """Return `operation(*inputs)`, a new tensor; in a block of `recomputation` the backward pass makes it once more.
-
-    That is of use where the inputs are kept anyway.
-    """
-    result = operation(*inputs)
-    if result.requires_grad and not torch.compiler.is_compiling() and (defer := results_to_defer.get()) is not None:
-        defer.add(result, operation, inputs)
-    return result
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

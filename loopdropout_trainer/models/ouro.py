@@ -17,7 +17,6 @@ from transformers import Qwen2Config
 from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
 from loopdropout_trainer.models.layers import RMSNorm
 from loopdropout_trainer.models.looped_modeling import LoopInputs
-from loopdropout_trainer.models.operations import recomputable
 
 
 @strict
@@ -68,7 +67,7 @@ class OuroDecoderLayer(DecoderLayer):
 
     def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = recomputable(torch.add, hidden_states, self.input_layernorm_2(attention))
+        hidden_states = hidden_states + self.input_layernorm_2(attention)
         feed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states + self.post_attention_layernorm_2(feed_forward)
 

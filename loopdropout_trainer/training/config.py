@@ -87,11 +87,6 @@ class LoopDropoutArguments:
         default=True,
         help="Compute adapted projections of one input in one function that keeps little. Off by itself under ZeRO and FSDP.",
     )
-    recompute_pointwise: bool = HfArg(
-        default=False,
-        help="Compute norms and activations of the recurrent block once more in the backward pass, which takes less memory; "
-        "`gradient_checkpointing` recomputes whole layers: still less, at the price of another forward pass.",
-    )
     gradient_checkpointing: bool | None = HfArg(
         default=None,
         help="Whether to compute layers again in the backward pass: less memory, about 1.4 of the time. Default: only if a "

@@ -68,19 +68,12 @@ def random_states_kept() -> Iterator[None]:
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for layouts in which an example's place in the global batch, or in its row, is not known."""
-    recomputes, parallelism = args.recompute_pointwise, getattr(args, "parallelism_config", None)
+    parallelism = getattr(args, "parallelism_config", None)
     shared = [size for size in ("tp_size", "cp_size", "sp_size") if (getattr(parallelism, size, 1) or 1) > 1]
-    no_pointwise = "`recompute_pointwise` cannot be combined with {}: leave one of them out."
     for refused, reason in (
         (getattr(args, "packing", False) and args.packing_strategy != "bfd",
          f"`packing_strategy` {getattr(args, 'packing_strategy', None)!r} cuts examples in two, and one example has one gate "
          "vector: use 'bfd', which never cuts one."),
-        (recomputes and args.gradient_checkpointing,
-         no_pointwise.format("`gradient_checkpointing`, which recomputes whole layers")),
-        (recomputes and (args.torch_compile or args.compile_layers),
-         no_pointwise.format("compilation, which chooses by itself what to recompute")),
-        (recomputes and shards_weights(args),
-         no_pointwise.format("ZeRO-3 and FSDP, which take weights away that are needed again")),
         (shared, f"`parallelism_config.{' and '.join(shared)}` above 1 is not supported: several processes would share rows."),
         (args.ddp_static_graph and args.gradient_accumulation_steps > 1,
          "`ddp_static_graph` fails with `gradient_accumulation_steps` above 1, where only the last micro-batch synchronises "

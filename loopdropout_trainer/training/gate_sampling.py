@@ -89,7 +89,6 @@ class GateSamplingMixin:
             "depths": list(self.args.depth_limits(looped.config.num_loops)),
             "loop_loss": getattr(self.args, "loop_loss", "final"),  # preferences are scored by the final loop
         }
-        looped.recompute_pointwise(self.args.recompute_pointwise)
         self.physical_layers = physical_layers(self.model)  # [M]
         self.step_callback = StepCallback(self)
         self.add_callback(self.step_callback)

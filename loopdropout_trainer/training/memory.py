@@ -46,7 +46,7 @@ TRAINED_BYTES = 16
 """Of a trained parameter: itself, its gradient and Adam's two moments, in float32."""
 
 # Measured on all families (tests/test_memory.py), and rounded up.
-KEPT, KEPT_RECOMPUTED, KEPT_OUTSIDE, WIDEST_TENSORS = 1.5, 1.2, 3, 4
+KEPT, KEPT_OUTSIDE, WIDEST_TENSORS = 1.5, 3, 4
 
 
 # What this process has taken.
@@ -81,7 +81,6 @@ def step_memory(
     rows: int,
     length: int,
     num_loops: int,
-    recompute_pointwise: bool = False,
     checkpointing: bool = False,
 ) -> dict[str, int]:
     """Return the bytes that the worst training step holds: of `weights`, `trained`, `kept` and `work`.
@@ -96,7 +95,7 @@ def step_memory(
     linears = [looped.get_submodule(name) for name in looped.recurrent_linears()]
     widths = [width for linear in linears for width in (linear.in_features, linear.out_features)]
     loops = min(num_loops, getattr(config, "backprop_depth", None) or num_loops)
-    one_loop = (KEPT_RECOMPUTED if recompute_pointwise else KEPT) * sum(widths)  # for each token
+    one_loop = KEPT * sum(widths)  # for each token
     if config._attn_implementation == "eager":  # it keeps its scores, in float32
         one_loop += layers * config.num_attention_heads * length * 4 / looped.dtype.itemsize
     kept, work = one_loop * loops, WIDEST_TENSORS * max(widths)
@@ -130,9 +129,7 @@ def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArgume
     """Compute layers twice (in `args`) only if what a training step keeps does not fit the device, and log why."""
     fits, reason = False, "how much memory it takes is not known"
     shape, usable = row_shape(dataset, args), usable_memory(args)
-    if args.recompute_pointwise:
-        fits, reason = True, "`recompute_pointwise` takes its place"
-    elif shape is not None and usable is not None:
+    if shape is not None and usable is not None:
         depth = args.depth_limits(find_looped_model(model).config.num_loops)[1]
         needed = sum(step_memory(model, *shape, depth).values())
         fits = needed <= usable
@@ -191,8 +188,7 @@ def memory_advice(
     """
     model = model_to_train(config, peft_config, args.make_rule()).to(getattr(torch, dtype))
     usable, rows, depth = usable_memory(args), args.per_device_train_batch_size, args.depth_limits(config.num_loops)[1]
-    pointwise, layers = args.recompute_pointwise, bool(args.gradient_checkpointing)
-    changes = {"rows": rows, "recompute_pointwise": pointwise, "checkpointing": layers}
+    changes = {"rows": rows, "checkpointing": bool(args.gradient_checkpointing)}
     step = step_memory(model, length=longest, num_loops=depth, **changes)
     weights, trained, kept, _ = map(_gb, step.values())
     text = (
@@ -206,11 +202,8 @@ def memory_advice(
         open_choice = ", so that `gradient_checkpointing` stays off" if args.gradient_checkpointing is None else ""
         return f"{text}\nfits {device}{open_choice}"
     lines, offers = [text, f"too much for {device}; in this order:"], []  # what costs least time first
-    if find_looped_model(model).can_pack and not pointwise and not layers:
-        offers.append(("`recompute_pointwise: true`", {"recompute_pointwise": True}))
-    if not layers:
-        words = "`gradient_checkpointing: true`, without `recompute_pointwise`"
-        offers.append((words, {"checkpointing": True, "recompute_pointwise": False}))
+    if not changes["checkpointing"]:
+        offers.append(("`gradient_checkpointing: true`", {"checkpointing": True}))
     while rows := rows // 2:
         words = f"`per_device_train_batch_size: {rows}`, with more `gradient_accumulation_steps`"
         offers.append((words, {"rows": rows}))

@@ -14,7 +14,7 @@ from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig
 from loopdropout_trainer.models.layers import Attention, RMSNorm, project
 from loopdropout_trainer.models.looped_modeling import RecurrentLayer
-from loopdropout_trainer.models.operations import recomputable, rotate_halves, swiglu
+from loopdropout_trainer.models.operations import rotate_halves, swiglu
 
 
 def shift_and_rotate(x: torch.Tensor, bias: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -58,13 +58,12 @@ class RavenAttention(Attention):
     def heads(self, hidden_states, position_embeddings):
         qkv = project(hidden_states, self.Wqkv)[0].unflatten(-1, (-1, self.head_dim))  # [B, S, all heads, d]
         query, key, value = qkv.split(self.num_heads, dim=2)
-        # The values are kept, and with them the memory of all of the projection: what is made of it is recomputable.
         if self.config.block_layout == "huginn":
             rotated, own = shift_and_rotate, self.qk_bias if self.config.qk_bias else (None, None)
         else:
             rotated, own = norm_and_rotate, (getattr(self, "q_norm", None), getattr(self, "k_norm", None))
-        query = recomputable(rotated, query, own[0], *position_embeddings)
-        key = recomputable(rotated, key, own[1], *position_embeddings)
+        query = rotated(query, own[0], *position_embeddings)
+        key = rotated(key, own[1], *position_embeddings)
         return query, key, value.transpose(1, 2)
 
 
@@ -78,7 +77,7 @@ class RavenMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         activated, linear = project(x, self.fc)[0].chunk(2, dim=-1)
-        return project(recomputable(swiglu, activated, linear), self.proj)[0]
+        return project(swiglu(activated, linear), self.proj)[0]
 
 
 class RavenBlock(RecurrentLayer):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,10 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
 from loopdropout_trainer.looped import LoopStep, launch_flops
-from loopdropout_trainer.models.looped_modeling import LoopedBackbone, LoopInputs, PlainRun
+from loopdropout_trainer.models.looped_modeling import LoopInputs, PlainRun
 from loopdropout_trainer.models.speed.packed_attention import Lengths, lengths_in_chunks
 from loopdropout_trainer.models.speed.packed_loops import PackedLoops, Thresholds
 from loopdropout_trainer.models.speed.packing import find_packing
-from loopdropout_trainer.models.speed.recomputation import recomputation
 
 
 FORWARD_LAUNCHES, SLICE_LAUNCHES, ORDER_LAUNCHES = 40, 20, 30
@@ -25,16 +23,9 @@ FORWARD_LAUNCHES, SLICE_LAUNCHES, ORDER_LAUNCHES = 40, 20, 30
 
 
 class FastRun(PlainRun):
-    """A forward pass whose examples run packed in one row, whose pointwise results are recomputed, or both."""
-
-    def __init__(self, backbone: LoopedBackbone, packs: bool, recomputes: bool) -> None:
-        super().__init__(backbone)
-        self.packs = packs
-        self.recomputes = recomputes
+    """A forward pass whose examples run packed in one row."""
 
     def arrange(self, inputs: LoopInputs, attention_mask: Any, cache: Cache | None) -> LoopInputs:
-        if not self.packs:
-            return super().arrange(inputs, attention_mask, cache)
         plan, rows = self.backbone.loop_state.plan, inputs.state.shape[:2]  # [B, S]
         self.packing = packing = find_packing(rows, attention_mask, inputs.position_ids, plan.segments)
         self.backbone.loop_state.announce(LoopStep(tokens=packing.tokens()))  # for random initial states
@@ -47,28 +38,20 @@ class FastRun(PlainRun):
         )
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        return self.packing.pack(x) if self.packs else x
+        return self.packing.pack(x)
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        return self.packing.unpack(x) if self.packs else x
+        return self.packing.unpack(x)
 
-    def start(self, inputs: LoopInputs) -> AbstractContextManager:
-        super().start(inputs)
-        if self.packs:
-            # If what comes before the loops is trained, no loop of any example is free of gradient.
-            needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
-            may_freeze = torch.is_grad_enabled() and not needs_gradient
-            lora_parameters = self.backbone.training_policy.lora_parameters if may_freeze else None
-            limits = Thresholds() if lora_parameters is None else self.thresholds(inputs.state, lora_parameters)
-            mask_of, state = lambda lengths: self._mask(inputs.state, lengths), self.backbone.loop_state
-            self.packed = PackedLoops(inputs, self.packing, state, mask_of, lora_parameters, limits)
-        return recomputation(self.recomputes)
-
-    def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
-        (self.packed if self.packs else super()).loop(recurrent_step, loop)
-
-    def result(self) -> LoopInputs:
-        return (self.packed if self.packs else super()).result()
+    def start(self, inputs: LoopInputs) -> None:
+        # If what comes before the loops is trained, no loop of any example is free of gradient.
+        needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
+        may_freeze = torch.is_grad_enabled() and not needs_gradient
+        lora_parameters = self.backbone.training_policy.lora_parameters if may_freeze else None
+        limits = Thresholds() if lora_parameters is None else self.thresholds(inputs.state, lora_parameters)
+        mask_of, state = lambda lengths: self._mask(inputs.state, lengths), self.backbone.loop_state
+        self.packed = PackedLoops(inputs, self.packing, state, mask_of, lora_parameters, limits)
+        self.loop, self.result = self.packed.loop, self.packed.result
 
     def thresholds(self, like: torch.Tensor, lora_parameters: Sequence[nn.Parameter]) -> Thresholds:
         """Return from how many tokens on it takes less time to treat examples apart, by the sizes of the recurrent block.

@@ -43,7 +43,7 @@ gradient_checkpointing gradient_checkpointing_kwargs use_liger_kernel liger_kern
 torch_compile torch_compile_backend torch_compile_mode
 log_completions num_completions_to_print log_unique_prompts log_multimodal log_completions_hub_repo
 steps_per_generation completion_slots ds3_gather_for_generation
-remove_padding skip_frozen_loops fused_lora recompute_pointwise compile_layers stop_on_nan
+remove_padding skip_frozen_loops fused_lora compile_layers stop_on_nan
 """
 # These count in another way: by what they make of the model, and by the examples in a step.
 _WITHOUT_EFFECT += "model_init_kwargs trust_remote_code per_device_train_batch_size gradient_accumulation_steps"
