@@ -25,7 +25,6 @@ from loopdropout_trainer.diagnostics import (
 from loopdropout_trainer.diagnostics.losses import SingleLoop
 from loopdropout_trainer.diagnostics.rows import RowArguments, load_rows_to_score
 from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA
-from loopdropout_trainer.settings.recipe import RecipeError
 
 
 @pytest.fixture(scope="module")
@@ -171,16 +170,6 @@ def test_mistakes_are_one_sentence(diagnose, tmp_path, words):
         diagnose(tmp_path / "out", *words.replace("FILE", str(tmp_path / "bad.jsonl")).split())
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "out").rglob("*.json"))
-
-
-def test_a_recipe_runs_no_code(saved, tmp_path):
-    (tmp_path / "code.py").write_text("raise SystemExit('run')")
-    recipe = (saved / "recipe.yaml").read_text() + f"imports: [{tmp_path / 'code.py'}]\n"
-    (tmp_path / "recipe.yaml").write_text(recipe)
-    with pytest.raises(RecipeError, match="`imports`.*command line"):
-        load_script("recipes/diagnose.py").main(
-            [str(tmp_path / "recipe.yaml"), "--adapters", f"LoRA={saved / 'lora'}"]
-        )
 
 
 def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):

@@ -378,7 +378,6 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
 
 
 BAD_ROWS = [
-    ("gsm8k", '{"question": "1?", "answer": "#### 1"}\n{"question": "no answer"}', "rows.jsonl, row 2 .*`answer`"),
     *[
         ("gsm8k", json.dumps({"question": "?", "answer": f"so {end}"}), "has no number after")
         for end in ("", "#### nan")
@@ -392,7 +391,6 @@ BAD_ROWS = [
     ),
     ("gsm8k", '{"quest', "row 1 is .* broken JSON"),
     ("metamath_gsm8k", '{"question": "1 + 1?", "answer": "two"}', "row 1 is .* no `#### `"),
-    ("gsm9k", "", "must be among metamath_gsm8k"),
     ("mmlu", '{"question": "?", "choices": ["a"], "answer": 0}', "rows.jsonl, row 1 .*'subject'"),
     ("mmlu", '{"question": "?", "subject": "astrology"}', "mmlu_astrology"),
     ("truthfulqa_mc2", None, "rows.jsonl cannot be read"),

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from loopdropout_trainer import check_loops, default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer import default_peft_config, merge_and_save, use_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig
 
@@ -240,16 +240,6 @@ def test_what_is_not_implemented_is_refused(name, fields, message):
 
 
 # Loops, cache and checkpointing
-
-
-def test_the_readout_of_loop_t_is_a_run_of_depth_t_bit_for_bit(make_tiny):
-    model = make_tiny().eval()
-    ids = torch.randint(2, 258, (2, 7))
-    check_loops(model, input_ids=ids)
-    readouts = model.loop_readouts(input_ids=ids)
-    for loop, readout in enumerate(readouts, start=1):
-        model.config.num_loops = loop
-        assert torch.equal(model.base_model(ids, use_cache=False).last_hidden_state, readout)
 
 
 def test_a_multi_token_step_on_a_filled_cache_equals_one_pass(make_tiny):

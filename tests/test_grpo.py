@@ -338,7 +338,6 @@ def test_plain_arguments_get_the_papers_rule_and_wrong_ones_are_refused(grpo_con
     texts = Dataset.from_list([{"text": "a"}])
     for fields, given, message in (
         ({"loop_loss": "random"}, {}, "`loop_loss: random` runs fewer loops"),
-        ({"use_transformers_paged": True}, {}, "`use_transformers_paged` has no cache"),
         (two_weights, {}, "`loop_weights` has 2 values"),
         ({"rule": "adaptive", "num_iterations": 2}, {}, "'adaptive' changes .* `old_gates: unit`"),
         ({"use_vllm": True, "loop_loss": "uniform"}, {}, "`vllm_importance_sampling_correction` compares"),

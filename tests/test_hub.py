@@ -19,7 +19,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, load_adapter, merge_and_save, push_merged_to_hub, use_gates
+from loopdropout_trainer import load_adapter, merge_and_save, push_merged_to_hub, use_gates
 from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
@@ -57,13 +57,11 @@ def base(tmp_path):
 
 
 @pytest.fixture
-def train(config, dataset, tokenizer):
+def train(train):
     """`train(model, **fields)`: one step, after which trainer and adapter are saved; a trainer."""
 
     def make(model, **fields):
-        args = config(**{"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **fields})
-        trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
-        trainer.train()
+        trainer = train(model, **{"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **fields})
         trainer.save_model()
         return trainer
 

@@ -10,7 +10,7 @@ from conftest import tiny_ouro, with_adapter
 from datasets import Dataset
 from peft import LoraConfig
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, load_adapter
+from loopdropout_trainer import load_adapter
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict import normalize, score
 from loopdropout_trainer.settings.recipe import settings_yaml
 from loopdropout_trainer.settings.secrets import hide_secrets, public_settings
@@ -20,32 +20,22 @@ TOKEN = "hf_averysecrettokenofsomeone"
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear"])
-def test_an_adapter_without_named_layers_goes_on_the_recurrent_block(config, dataset, tokenizer, targets):
+def test_an_adapter_without_named_layers_goes_on_the_recurrent_block(make_sft, model, targets):
     mine = LoraConfig(r=3, target_modules=targets)
-    model = tiny_ouro()
-    keywords = {"processing_class": tokenizer, "peft_config": mine}
-    trainer = LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, **keywords)
+    trainer = make_sft(model, peft_config=mine)
     adapted = {name.split(".lora_A")[0] for name, _ in trainer.model.named_parameters() if "lora_A" in name}
     assert adapted == {f"base_model.model.{name}" for name in model.recurrent_linears()}
     assert {p.shape[0] for name, p in trainer.model.named_parameters() if "lora_A" in name} == {3}
     assert mine.target_modules == targets  # the user's own is left alone
 
 
-NOTHING = [
-    ({"lora_alpha": float("nan")}, "`lora_alpha` .*; got nan"),
-    ({"target_modules": ["nothing"]}, "recurrent block .*; got 'nothing'"),
-    ("frozen", "adapter is frozen"),
-    ("masked", "`train_dataset` has no token"),
-]
-
-
-@pytest.mark.parametrize(("fault", "message"), NOTHING)
-def test_a_run_that_trains_nothing_is_refused(config, dataset, tokenizer, fault, message):
-    model = with_adapter().requires_grad_(False) if fault == "frozen" else tiny_ouro()
+@pytest.mark.parametrize(
+    ("fault", "message"), [("frozen", "adapter is frozen"), ("masked", "`train_dataset` has no token")]
+)
+def test_a_run_that_trains_nothing_is_refused(make_sft, dataset, fault, message):
     masked = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4)
-    rows, lora = masked if fault == "masked" else dataset, LoraConfig(**fault) if isinstance(fault, dict) else None
     with pytest.raises(ValueError, match=message):
-        LoopDropoutSFTTrainer(model, config(), train_dataset=rows, processing_class=tokenizer, peft_config=lora)
+        make_sft(with_adapter().requires_grad_(fault != "frozen"), rows=masked if fault == "masked" else dataset)
 
 
 def test_a_pattern_that_takes_for_ever_is_not_matched(tmp_path):

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from conftest import with_adapter
-from peft import PeftModel, PrefixTuningConfig, get_peft_model
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from loopdropout_trainer import use_gates
@@ -176,10 +176,3 @@ def test_an_adapter_saves_reloads_and_generates_by_pefts_own_functions(gated, ma
     for beams in (1, 2):
         options = {"input_ids": IDS, **GREEDY, "attention_mask": torch.ones_like(IDS), "num_beams": beams}
         assert torch.equal(gated.generate(**options), gated.generate(**options, use_cache=False))
-
-
-def test_other_kinds_of_adapters_are_refused(model):
-    sizes = {"num_layers": 2, "token_dim": 32, "num_attention_heads": 4}
-    prefixed = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, **sizes))
-    with pytest.raises(ValueError, match="prefix tuning"):
-        prefixed(IDS, attention_mask=torch.ones_like(IDS))

@@ -48,16 +48,6 @@ def command(tiny_folder, tmp_path):
     return make
 
 
-def test_rules_that_are_compared_share_what_they_both_have(command):
-    fields = {"rule": "loop_dropout", "p": 0.3, "compare_with": ["lora", "dose_control", "module_wise"]}
-    configs = sft.Run(command(**fields)).configs
-    p_of = {"loop_dropout": 0.3, "lora": None, "dose_control": 0.3, "module_wise": 0.3}
-    assert [(each.rule, each.p) for each in configs] == list(p_of.items())
-    fields = {"rule": "coto", "rule_args": {"keep_start": 0.3}, "compare_with": ["loop_dropout"]}
-    (_, other) = sft.Run(command(**fields)).configs
-    assert (other.rule, other.p, other.rule_args) == ("loop_dropout", 0.5, {})
-
-
 @pytest.mark.parametrize("given, expected", [
     ("true", [True, True]),
     ("false", [None, None]),

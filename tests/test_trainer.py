@@ -3,7 +3,6 @@
 import pytest
 import torch
 from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -78,17 +77,6 @@ def test_micro_batches_without_any_active_loop_train_on(train, fields):
     weights = get_peft_model_state_dict(trainer.model)
     assert all(not tensor.any() for name, tensor in weights.items() if "lora_B" in name)
     assert [log["gate_mean"] for log in trainer.state.log_history if "loss" in log] == [0] * 4
-
-
-USER, ASSISTANT = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
-
-
-@pytest.mark.parametrize(
-    "row", [{"text": "two and two"}, {"messages": [USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}]
-)
-def test_dataset_formats_are_trls(train, tokenizer, row):
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    assert train(rows=Dataset.from_list([row] * 4), max_steps=1).state.global_step == 1
 
 
 @pytest.mark.parametrize(

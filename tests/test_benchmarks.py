@@ -1,15 +1,17 @@
-"""`benchmarks/gpu.py` runs all its parts at tiny sizes, goes on after what fails, and measures nothing twice."""
+"""`benchmarks/gpu.py` runs all its parts at tiny sizes, goes on after what fails, and measures nothing twice; `scaling.py`."""
 
 import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import generation
 import gpu
+import scaling
 import speed
 
 
@@ -52,3 +54,16 @@ def test_a_profile_counts_operations_by_group():
     found = gpu.kernel_profile(speed.LORA, gpu.TINY.recipes["metamath_gsm"], "/tmp")
     assert found["counts"]["matrix products"] > 50 and found["counts"]["attention"] > 0
     assert found["seconds"].keys() <= {*gpu.KERNELS, "other"}
+
+
+def test_points_lines_and_figure_of_scaling(tmp_path, monkeypatch):
+    """Its lines are least squares, and what it counts grows as it must."""
+    straight = scaling.line([1, 2, 4], [5.0, 7.0, 11.0])
+    assert [straight[name] for name in ("slope", "intercept", "r_squared")] == pytest.approx([2, 3, 1])
+    monkeypatch.setattr(scaling, "AXES", {"loops K": ("num_loops", (2, 4))})
+    scaling.main(["--smoke", "--out", str(tmp_path)])
+    axis = json.loads((tmp_path / "scaling.json").read_text())["axes"]["loops K"]
+    two, four = axis[speed.LORA]["kept_bytes"]
+    assert 1.5 * two < four < 2 * two  # twice the loops, and what is kept outside of them
+    assert "| loops K | LoRA |" in (tmp_path / "scaling.md").read_text()
+    assert (tmp_path / "scaling.png").stat().st_size > 5000
