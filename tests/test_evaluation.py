@@ -379,7 +379,7 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
 
 BAD_ROWS = [
     *[
-        ("gsm8k", json.dumps({"question": "?", "answer": f"so {end}"}), "has no number after")
+        ("gsm8k", json.dumps({"question": "?", "answer": f"so {end}"}), "no answer that completions")
         for end in ("", "#### nan")
     ],
     ("metamath_gsm8k", '{"question": NaN, "answer": "#### 1"}', "field `question` is not text"),

@@ -96,7 +96,7 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
     before = contents(out)
     for other, changed in (
         ("--learning_rate=2e-2", "0.01 and is 0.02"),
-        ("--num_loops=2", "num_loops` was 4 and is 2"),
+        ("--num_loops=2", "`total_ut_steps` was 4 and is 2"),
     ):
         for resume in ("true", "false"):
             with pytest.raises(Exception, match=changed):

@@ -72,9 +72,7 @@ class Preparation:
     """
 
     title: ClassVar[str] = ""
-    columns: ClassVar[tuple[str, ...]] = (
-        *("prompt", "completion", "chosen", "rejected", "messages", "conversations", "text"),
-    )
+    columns = ("prompt", "completion", "chosen", "rejected", "messages", "conversations", "text")
     num_eval_examples: ClassVar[int] = 0
     prompt_template: ClassVar[str | None] = None
 

@@ -71,6 +71,7 @@ class ComparedModel:
         settings: of its training, as far as its folder tells.
         trained: as far as its adapter tells.
         identity: of its training (training/checkpoints/identity.py), as far as both tell; of its data `TRAINED_ON`.
+        seed: of its training, as far as it is known; else of its gates.
         weights: hash of its own weight files, or its name where they are not here.
     """
 
@@ -81,17 +82,12 @@ class ComparedModel:
     trained: Mapping[str, Any] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
     weights: str | None = None
-
-    @property
-    def seed(self) -> int | None:
-        """Of its training; a checkpoint's folder tells that of its gates alone, which is the same if nobody set it."""
-        return self.settings.get("seed", self.trained.get("gate_seed"))
+    seed: int | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """What stands in the results beside the measurement."""
-        facts = {name: getattr(self, name) for name in ("method", "kind", "path")}
-        facts |= {"seed": self.seed}
+        facts = {name: getattr(self, name) for name in ("method", "kind", "path", "seed")}
         facts |= {name: self.trained.get(name, self.settings.get(name)) for name in ("rule", "p")}
         return {**facts, "train_num_loops": self.trained.get("num_loops")}
 
@@ -116,6 +112,7 @@ def find_models(arguments: DiagnosticArguments, base: ModelArguments, rows: RowA
                     model.settings = dict(content["run_info"]["settings"])
                     known = {part: dict(of) for part, of in (content.get("run") or {}).items()}
                     model.identity = {"adapter": model.trained, **known, "data": _trained_on(model.settings)}
+            model.seed = model.settings.get("seed", model.trained.get("gate_seed"))
             model.weights = sha256(folder.glob(pattern)) if folder.is_dir() else path
             for other in found:
                 _check_comparable(other, model)

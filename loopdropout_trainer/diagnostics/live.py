@@ -23,12 +23,8 @@ from loopdropout_trainer.training.distributed import random_states_kept, shards_
 class LiveDiagnosticsCallback(TrainerCallback):
     """Measures every `every_steps` steps and at the end of the training, and logs as the trainer does.
 
-    Training does not notice: gates, random states, gradients and the trainer's own metrics are left as they are.
-
-    Args:
-        trainer: of a looped model with an adapter; its first evaluation rows are measured on.
-        every_steps: steps between two measurements.
-        num_rows: at most so many rows.
+    Training does not notice: gates, random states, gradients and the trainer's own metrics are left as they are. Measured on
+    are the first `num_rows` evaluation rows of the trainer, whose model has an adapter.
 
     Raises:
         ValueError: without evaluation rows, or if the processes hold shards of the weights only.

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
-from loopdropout_trainer.diagnostics.scores import reduction, score_readouts, single_loop_activation
+from loopdropout_trainer.diagnostics.scores import Scores, reduction, score_readouts, single_loop_activation
 from loopdropout_trainer.evaluation.subject import run_as
 
 
@@ -70,9 +70,11 @@ class Readouts(Diagnostic):
     title = "Cross entropy of each loop's readout"
 
     def measure(self, context: Context) -> dict[str, Any]:
-        scores = score_readouts(context.model, context.batches)
-        accuracies = [each.accuracy_percent for each in scores]
-        return {"losses": [each.loss for each in scores], "accuracies_percent": accuracies}
+        return means(score_readouts(context.model, context.batches))
+
+
+def means(scores: list[Scores]) -> dict[str, list[float]]:
+    return {"losses": [each.loss for each in scores], "accuracies_percent": [each.accuracy_percent for each in scores]}
 
 
 class Depth(Diagnostic):
@@ -87,8 +89,4 @@ class Depth(Diagnostic):
         for depth in context.depths:
             with run_as(context.model, readout=depth):
                 scores.append(context.scores())
-        return {
-            "depths": list(context.depths),
-            "losses": [each.loss for each in scores],
-            "accuracies_percent": [each.accuracy_percent for each in scores],
-        }
+        return {"depths": list(context.depths), **means(scores)}

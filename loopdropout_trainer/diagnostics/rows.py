@@ -83,11 +83,9 @@ def evaluation_batches(trainer: Trainer, num_rows: int) -> list[Batch]:
 def load_rows_to_score(
     arguments: RowArguments, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Batch], dict[str, Any]]:
-    """Load the recipe's held-out rows, or a benchmark's prompts with their reference solutions.
+    """Return the recipe's held-out rows, or a benchmark's prompts with their reference solutions, as batches padded right.
 
-    Returns:
-        Batches padded on the right, and what measurements on them depend on: `source`, `num_rows`, `num_tokens` (targets)
-        and `sha256` of all tokens and labels.
+    Beside them what measurements depend on: `source`, `num_rows`, `num_tokens` (targets), `sha256` of all tokens and labels.
     """
     if arguments.rows == HELD_OUT:
         of_training = DataArguments(**{f.name: getattr(arguments, f.name) for f in fields(DataArguments)})

@@ -30,15 +30,11 @@ from loopdropout_trainer.training.distributed import all_processes, from_main_pr
 from loopdropout_trainer.training.memory import device_name
 
 
-logger = logging.getLogger(__name__)
 FOLDER = "diagnostics"
-SCHEMA = 1
 
 
 def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: DiagnosticArguments) -> None:
-    """Run the diagnostics over all processes, and write a file for each.
-
-    What an earlier run in the same folder measured of the same models on the same rows is not measured again.
+    """Run the diagnostics over all processes, and write a file for each; what an earlier run measured is not measured again.
 
     Raises:
         RecipeError, SetupError, DataError: if something that is named cannot be loaded or compared.
@@ -51,8 +47,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
             batches, row_facts = load_rows_to_score(rows, load_tokenizer(model))
     log = AnswerLog(folder / "parts", processes.process_index)
     log.found = from_main_process(lambda: log.read({}))
-    runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in diagnostics}
-    left_out: dict[str, list[dict[str, Any]]] = {each.name: [] for each in diagnostics}
+    runs, left_out = ({each.name: [] for each in diagnostics} for _ in range(2))
     of_base: dict[str, Any] = {}
     for compared in tqdm(models, unit="model", disable=not processes.is_main_process):
         context, settings = _load(compared, model, arguments, batches, row_facts)
@@ -67,7 +62,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
                     log.keep([(key, {"seconds": round(time.perf_counter() - began, 2), "measured": measured})])
                 except (TypeError, ValueError) as error:  # the other measurements are there
                     reason = f"it measured what no JSON file of finite numbers can hold ({one_line(error)})"
-                    logger.warning("%s of %s is left out: %s.", each.name, compared.method, reason)
+                    logging.getLogger(__name__).warning("%s of %s left out: %s.", each.name, compared.method, reason)
             if reason is None:
                 runs[each.name].append({**compared.facts, **log.found[key]})
             else:
@@ -77,7 +72,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
         torch.cuda.empty_cache()
     where = {"versions": library_versions(), "device": device_name(), "num_processes": processes.num_processes}
     for each in (each for each in diagnostics if runs[each.name] and processes.is_main_process):
-        content = {"schema": SCHEMA, "diagnostic": each.name, "title": each.title, "settings": of_base}
+        content = {"schema": 1, "diagnostic": each.name, "title": each.title, "settings": of_base}
         content |= {"runs": runs[each.name], "left_out": left_out[each.name], **where}
         write_atomically(folder / f"{each.name}.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 

@@ -36,13 +36,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class SingleLoopActivation:
-    """Cross entropies of the final loop, in nats per target token, under different activations of one adapter.
-
-    Attributes:
-        frozen: CE(0), no loop adapted.
-        only: CE(e_t) for t = 1..K, only loop t adapted.
-        all_on: every loop adapted, as at inference.
-    """
+    """Cross entropies of the final loop in nats per target token: no loop adapted, CE(0); only t, CE(e_t); every loop."""
 
     frozen: float
     only: tuple[float, ...]
@@ -60,14 +54,9 @@ def reduction(frozen: float, loss: float) -> float:
 
 
 def single_loop_activation(model: PeftModel, batches: Iterable[Batch]) -> SingleLoopActivation:
-    """Measure how well the update works in one loop alone (Appendix "Single-Loop Activation").
+    """Measure how well the update works in one loop alone (Appendix "Single-Loop Activation"), by K + 2 passes.
 
-    Args:
-        model: PEFT model over a looped model; of several adapters, the active one is measured.
-        batches: model inputs with `labels` [B, S], -100 where no target is; they are run K + 2 times.
-
-    Raises:
-        ValueError: if the batches hold no target token.
+    The batches are model inputs with `labels` [B, S], -100 where no target is; without any target it is a ValueError.
     """
     batches = list(batches)
     num_loops = find_looped_model(model).config.num_loops
@@ -77,12 +66,7 @@ def single_loop_activation(model: PeftModel, batches: Iterable[Batch]) -> Single
 
 
 def readout_losses(model: nn.Module, batches: Iterable[Batch]) -> list[float]:
-    """Return the cross entropy per target token, in nats, of the readout after each loop t = 1..K.
-
-    Args:
-        model: looped causal language model, with or without an adapter; under the gates in force.
-        batches: see `single_loop_activation`, which raises the same error.
-    """
+    """Return the cross entropy per target token, in nats, of each loop's readout, t = 1..K, under the gates in force."""
     return [each.loss for each in score_readouts(model, batches)]
 
 

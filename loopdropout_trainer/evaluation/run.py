@@ -83,12 +83,8 @@ class EvaluationArguments(BenchmarkArguments):
         if self.at_depths and self.readout is not None and self.readout > min(self.at_depths):
             raise ValueError(f"`readout` must be one of the loops of all `at_depths`; got {self.readout}.")
         check_distinct("gates", self.gates or [])
-        rows = self.rows()
-        if self.gates and not any(adapter for adapter, _ in rows.values()):
+        if not any(adapter for adapter, _ in self.rows().values()) and self.gates:
             raise ValueError("`gates` multiply an adapter's update: give `adapter`, or leave them out.")
-        names = "|".join(map(re.escape, rows))
-        if self.gates and (clash := next(filter(re.compile(rf"({names})_(loop\d+|gates_.+)").fullmatch, rows), None)):
-            raise ValueError(f"`adapter` must give each row a name of its own; `gates` make rows like {clash}.")
 
     def rows(self) -> dict[str, tuple[str | None, int | None]]:
         """Return adapter (None: the model alone) and depth (None: that of the settings) of each row, by its own name."""
@@ -98,7 +94,8 @@ class EvaluationArguments(BenchmarkArguments):
             adapter = None if path == "none" else path
             name = name or (BASE if adapter is None else Path(path).name)
             new = {f"{name}_K{depth}": (adapter, depth) for depth in self.at_depths or ()} or {name: (adapter, None)}
-            if name in ("", ".", "..") or "/" in name or not path or rows.keys() & new:
+            is_of_gates = self.gates and re.search(r"_(loop\d+|gates_.+)$", name)  # as `gate_rows` names them
+            if name in ("", ".", "..") or "/" in name or not path or is_of_gates or rows.keys() & new:
                 raise ValueError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {each!r}.")
             rows |= new
         return rows

@@ -1,7 +1,4 @@
-"""What folders of finished runs add up to: one long table, and tables and figures of it.
-
-Nothing is trained or generated here, and nothing is invented: what a table misses is listed as missing.
-"""
+"""What folders of finished runs add up to: one long table, and tables and figures of it; what is missing is listed."""
 
 from loopdropout_trainer.reports.averaging import average
 from loopdropout_trainer.reports.plots import heat_plot, line_plot, save_figure

@@ -63,11 +63,7 @@ def listed(rows: pd.DataFrame, name: str) -> str:
 
 
 def select(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows whose columns have the wanted values, or one of a list of them; None: the value is missing.
-
-    Raises:
-        ReportError: for a column that no table has.
-    """
+    """Return the rows whose columns have the wanted values, or one of a list of them; None: the value is missing."""
     for name, value in wanted.items():  # a list in a setting stands in the table as its JSON
         check_column(rows, name)
         values = [*value, json.dumps(value)] if isinstance(value, list) else [value]
@@ -76,15 +72,10 @@ def select(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
-    """Return the values by seed of rows that are equal in every other setting, and so may be averaged.
-
-    Args:
-        rows: of the long table.
-        what: name of what is averaged, for the errors.
-        column: name of the column that holds the values.
+    """Return the values by seed, of one column, of rows that are equal in every other setting, and so may be averaged.
 
     Raises:
-        ReportError: if they are not, naming the settings that differ; or if two of them are of one seed.
+        ReportError: if they are not, with `what` and the settings that differ; or if two of them are of one seed.
     """
     if different := varying(rows, [name for name in rows if name not in OUTCOMES]):
         values = "; ".join(listed(rows, name) for name in different[:4])
@@ -100,11 +91,8 @@ def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
 def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = None) -> pd.Series:
     """Return b - a by seed; `attrs["interval"]` is the 95% interval of the mean over seeds and problems.
 
-    Args:
-        b, a: rows of one setting each.
-        what: name of the difference, for the errors.
-        part: `both_extractable` counts only problems where both completions hold an answer, `missing_in_either` only the
-            others, both in percentage points of all problems. None: every problem.
+    `part`: `both_extractable` counts only problems where both completions hold an answer, `missing_in_either` only the others,
+    both in percentage points of all problems.
 
     Raises:
         ReportError: if either side is not one setting, they have different seeds, or were not evaluated alike.
@@ -129,11 +117,7 @@ def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = N
 
 
 def check_alike(rows: pd.DataFrame, what: str) -> None:
-    """Refuse results of one metric that were not evaluated alike: problems, tokens, turns, template, anything that is known.
-
-    Raises:
-        ReportError: naming what differs.
-    """
+    """Refuse, by a ReportError, results of one metric that were not evaluated alike: problems, tokens, turns, template, ..."""
     of_model = {f"evaluation.{name}" for name in ("model", "weights", "dtype", "attn_implementation")}
     names = [name for name in rows if is_protocol(name) and name not in of_model]
     for (_, metric), part in rows.groupby(["benchmark", "metric"], sort=False):

@@ -22,7 +22,7 @@ from matplotlib import pyplot
 
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.reports.averaging import average, difference, is_protocol, select, settings_of, shown, telling
-from loopdropout_trainer.reports.reading import ALL, BASE, NONE, TRAINING, ReportError, as_numbers, check_column
+from loopdropout_trainer.reports.reading import ALL, BASE, NONE, TRAINING, ReportError, check, check_column
 from loopdropout_trainer.reports.specs import as_trained
 from loopdropout_trainer.settings.recipe import method_title
 
@@ -74,12 +74,7 @@ def theme() -> Any:
 
 
 def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str) -> pd.DataFrame:
-    """Return mean, low and high (one SD over seeds) of every group of rows.
-
-    Args:
-        rows: of the long table.
-        minus: rows to subtract, paired by seed.
-        by: name in the result = the column that tells the groups apart.
+    """Return mean, low and high (one SD over seeds) of rows, less those of `minus`, by groups: name there = column of theirs.
 
     Raises:
         ReportError: if a point would average runs that differ in another setting than the seed; it names the settings.
@@ -142,7 +137,8 @@ def line_plot(
         if max(map(len, order)) > 8:  # names, which would run into one another
             plot += p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right"))
         return _with_panels(plot + p9.scale_x_discrete(limits=order))
-    data["x"] = as_numbers(data["x"], x)
+    check(data["x"].tolist(), ["a number"], x)
+    data["x"] = data["x"].astype(float)
     plot = p9.ggplot(data, p9.aes("x", "mean", color="by", linetype="by", size="by", shape="by", group="by")) + base
     plot = plot + p9.scale_color_manual(**color) + p9.scale_linetype_manual(**line)
     plot = plot + p9.scale_shape_manual(**marker) + p9.scale_size_manual(**width)
@@ -160,13 +156,9 @@ def heat_plot(
     rows: pd.DataFrame, x: str, y: str, label: str, panel: str | None = None, x_label: str | None = None,
     y_label: str | None = None, title: str | None = None, minus: pd.DataFrame | None = None,
 ) -> p9.ggplot:  # fmt: skip
-    """Return a matrix of means over seeds with its numbers, the first row on top.
+    """Return a matrix of means over seeds with its numbers, the first row on top; `label` is that of the colours.
 
-    Args:
-        rows, panel, x_label, y_label, title: as for `line_plot`.
-        x, y: columns across and down.
-        label: of the colours.
-        minus: rows to subtract, paired by seed; the colours are then around zero.
+    x and y are the columns across and down; the rows of `minus` are subtracted, paired by seed.
     """
     data = points(rows.assign(panel=rows[panel] if panel else ""), minus, panel="panel", y=y, x=x)
     across, down = _in_order(data["x"]), _in_order(data["y"])[::-1]
@@ -190,13 +182,7 @@ def heat_plot(
 def save_figure(
     plot: p9.ggplot, path: str | Path, width: float | None = None, height: float | None = None
 ) -> list[Path]:
-    """Save a figure as PNG, PDF and SVG, and return the three paths.
-
-    Args:
-        plot: of plotnine.
-        path: without its ending.
-        width, height: in inches; default: by the number of panels.
-    """
+    """Save a figure of plotnine as PNG, PDF and SVG, and return the three paths; `path` has no ending, sizes are in inches."""
     number = plot.data["panel"].nunique() if "panel" in plot.data else 1
     size = width or (5.2, 8.0, 9.6)[min(number, 3) - 1], height or 0.9 + 2.6 * -(-number // 3)
     dates = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
@@ -297,10 +283,7 @@ def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFr
 
 
 def overview_figure(table: pd.DataFrame) -> p9.ggplot:
-    """Return one figure of a few runs: accuracy by depth, and loss reduction and accuracy with the adapter in one loop only.
-
-    It holds what these runs measured themselves, for the first benchmark.
-    """
+    """Return one figure of what a few runs measured themselves of their first benchmark: by depth, and in one loop only."""
     table, parts = table[table["source"].str.endswith("results.json")], []
     for name, panel in (("depth_accuracy", "accuracy (%), K loops"), ("single_loop", "loss reduction (%), only loop t"),
                         ("single_loop_accuracy", "accuracy (%), only loop t")):  # fmt: skip
@@ -311,11 +294,7 @@ def overview_figure(table: pd.DataFrame) -> p9.ggplot:
 
 
 def paper_figure(spec: SimpleNamespace, table: pd.DataFrame) -> p9.ggplot | None:
-    """Return the figure that a file describes, or None where the runs have nothing of it.
-
-    Raises:
-        ReportError: if a point would average different settings.
-    """
+    """Return the figure that a file describes, or None where the runs have nothing of it; ReportError as of `points`."""
     if spec.figure == "gates":
         return gates_plot(spec)
     ((x, x_label),), ((y, y_label),) = spec.x.items(), spec.y.items()
@@ -334,7 +313,8 @@ def paper_figure(spec: SimpleNamespace, table: pd.DataFrame) -> p9.ggplot | None
     if spec.figure == "heat":
         minus, label = (rows_with(spec.minus), "points") if spec.minus else (None, "")
         return heat_plot(rows, x, y, label, "panel", x_label, y_label, spec.title, minus)
-    rows = rows.assign(value=as_numbers(rows[y], y))
+    check(rows[y].tolist(), ["a number"], y)
+    rows = rows.assign(value=rows[y].astype(float))
     return line_plot(rows, x, y_label, panel="panel", x_label=x_label, bars=spec.figure == "bar")
 
 

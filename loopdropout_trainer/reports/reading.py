@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.resources import files
 from math import isfinite
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,7 @@ class Missing(ReportError):
 
 
 _NUMBERS = {"*": "", "+": " of one or more", "!": " of one"}
-_TYPES = {
-    "a mapping": dict,
-    "a list": list,
-    "a string": str,
-    "true or false": bool,
-    "a scalar": (str, bool, type(None)),
-}
+_TYPES = {"a mapping": dict, "a list": list, "a string": str, "true or false": bool}
 
 
 def _fits(value: Any, kind: str) -> bool:
@@ -66,24 +59,23 @@ def _fits(value: Any, kind: str) -> bool:
     if of := re.fullmatch(r"an? (number|integer)(?: from (\d+))?(?: to (\d+))?", kind):
         least, most = float(of[2] or -1e300), float(of[3] or 1e300)
         return type(value) in ((int,) if of[1] == "integer" else (int, float)) and least <= value <= most  # NaN: False
+    if kind == "a scalar":
+        return value is None or isinstance(value, (str, bool)) or _fits(value, "a number")
     if kind in _TYPES:
-        fits = isinstance(value, _TYPES[kind]) or kind == "a scalar" and _fits(value, "a number")
-        return fits and (kind != "a mapping" or all(isinstance(key, str) for key in value))
+        return isinstance(value, _TYPES[kind]) and (kind != "a mapping" or all(isinstance(key, str) for key in value))
     if " or " in kind:
         return value in kind.split(" or ")
     return isinstance(value, str) and bool(re.fullmatch(r"[\w:. -]+", value))  # a label, which becomes part of LaTeX
 
 
 def check(value: Any, form: Any, place: str = "", complete: bool = False) -> None:
-    """Compare what a file holds with its form; raise ReportError naming the place, what it must be, and what was found.
-
-    `complete`: the form has every name that a mapping may have.
-    """
+    """Compare what a file holds with its form, which has all names if it is complete; ReportError names place and fault."""
     kind = {dict: "a mapping", list: "a list"}.get(type(form), form)
     mark = next((each for each in _NUMBERS if each in form), None) if kind != form else None
     if not _fits(value, kind) or mark == "+" and not value or mark == "!" and len(value) != 1:
-        what = f"`{place}`" if place else "the file"
-        raise ReportError(f"{what} must be {kind}{_NUMBERS.get(mark, '')}; got {repr(value)[:60]}")
+        raise ReportError(
+            f"{f'`{place}`' if place else 'the file'} must be {kind}{_NUMBERS.get(mark, '')}; got {repr(value)[:60]}"
+        )
     if isinstance(form, list):
         form, value, mark = {"*": form[-1]}, dict(enumerate(value)), "*"
     own = {name.strip("()"): each for name, each in form.items() if name != mark} if kind != form else {}
@@ -103,24 +95,15 @@ def setting_names() -> set[str]:
     from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
     from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig
 
-    configs = (LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig)
-    types = (*configs, DataArguments, AdapterArguments, ModelArguments, RunArguments)
+    types = (LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig, DataArguments, AdapterArguments)
     known = {*PLACES, *OUTCOMES, *(name.strip("()") for name in FORMS["columns"]), "evaluation", "data"}
-    return known.union(*({field.name for field in fields(each)} for each in types))
+    return known.union(*({field.name for field in fields(each)} for each in (*types, ModelArguments, RunArguments)))
 
 
 def check_column(rows: pd.DataFrame, name: str) -> None:
     """Refuse a name that no column of any long table has."""
     if name in ("verdicts", "answered") or name not in rows and name.split(".")[0] not in setting_names():
         raise ReportError(f"There is no column `{name}`: see docs/reports.md, and long.csv of a report.")
-
-
-def as_numbers(values: pd.Series, name: str) -> pd.Series:
-    """Return the values of a column as numbers; ReportError if they are none."""
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise ReportError(f"`{name}` holds {repr(value)[:60]}, where a number is needed.")
-    return values.astype(float)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Row:
@@ -200,8 +183,6 @@ def pattern_rows(measured: Row, benchmark: str, num_loops: int) -> Iterator[Row]
 
 def matches(value: Any, pattern: Sequence[str], how: Row) -> Iterator[Row]:
     """Yield the values that a pattern of forms.yaml matches, with the columns that lead there."""
-    if isinstance(value, dict) and "total" in value:
-        how = {**how, "total": value["total"]}
     if not pattern:
         yield {**how, "value": value}
     elif isinstance(value, dict if pattern[0] in ("*key", "*group") else list) and pattern[0].startswith("*"):
@@ -221,11 +202,10 @@ def diagnostic_rows(name: str, measured: Row, rows: str, num_loops: int) -> Iter
                 continue  # texts, and lists that another pattern takes apart
             for column in {"depth", "dose"} & set(row):  # which are named by a list of their own
                 row[column] = measured[f"{column}s"][row[column] - 1]
-            row |= {"value": 100 * row["value"] / row["total"]} if metric == "missing" else {}
             row |= only_loop(row["only"], num_loops) if "only" in row else {}
             row |= {"loop": row["readout"]} if "readout" in row else {}
             row["metric"] = metric.format(**row)
-            yield {key: row[key] for key in row if key in ("benchmark", "metric", "value", "total", *PLACES)}
+            yield {key: row[key] for key in row if key in ("benchmark", "metric", "value", *PLACES)}
 
 
 # Files: each number's run, what is known of the run, and the number's row.
@@ -258,8 +238,7 @@ def read_log(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
     run = str(path.parent.resolve())
     for entry in content["log_history"] if run in runs else ():
         for metric, value in entry.items():
-            logged = isinstance(value, float) and isfinite(value)
-            if logged and metric != "total_flos" and not metric.startswith("train_"):
+            if isinstance(value, float) and isfinite(value) and not metric.startswith(("train_", "total_flos")):
                 yield run, {}, {"benchmark": TRAINING, "metric": metric, "value": value, "step": entry["step"]}
 
 
@@ -270,9 +249,7 @@ def read_evaluation(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
         facts = {"num_loops": about["num_loops"], **flat(entry.get("train_info") or {})}
         facts |= {"rank": facts.pop("r", None), "model": _model(about.get("model")), "sweep": _sweep_of(path.parent)}
         facts |= _method(facts) if adapter and facts.get("rule") else {"method": name}
-        facts["checkpoint"] = next(
-            iter(re.findall(r"checkpoint-\d+$", adapter or "")), None
-        )  # before a training's end
+        facts["checkpoint"] = checkpoint[0] if (checkpoint := re.search(r"checkpoint-\d+$", adapter or "")) else None
         run = run_of(adapter, path, runs) if adapter else f"{facts['sweep']}/{facts['model']}#{name}"
         how = {"depth": about["num_loops"], "readout": about.get("readout") or None}
         how["gates"] = gates_text(gates) if adapter else NONE
@@ -284,31 +261,27 @@ def read_evaluation(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
 
 def read_diagnostic(content: Row, path: Path, runs: Mapping[str, Row]) -> Found:
     of = content["settings"]
-    on_rows, protocols = of.get("rows") or {}, of.get("benchmarks") or {}
+    how = {"depth": of["num_loops"], **flat({**(of.get("rows") or {}), "weights": of.get("weights")}, "evaluation.")}
     for place, entry in enumerate(content["runs"]):
         method = entry["method"]
         run = run_of(entry["path"], path, runs) if entry.get("path") else f"{path.parent.resolve()}#{place}"
-        if run not in runs:  # of an adapter whose training is not here; without a path the name is all there is
-            run = f"{run}#{method}"
+        run = (
+            run if run in runs else f"{run}#{method}"
+        )  # the training is not here; without a path the name is all there is
         facts = flat({name: entry.get(name) for name in ("rule", "p")}) | {"method": method}
         facts["seed"] = f"unknown {place}" if entry.get("seed") is None else entry["seed"]
         facts |= {"model": _model(of.get("model")), "num_loops": entry.get("train_num_loops") or of["num_loops"]}
-        source = str(on_rows.get("source") or "rows")
+        source, gates = str((of.get("rows") or {}).get("source") or "rows"), {"gates": NONE} if method == BASE else {}
         for row in diagnostic_rows(content["diagnostic"], entry["measured"], source, of["num_loops"]):
-            how = {"depth": of["num_loops"], **({"gates": NONE} if method == BASE else {})}
-            how |= flat({"weights": of.get("weights")}, "evaluation.")
-            yield run, facts, {**how, **flat(protocols.get(row["benchmark"], on_rows), "evaluation."), **row}
+            yield run, facts, {**how, **gates, **row}
 
 
 def run_of(adapter: str, file: Path, runs: Mapping[str, Row]) -> str:
     """Return the run whose adapter was measured: its folder; if that is gone, the run of that name that holds the file."""
     own = Path(adapter).resolve()
-    for place in (own, file.parent.resolve(), file.parent.parent.resolve()) if not own.exists() else ():
-        if (
-            own.name in (place.name, Path(str(runs.get(str(place), {}).get("adapter_path"))).name)
-            and str(place) in runs
-        ):
-            return str(place)
+    for place in () if own.exists() else map(str, (file.parent.resolve(), file.parent.parent.resolve())):
+        if place in runs and own.name in (Path(place).name, Path(str(runs[place].get("adapter_path"))).name):
+            return place
     return str(own)
 
 
@@ -318,9 +291,8 @@ def run_settings(content: Row, folder: Path) -> Row:
     model = (content.get("meta_info") or {}).get("model") or given.get("model_name_or_path")
     settings = {**flat(given), **flat(trained), "model": _model(model), "sweep": _sweep_of(folder)}
     settings["rank"], identity = settings.pop("r", settings.get("lora_r", 16)), content.get("run") or {}
-    settings |= flat({"data": identity.get("data") or {}})  # the training rows' number and hash
-    settings |= flat({"base_weights": (identity.get("model") or {}).get("weights")})
-    settings["adapter_path"] = (content.get("meta_info") or {}).get("adapter_path")
+    weights, path = (identity.get("model") or {}).get("weights"), (content.get("meta_info") or {}).get("adapter_path")
+    settings |= flat({"data": identity.get("data") or {}, "base_weights": weights, "adapter_path": path})
     settings |= _method(settings)
     return {key: value for key, value in settings.items() if key not in FORMS["without_effect"].split()}
 
@@ -344,13 +316,9 @@ def _sweep_of(folder: Path) -> str | None:
 
 
 def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
-    """Read everything below the folders into one long table.
+    """Read everything below the folders into one long table: a row for each number (see the top of this file).
 
-    Returns:
-        A row for each number (see the top of this file). `attrs["skipped"]`: a sentence about each unreadable file.
-
-    Raises:
-        ReportError: if a folder is missing.
+    `attrs["skipped"]` holds a sentence about each unreadable file. A folder that is missing is a ReportError.
     """
     paths: dict[Path, Path] = {}
     for folder in map(Path, folders):

@@ -28,18 +28,13 @@ def write_report(
 ) -> tuple[list[pd.DataFrame], str]:
     """Write the long table (CSV), tables (Markdown, LaTeX, CSV), figures (PNG, PDF, SVG) and one page into a folder.
 
-    Args:
-        folders: of runs; everything below them is read.
-        tables: YAML files of tables and figures; none: a summary of the runs, and every figure that they have numbers for.
-        output_dir: of the report.
-        title: of the page.
+    `tables` are YAML files; without any it is a summary of the runs, and every figure that they have numbers for.
 
     Returns:
         The finished tables, and a few lines that say what was written where.
 
     Raises:
-        ReportError: if there is nothing to report, or runs cannot be compared.
-        RecipeError: for a file that is not valid YAML.
+        ReportError, RecipeError: if a file is wrong, there is nothing to report, or runs cannot be compared.
     """
     check_folder("output_dir", output_dir)
     described = [load_spec(path) for path in tables]
@@ -79,10 +74,7 @@ def write_report(
 
 
 def page_text(title: str, tables: dict[str, pd.DataFrame], pictures: dict[str, Path], table: pd.DataFrame) -> str:
-    """Return one self-contained page of tables, figures and the settings of every run.
-
-    Texts of recipes go into it escaped, never as HTML; figures as images, which run nothing.
-    """
+    """Return one self-contained page of tables, figures and the settings of every run; texts in it are escaped."""
     names, here = ["seed", *settings_of(table), *OUTCOMES[7:]], files("loopdropout_trainer.reports")
     runs = {
         f"{run['method']}, seed {shown(run['seed'])}: {run['run']}":
@@ -137,16 +129,15 @@ def summary_tables(table: pd.DataFrame) -> list[pd.DataFrame]:
     trained = trained[["method", *settings_of(trained), *OUTCOMES]]
     trained = trained.assign(depth=trained["num_loops"], gates=ALL, readout=None, benchmark="cost", metric="cost")
     trained = labelled(trained, most=math.inf)
-    found = [
-        build_table(
-            make_spec(name, label=f"tab:{name}", title=title, heads={"Method": "label"}, columns=columns, rows=lines),
-            rows,
-            ReportError,  # a cell that would average different settings says so, and the others are there
-        )
-        for name, title, columns, lines, rows in (
-            ("accuracy", "Accuracy, %", bold, [[label] for label in runs], rows),
-            ("differences", "Difference to LoRA, points", columns, gains, rows),
-            ("costs", "Cost of training", costs, [[label] for label in trained["label"].unique()], trained),
-        )
-    ]  # fmt: skip
+    found = []
+    for name, title, of_columns, lines, of_rows in (
+        ("accuracy", "Accuracy, %", bold, [[label] for label in runs], rows),
+        ("differences", "Difference to LoRA, points", columns, gains, rows),
+        ("costs", "Cost of training", costs, [[label] for label in trained["label"].unique()], trained),
+    ):
+        about = {"label": f"tab:{name}", "title": title, "heads": {"Method": "label"}}
+        spec = make_spec(name, **about, columns=of_columns, rows=lines)
+        found.append(
+            build_table(spec, of_rows, ReportError)
+        )  # a cell of different settings says so, the others are there
     return [cells for cells in found if len(cells)]

@@ -16,7 +16,7 @@ import pandas as pd
 
 from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.reports.averaging import average, check_alike, difference, is_protocol, select, shown
-from loopdropout_trainer.reports.reading import ALL, FORMS, Missing, ReportError, as_numbers, check, check_column
+from loopdropout_trainer.reports.reading import ALL, FORMS, Missing, ReportError, check, check_column
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
@@ -27,12 +27,7 @@ NUMBERS = ("mean", "sd", "low", "high", "count", "seeds", "by_seed")
 
 
 def load_spec(path: str | Path) -> SimpleNamespace:
-    """Read a table's or figure's file; its name is that of everything written of it.
-
-    Raises:
-        ReportError: for an unknown, missing or wrong field; one sentence naming it.
-        RecipeError: if it is not valid YAML.
-    """
+    """Read a table's or figure's file; its name is that of all that is written of it. Faults are ReportErrors."""
     content = load_recipe(path)
     kind = content.get("figure", "table")
     try:
@@ -108,7 +103,7 @@ def _cell(table: pd.DataFrame, wanted: Mapping, option: Mapping, what: str) -> t
         if None in values:
             raise Missing(f"{option['recipe']} has no `{names[values.index(None)]}`")
         if len(values) > 1:
-            as_numbers(pd.Series(values), option["of"])
+            check(values, ["a number"], option["of"])
         text = f"{values[0]:,}" if isinstance(values[0], int) else shown(values[0])
         product = f"{' x '.join(map(str, values))} = {math.prod(values)}"
         return {"text": product if len(values) > 1 else text}, table.index[:0]
@@ -129,7 +124,8 @@ def _cell(table: pd.DataFrame, wanted: Mapping, option: Mapping, what: str) -> t
         raise Missing(f"the runs differ in `{column}`: {shown(tuple(values.unique()))}")
     if one and not {"scale", "decimals"} & option.keys():
         return {"text": shown(values.iloc[0])}, rows.index
-    values = as_numbers(values, column) * option.get("scale", 1)
+    check(values.tolist(), ["a number"], column)
+    values = values.astype(float) * option.get("scale", 1)
     if one:
         return {"text": shown(round(values.iloc[0], decimals))}, rows.index
     by_seed = " / ".join(f"{value:.{decimals}f}" for value in values)

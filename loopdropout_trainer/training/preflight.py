@@ -124,9 +124,8 @@ def check_run(
             f"{shown(args.warmup_steps)}."
         )
     check_folder("output_dir", args.output_dir)
-    if args.hub_model_id is not None:
-        with user_supplied("`hub_model_id` cannot be used"):
-            validate_repo_id(args.hub_model_id)
+    with user_supplied("`hub_model_id` cannot be used"):
+        validate_repo_id("model" if args.hub_model_id is None else args.hub_model_id)
     _check_parts(args)
     config = _looped_config(model, args)
     check_rule_at_depths(args.make_rule(), args.depth_limits(config.num_loops), config.num_loops)

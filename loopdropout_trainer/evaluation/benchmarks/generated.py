@@ -125,7 +125,7 @@ class GeneratedTask(Task):
         def problem(row: Row) -> tuple[str, str, Row]:
             reference = self.reference(row)
             if not isinstance(reference, str):
-                raise ValueError("it has no answer")
+                raise ValueError("it has no answer that completions could be compared with")
             return self.prompt(row), reference, row
 
         if files is None:

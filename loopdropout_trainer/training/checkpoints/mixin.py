@@ -124,8 +124,9 @@ class CheckpointsMixin:
             yield
 
     def _check_output_dir(self, wanted: str | bool | None) -> None:
-        """Refuse to train where this run would take the place of anything but itself; note whether it was asked to."""
-        folder, runs = Path(self.args.output_dir), sealing.runs_in(self.args.output_dir)
+        """Refuse to take the place of anything but this run; note whether the folder is another's, and that was asked for."""
+        folder = Path(self.args.output_dir)
+        runs = [found for found in map(run_of, (folder, *sealing.checkpoints(folder))) if found is not None]
         weights = [file for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
         if weights and not isinstance(wanted, str) and not any((folder / name).exists() for name in sealing.OURS):
             raise CheckpointError(f"{weights[0]} is of no run of this package: choose another `output_dir`.")

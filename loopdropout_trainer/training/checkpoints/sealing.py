@@ -61,11 +61,6 @@ def run_of(folder: str | Path) -> dict[str, Any] | None:
         return None
 
 
-def runs_in(output_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the identities of the runs that have left files in a folder, that of the newest checkpoint last."""
-    return [run for run in map(run_of, (output_dir, *checkpoints(output_dir))) if run is not None]
-
-
 def fault_of(folder: str | Path, sealed: bool = True) -> str | None:
     """Return what is wrong with a sealed folder, as the end of a sentence, or None if it is complete.
 
