@@ -22,6 +22,7 @@ from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArgume
 from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import parse_recipe
+from loopdropout_trainer.settings.secrets import hide_secrets
 
 
 @dataclass
@@ -48,7 +49,7 @@ def facts_of_run(adapter: Path) -> ModelCardFields:
                 scores[name] = CardScore(each["score"], each["total"], before.get(name))
     if recipe.is_file():
         with user_supplied(f"{recipe} cannot be read"):
-            text = recipe.read_text(encoding="utf-8")
+            text = hide_secrets(recipe.read_text(encoding="utf-8"))
     return ModelCardFields(recipe=text, results=scores)
 
 
