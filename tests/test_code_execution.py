@@ -279,6 +279,7 @@ def test_verdicts_are_logged_and_completions_without_a_program_fail(tmp_path, mo
     texts = ["", "\0", "(" * 5000, "def f(:", "import os\n" * 3, "\ud800"]
     benchmark = replace(benchmark, rows=list(benchmark.rows) * len(texts))
     log = AnswerLog(tmp_path)
+    log.read({})
     log.keep([("verdict 0", "base: fail")])  # of a run that was killed
     real = programs.check_program
     monkeypatch.setattr(programs, "check_program", lambda *given: real(*given) if given[1] else pytest.fail("it ran"))
