@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
@@ -15,33 +14,15 @@ from transformers.hf_argparser import HfArg
 from trl import DPOConfig, SFTConfig
 
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.settings.ranges import check_integer, check_number
+from loopdropout_trainer.settings.ranges import Range, check_numbers
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler, make_choice
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 from loopdropout_trainer.training.loop_loss import LOOP_LOSSES, LoopLoss
 
 
-def check_fields(
-    args: Any,
-    integers: Mapping[int, str],
-    numbers: Mapping[str, Mapping[str, Any]],
-    choices: Mapping[str, tuple[Any, ...]] | None = None,
-) -> None:
-    """Raise ValueError for a field that nothing can be trained with; None is for the trainer to fill in.
-
-    Args:
-        integers: names of fields by their least value.
-        numbers: limits of fields, as for `check_number`.
-        choices: valid values of fields, of each item where one holds a list.
-    """
-    for least, names in integers.items():
-        for name in names.split():
-            if (value := getattr(args, name, None)) is not None:
-                check_integer(name, value, least)
-    for name, limits in numbers.items():
-        if (value := getattr(args, name, None)) is not None:
-            check_number(name, value, **limits)
-    for name, valid in (choices or {}).items():
+def check_choices(args: Any, choices: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError for a field that is not among its valid values, nor, where it holds a list, each of its items."""
+    for name, valid in choices.items():
         value = getattr(args, name)
         values = value if isinstance(value, list) else [value]
         if not values or any(each not in valid for each in values):
@@ -57,6 +38,8 @@ class LoopDropoutArguments:
     Raises:
         ValueError: for an unknown rule, a field that it does not take, or a value that it refuses.
     """
+
+    _RANGES: ClassVar[Mapping[str, Range]] = {}  # of numbers, where this class has its own
 
     rule: str = HfArg(
         default="loop_dropout",
@@ -111,7 +94,6 @@ class LoopDropoutArguments:
     )
 
     def __post_init__(self):
-        check_fields(self, {}, {"loraplus_lr_ratio": {"least": 1}})
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
         # Here already: transformers keeps an incomplete DeepSpeed configuration, which would fail the process's next model.
@@ -119,6 +101,7 @@ class LoopDropoutArguments:
             raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
         p = getattr(self.make_rule(), "p", None)
         self.p = list(p) if isinstance(p, tuple) else p
+        self.check_numbers()  # before TRL calculates with them
         # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         unsaid = [name for name in CHECKPOINTING_FIELDS if getattr(self, name) is None]
@@ -137,6 +120,10 @@ class LoopDropoutArguments:
         if self.p is not None:
             fields = {"p": self.p, **fields}
         return make_rule(self.rule, **fields)
+
+    def check_numbers(self) -> None:
+        """Raise ValueError for a number with which nothing can be trained."""
+        check_numbers(self, **self._RANGES)
 
     def depth_limits(self, num_loops: int) -> tuple[int, int]:
         """Return the least and the greatest depth of a training step, for a model whose own depth is `num_loops`."""
@@ -236,13 +223,6 @@ _DPO_CHOICES = {
     ),
     "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
 }
-_DPO_NUMBERS = {
-    "beta": {"above": True},
-    "f_alpha_divergence_coef": {"least": -math.inf},
-    "label_smoothing": {"most": 0.5, "below": True},
-    "ld_alpha": {"most": 1},
-    "discopop_tau": {"above": True},
-}
 
 
 @dataclass
@@ -251,7 +231,8 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
 
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
 
+    _RANGES: ClassVar[Mapping[str, Range]] = {"beta": Range(above=True)}  # at 0 no answer is preferred
+
     def __post_init__(self):
-        check_fields(self, {1: "precompute_ref_batch_size"}, _DPO_NUMBERS)
         super().__post_init__()
-        check_fields(self, {}, {}, _DPO_CHOICES)  # TRL makes `loss_type` a list
+        check_choices(self, _DPO_CHOICES)  # TRL makes `loss_type` a list
