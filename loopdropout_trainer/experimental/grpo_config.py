@@ -97,6 +97,9 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
             raise ValueError(f"A generation takes {prompts:,} prompts ({why}), and there are {num_prompts:,} of them.")
         return num_prompts // prompts
 
+    def micro_batches(self, num_rows: int) -> int:
+        return self.generations(num_rows) * self.generates_every  # whole generations, each trained on so often
+
     @property
     def scores_old(self) -> bool:
         """Whether TRL asks for the old log-probabilities; else they are the current ones at the same weights."""

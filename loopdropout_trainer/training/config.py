@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any, ClassVar
 
+import pyarrow
 import torch
+from datasets import Dataset
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, SFTConfig, pack_dataset
 
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.settings.ranges import Range, check_numbers
@@ -125,6 +129,40 @@ class LoopDropoutArguments:
         """Raise ValueError for a number with which nothing can be trained."""
         check_numbers(self, **self._RANGES)
 
+    def num_rows(self, lengths: Sequence[int]) -> int:
+        """Return how many rows the trainer makes of examples of these lengths in tokens."""
+        return len(lengths)
+
+    @property
+    def batches_at_once(self) -> int:
+        """Micro-batches that all processes take together, each one of them; with `split_batches` each a part of one."""
+        return 1 if self.accelerator_config.split_batches else self.world_size
+
+    @property
+    def examples_per_step(self) -> int:
+        """Rows of an optimizer step in all processes."""
+        return self.train_batch_size * self.gradient_accumulation_steps * self.batches_at_once
+
+    def micro_batches(self, num_rows: int) -> int:
+        """Return the number of micro-batches of an epoch in each process, as accelerate deals them out."""
+        rounded = math.floor if self.dataloader_drop_last else math.ceil
+        return rounded(rounded(num_rows / self.train_batch_size) / self.batches_at_once)
+
+    def num_steps(self, num_rows: int) -> tuple[int, int]:
+        """Return the optimizer steps of one epoch and of the whole run, as transformers' Trainer counts them.
+
+        Raises:
+            ValueError: if there would be none.
+        """
+        batches = self.micro_batches(num_rows)
+        if batches == 0:
+            raise ValueError(
+                f"No step would be taken: `dataloader_drop_last` drops {num_rows:,} rows, fewer than {self.batches_at_once:,} "
+                f"batches of {self.train_batch_size:,}: leave it out, or lower `per_device_train_batch_size`."
+            )
+        steps_per_epoch = math.ceil(batches / self.gradient_accumulation_steps)
+        return steps_per_epoch, max(self.max_steps, 0) or math.ceil(self.num_train_epochs * steps_per_epoch)
+
     def depth_limits(self, num_loops: int) -> tuple[int, int]:
         """Return the least and the greatest depth of a training step, for a model whose own depth is `num_loops`."""
         return num_loops, num_loops
@@ -204,6 +242,14 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
                     "'final' or 'random'."
                 )
         super().__post_init__()
+
+    def num_rows(self, lengths: Sequence[int]) -> int:
+        if not self.packing:
+            return len(lengths)
+        tokens, ends = pyarrow.nulls(sum(lengths), pyarrow.int8()), list(accumulate(lengths, initial=0))
+        rows = Dataset(pyarrow.table({"input_ids": pyarrow.LargeListArray.from_arrays(ends, tokens)}))
+        rows = rows.shuffle(seed=self.seed) if self.shuffle_dataset else rows
+        return len(pack_dataset(rows, self.max_length, self.packing_strategy, {"num_proc": self.dataset_num_proc}))
 
     def make_depth_sampler(self) -> DepthSampler:
         """Build the depth sampler that these arguments describe."""
