@@ -315,16 +315,18 @@ def rehearse(folder: Path, size: str) -> dict[str, object]:
     ]
     diagnosis = [*settings, "--diagnostics", "single_loop", "--output_dir", str(folder / "diagnosis")]
     command = lambda name, *arguments: [sys.executable, str(recipes / f"{name}.py"), *arguments]
+    resumed = [*script, "--stage", "train", *settings, "--output_dir", str(killed)]
+    merged = str(folder / "merged")
     stages = (
         ("make", [*script, "--stage", "make", "--size", size, "--folder", str(folder)], None),
         ("plan", command("sft", *settings, "--output_dir", str(whole), "--dry_run", "true"), None),
         ("train", [*script, "--stage", "train", *settings, "--output_dir", str(whole)], None),
-        ("train, killed", [*script, "--stage", "train", *settings, "--output_dir", str(killed)], "checkpoint_1"),
-        ("resume", [*script, "--stage", "train", *settings, "--output_dir", str(killed), "--resume_from_checkpoint", "true"], None),
+        ("train, killed", resumed, "checkpoint_1"),
+        ("resume", [*resumed, "--resume_from_checkpoint", "true"], None),
         ("evaluate", command("evaluate", *evaluation, "--adapter", str(whole)), None),
         ("diagnose", command("diagnose", *diagnosis, "--adapters", f"trained={whole}"), None),
-        ("merge", command("merge", *common, "--dtype", "bfloat16", "--adapter", str(whole), "--merged_dir", str(folder / "merged")), None),
-        ("compare", [*script, "--stage", "compare", str(base), str(whole), str(folder / "merged")], None),
+        ("merge", command("merge", *common, "--dtype", "bfloat16", "--adapter", str(whole), "--merged_dir", merged), None),
+        ("compare", [*script, "--stage", "compare", str(base), str(whole), merged], None),
     )  # fmt: skip
     for name, arguments, kill_at in stages:
         if name in finished:
@@ -356,9 +358,9 @@ def report(done: dict[str, object]) -> str:
     lines = [
         f"# A rehearsal at the size of Ouro-{done['size'].upper()}",
         "",
-        "Random weights in bfloat16, one run, CPU. `python benchmarks/real_size.py` makes this page. Private: memory that belongs to",
-        "the process alone; mapped: files that it maps, which the system may drop and read again. Estimates count weights, which",
-        "are mapped here.",
+        "Random weights in bfloat16, one run, CPU. `python benchmarks/real_size.py` makes this page. Private: memory that",
+        "belongs to the process alone; mapped: files that it maps, which the system may drop and read again. Estimates count",
+        "weights, which are mapped here.",
         "",
         "| stage | CPU s | private, GB | mapped, GB | estimate, GB |",
         "|---|---:|---:|---:|---:|",
@@ -366,12 +368,11 @@ def report(done: dict[str, object]) -> str:
     for stage in done["stages"]:
         estimate = stage["estimate_gb"] or (planned if stage["name"] in ("train", "resume") else None)
         shown = "" if estimate is None or stage["name"] == "plan" else f"{estimate:.2f}"
-        lines.append(
-            f"| {stage['name']} | {stage['cpu_seconds']:.0f} | {stage['private_gb']:.2f} | {stage['mapped_gb']:.2f} | {shown} |"
-        )
-    trained = next((stage["parts"] for stage in done["stages"] if stage["name"] == "train"), {})
+        numbers = f"{stage['cpu_seconds']:.0f} | {stage['private_gb']:.2f} | {stage['mapped_gb']:.2f}"
+        lines.append(f"| {stage['name']} | {numbers} | {shown} |")
+    training = next(stage for stage in done["stages"] if stage["name"] == "train")
     parts, before = [], 0.0
-    for part, seconds in trained.items():
+    for part, seconds in training["parts"].items():
         parts.append(f"{part.replace('_', ' ')} {seconds - before:.0f}")
         before = seconds
     checks = done["checks"]
