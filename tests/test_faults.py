@@ -127,7 +127,7 @@ def test_a_run_without_a_single_step_is_refused(make_trainer, dataset):
     ):
         make_trainer(rows=few, dataloader_drop_last=True)
     with pytest.raises(ValueError, match="No step was taken: `train_dataset` has not a single batch"):
-        long = Dataset.from_list([{"prompt": "x" * 40, "completion": "y"}])  # cut to the prompt alone, which is dropped
+        long = Dataset.from_list([{"prompt": "x" * 40, "completion": "y"}])  # cut to its prompt
         make_trainer(rows=long.to_iterable_dataset(), max_length=20).train()
 
 
