@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
-from transformers import TrainerCallback, TrainingArguments
+from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
 from loopdropout_trainer.adapters.reference import references_like_the_policy
+from loopdropout_trainer.data.templates import check_template_source, check_vocabulary
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import GatePlan, TrainingPolicy, find_looped_model
@@ -65,6 +66,10 @@ class GateSamplingMixin:
         given["args"], given["peft_config"] = args, peft_config
         chooses_checkpointing = leaves_checkpointing_open(args)
 
+        path = getattr(args, "chat_template_path", None)  # of SFT
+        if path is not None and not path.endswith((".jinja", ".j2")):
+            tokenizer = given.get("processing_class") or AutoTokenizer.from_pretrained(name)
+            check_template_source(path, tokenizer, config)
         with references_like_the_policy(model, self.rule, getattr(args, "reference_gates", "unit") == "same"):
             super().__init__(*call.args, **call.kwargs)
 
@@ -85,6 +90,7 @@ class GateSamplingMixin:
             fused=self.args.fused_lora and distributed.has_unsharded_weights(self.accelerator),
         )
         looped = find_looped_model(self.model)
+        check_vocabulary(self._tokenizer, looped.config)
         looped.trained_with = {
             "rule": self.args.rule,
             "p": self.args.p,
