@@ -13,6 +13,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters.gated import GatedLora
+from loopdropout_trainer.errors import UserError
 
 
 class NoisyLora(GatedLora, kind="weight_noise"):
@@ -55,7 +56,7 @@ def update_norm(module: LoraLayer, adapter: str) -> torch.Tensor:
     """Return the Frobenius norm of (alpha / r) B A, from the factors alone."""
     a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
     if a.dim() != 2 or b.dim() != 2:
-        raise ValueError("Weight noise needs unsharded factors on every process; it does not run under ZeRO-3.")
+        raise UserError("Weight noise needs unsharded factors on every process; it does not run under ZeRO-3.")
     with torch.autocast(a.device.type, enabled=False):
         dtype = torch.promote_types(a.dtype, torch.float32)
         a, b = a.to(dtype), b.to(dtype)

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
@@ -78,7 +79,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
              "`reference_gates: unit`."),
         ):  # fmt: skip
             if refused:
-                raise ValueError(reason)
+                raise UserError(reason)
 
     def _choose_decoding(self) -> str:
         """Return the form of decoding that is used without vLLM, and say why if it is not the one that was asked for."""

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
 from loopdropout_trainer.models.looped_modeling import LoopInputs
 
@@ -55,13 +56,13 @@ class NanbeigeConfig(DecoderConfigMixin, LlamaConfig):
         super().__post_init__(**kwargs)
         for name, value in vars(self).items():
             if value and (name in _SWITCHES or name.startswith("enable_")):
-                raise ValueError(
+                raise UserError(
                     f"`{name}` of a Nanbeige model must be off: what it switches on is not implemented; got {value!r}."
                 )
         if self.kv_channels not in (None, self.head_dim):
-            raise ValueError(f"`kv_channels` must equal `head_dim` = {self.head_dim}; got {self.kv_channels}.")
+            raise UserError(f"`kv_channels` must equal `head_dim` = {self.head_dim}; got {self.kv_channels}.")
         if (rope_type := self.rope_parameters["rope_type"]) != "default":
-            raise ValueError(f"`rope_scaling` of a Nanbeige model must be null; got one of type {rope_type!r}.")
+            raise UserError(f"`rope_scaling` of a Nanbeige model must be null; got one of type {rope_type!r}.")
 
     def to_diff_dict(self) -> dict:
         fields = super().to_diff_dict()

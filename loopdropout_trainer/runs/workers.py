@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from loopdropout_trainer.settings.command import is_user_error, run_command, sentence
+from loopdropout_trainer.errors import is_user_error, run_command, sentence
 from loopdropout_trainer.settings.recipe import RecipeError
 
 

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import DPOConfig, SFTConfig
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.settings.ranges import check_integer, check_number
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler, make_choice
@@ -45,7 +46,7 @@ def check_fields(
         value = getattr(args, name)
         values = value if isinstance(value, list) else [value]
         if not values or any(each not in valid for each in values):
-            raise ValueError(f"`{name}` must be among {', '.join(map(str, valid))}; got {value!r}.")
+            raise UserError(f"`{name}` must be among {', '.join(map(str, valid))}; got {value!r}.")
 
 
 @dataclass
@@ -116,7 +117,7 @@ class LoopDropoutArguments:
             self.p = self.p[0]
         # Here already: transformers keeps an incomplete DeepSpeed configuration, which would fail the process's next model.
         if self.deepspeed and find_spec("deepspeed") is None:
-            raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
+            raise UserError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
         p = getattr(self.make_rule(), "p", None)
         self.p = list(p) if isinstance(p, tuple) else p
         # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.
@@ -131,9 +132,9 @@ class LoopDropoutArguments:
         """Build the gate rule that these arguments describe."""
         fields = self.rule_args or {}
         if not isinstance(fields, Mapping):
-            raise ValueError(f"`rule_args` must be a mapping of the rule's fields; got {fields!r}.")
+            raise UserError(f"`rule_args` must be a mapping of the rule's fields; got {fields!r}.")
         if "p" in fields:
-            raise ValueError("Give `p` as a field of its own, not inside `rule_args`.")
+            raise UserError("Give `p` as a field of its own, not inside `rule_args`.")
         if self.p is not None:
             fields = {"p": self.p, **fields}
         return make_rule(self.rule, **fields)
@@ -155,7 +156,7 @@ class LoopDropoutArguments:
             return args
         trl_class = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
         if not isinstance(args, trl_class) and type(args) is not TrainingArguments:
-            raise ValueError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
+            raise UserError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
         # Not `to_dict`, which puts words such as <PAD_TOKEN> in the place of all tokens.
         return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
 
@@ -212,7 +213,7 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
         scores_all = self.make_loop_loss().scores_all
         for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
             if scores_all and getattr(self, name) != usual:
-                raise ValueError(
+                raise UserError(
                     f"`{name}` {getattr(self, name)!r} is defined for one loop's loss: set it to {usual!r}, or `loop_loss` to "
                     "'final' or 'random'."
                 )

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
 from loopdropout_trainer.adapters.reference import references_like_the_policy
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import GatePlan, TrainingPolicy, find_looped_model
@@ -71,7 +72,7 @@ class GateSamplingMixin:
         distributed.check_processes(self.accelerator)
         distributed.float32_adapter(self.model, before)
         if self.rule.passes > 1 and self.is_deepspeed_enabled:
-            raise ValueError(
+            raise UserError(
                 f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
                 "after each: use DDP or FSDP."
             )
