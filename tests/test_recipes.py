@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 import yaml
@@ -239,9 +240,46 @@ def test_saved_settings_repeat_the_run_without_secrets_and_read_back_as_they_wer
     assert "hf_secret" not in text
     again = parse(recipe(text))[3]
     assert (again.p, again.learning_rate) == (0.3, 1e-4)
-    values = {"run_name": "1e-4", "project": "no", "hub_revision": "12:30", "learning_rate": 1e-4, "p": [0.5, 1e-3]}
-    values |= {"system_instruction": None, "prompt_end": "", "eos_token": "null", "lr_scheduler_kwargs": {"a": 1e-30}}
-    assert load_recipe(recipe(settings_yaml(values))) == values
+
+
+LOOK_ALIKES = """
+1e3 1e-4 +1E5 86e1234 1.5 1. .5 -0 007 0x1F 0o17 1_000 12:30 190:20:30.15 2026-11-23 2026-11-23T10:00:00Z null Null ~ true
+False yes no on off y N .inf -.Inf .nan nan inf << = - ? : | > ! !!int * & # % @ ` , [ ] { } " ' --- ...
+"""
+SPACED = [
+    "",
+    " ",
+    "\n",
+    "a\n",
+    "null\n",
+    " 1",
+    "1 ",
+    "a: 1",
+    "- a",
+    "a # b",
+    "2026-11-23 10:00:00",
+    "é",
+    "a\tb",
+    "\U0001f600",
+]
+BREAKS = ["\x85", "a\u2028b", "1\u2029", "\ufeff", "a\rb"]
+NUMBERS = [1e3, 1e-4, 1e16, 1e22, 5e-324, -0.0, 0.1, 1.0, float("inf"), float("nan"), 0, -5, 10**30, True, False, None]
+
+
+def test_what_is_written_reads_back_as_it_was(recipe):
+    for value in (*LOOK_ALIKES.split(), *SPACED, *BREAKS, *NUMBERS):
+        settings = {"field": value, "items": [value], "fields": {str(value): value}}
+        read = load_recipe(recipe(settings_yaml(settings)))
+        assert repr(read) == repr(settings)  # the type and a zero's sign, too
+
+
+def test_random_text_reads_back_as_it_was(recipe):
+    draw, alphabet = Random(0), "0123456789eE+-._:xonyfT~<= \n'\"#é\x85\u2028,[]{}&*!|>%@`"
+    texts = ["".join(draw.choices(alphabet, k=draw.randint(1, 6))) for _ in range(3000)]
+    texts += [repr(draw.uniform(-1, 1) * 10.0 ** draw.randint(-320, 300)) for _ in range(500)]
+    numbers = [float(text) for text in texts[-500:]]
+    settings = {"texts": texts, "numbers": numbers, "same": numbers}  # one list twice: no alias is written
+    assert load_recipe(recipe(settings_yaml(settings))) == settings
 
 
 def test_help_lists_what_this_package_adds_and_help_all_everything(capsys, monkeypatch):
