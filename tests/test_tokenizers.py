@@ -1,4 +1,4 @@
-"""A text becomes the tokens that the model's `tokenizer.json` says: on every way into this package, and after what it saves."""
+"""A text becomes the tokens that the model's `tokenizer.json` says: on every way in, and after what is saved."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def trained():
 
 @pytest.fixture
 def published(trained, tmp_path):
-    """`published(split, model_class)`: a model's folder as on the Hub, whose tokenizer AutoTokenizer builds anew; its tokens."""
+    """`published(split)`: a model's folder as on the Hub, whose tokenizer AutoTokenizer builds anew; and its tokens."""
 
     def make(split, model=None, tokenizer_class="GPT2Tokenizer"):
         folder, backend = tmp_path / f"published_{split}", trained[split]
