@@ -26,7 +26,7 @@ from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
-_CACHE_VERSION = 5  # to be raised when the same settings give other examples
+_CACHE_VERSION = 6  # to be raised when the same settings give other examples
 
 
 @dataclass
@@ -126,7 +126,7 @@ def _prepare(
     held_out = held_out if given is None else given.remove_columns("rank")
     train, lengths = _drop_long(train, tokenizer, max_length, report)
     held_out, _ = _drop_long(held_out, tokenizer, max_length, report)
-    report.train_tokens, report.longest = int(lengths.sum()), int(lengths.max(initial=0))
+    report.lengths = lengths.tolist()
     report.train, report.held_out = len(train), len(held_out)
     if not len(train):
         raise DataError(f"No example is left to train on.\n{report}")

@@ -77,6 +77,8 @@ class GateSamplingMixin:
             super().__init__(*call.args, **call.kwargs)
 
         distributed.check_processes(self.accelerator)
+        if hasattr(self.train_dataset, "__len__"):
+            self.args.num_steps(len(self.train_dataset))  # there must be one
         distributed.float32_adapter(self.model, before)
         if self.rule.passes > 1 and self.is_deepspeed_enabled:
             raise ValueError(
@@ -175,7 +177,10 @@ class GateSamplingMixin:
 
     def train(self, *args, **kwargs):
         self.training_policy = self._find_training_policy()  # again: what is trained may have changed
-        return super().train(*args, **kwargs)
+        trained = super().train(*args, **kwargs)
+        if self.state.global_step == 0:  # a stream, whose length nobody knew
+            raise ValueError("No step was taken: `train_dataset` has not a single batch.")
+        return trained
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Keep the adapter's own card: TRL's knows neither its base model nor its rule."""
