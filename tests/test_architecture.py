@@ -13,6 +13,7 @@ FLOORS = (  # a folder imports from the floors below its own, never from a neigh
     ("gates", "adapters", "models"),
     ("settings",),
     ("saving", "data"),
+    ("record",),
     ("generation", "training"),
     ("evaluation",),
     ("diagnostics", "experimental"),
