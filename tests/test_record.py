@@ -10,20 +10,23 @@ from datasets import Dataset
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
-from loopdropout_trainer.record import (
+from loopdropout_trainer.record.identity import (
     ONE_RUN,
     ONE_SETTING,
-    Measurement,
-    RecordError,
+    WITHOUT_EFFECT,
     differences,
     identity_key,
     make_identity,
     read_identity,
+)
+from loopdropout_trainer.record.measurement import (
+    IDENTITIES_FILE,
+    MEASUREMENTS_FILE,
+    Measurement,
+    RecordError,
     read_measurements,
     write_measurements,
 )
-from loopdropout_trainer.record.identity import WITHOUT_EFFECT
-from loopdropout_trainer.record.measurement import IDENTITIES_FILE, MEASUREMENTS_FILE
 from loopdropout_trainer.settings.arguments import RunArguments
 
 

@@ -89,10 +89,11 @@ _WITHOUT_EFFECT = {name for names in WITHOUT_EFFECT.values() for name in names.s
 _LENGTH, _SEEDS = ("max_steps", "num_train_epochs"), ("seed", "data_seed", "gate_seed")
 # Of a base's configuration: what says how it is stored and what it returns, labels of other tasks, and tokens, which count as
 # the tokenizer's and as `end_tokens`.
-_OF_NO_MODEL = """
-transformers_version architectures dtype torch_dtype use_cache return_dict output_hidden_states output_attentions id2label
-label2id problem_type pad_token_id bos_token_id eos_token_id decoder_start_token_id chunk_size_feed_forward
-""".split()
+_OF_NO_MODEL = (
+    *("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "problem_type"),
+    *("output_hidden_states", "output_attentions", "id2label", "label2id", "chunk_size_feed_forward"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),
+)
 _OF_NO_ADAPTER = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type")
 _NAMES = {
     ("data", "rows"): "the number of training rows",
@@ -138,7 +139,7 @@ def make_identity(
     """Return the identity of a training or a measurement, with the parts that are given.
 
     Args:
-        model: looped model, before its first step, with its adapter if it has one: `base`, `adapter`, and of `loops` the depth.
+        model: looped model, before its first step, with its adapter if any: `base`, `adapter`, and of `loops` the depth.
         tokenizer: of the model.
         data: rows, whose content counts; or facts of them as a mapping.
         settings: of a training: `settings`, `seeds` and `length`; or a mapping of fields with values.
