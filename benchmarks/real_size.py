@@ -90,12 +90,12 @@ class Watch(threading.Thread):
 def children(pid: int) -> list[int]:
     """Return the processes that a process has started, and theirs."""
     try:
-        found = [
+        pids = [
             int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
         ]
     except OSError:  # it has ended
         return []
-    return [*found, *(grandchild for child in found for grandchild in children(child))]
+    return [*pids, *(grandchild for child in pids for grandchild in children(child))]
 
 
 def memory_of(pid: int) -> tuple[int, int]:

@@ -44,7 +44,7 @@ def check_fields(
     for name, valid in (choices or {}).items():
         value = getattr(args, name)
         values = value if isinstance(value, list) else [value]
-        if not values or any(each not in valid for each in values):
+        if not values or any(value not in valid for value in values):
             raise ValueError(f"`{name}` must be among {', '.join(map(str, valid))}; got {value!r}.")
 
 
