@@ -1,9 +1,14 @@
 """The floors of docs/architecture.md: what each folder of the package may import, read from the source without running it."""
 
 import ast
+import importlib
+import inspect
+import pkgutil
 from pathlib import Path
 
 import pytest
+
+import loopdropout_trainer
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,3 +84,27 @@ def test_the_document_draws_these_floors():
     drawn = text.split("```")[1].splitlines()
     found = [line.split("  #")[0].split() for line in drawn if FLOOR.keys() & set(line.split("  #")[0].split())]
     assert [set(line) for line in found] == [set(folders) for folders in reversed(FLOORS)]
+
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "lm_eval")
+
+
+def overridden_private_methods() -> set[str]:
+    """The names of private methods of libraries' classes that a class of the package overrides."""
+    names = set()
+    for module in pkgutil.walk_packages(loopdropout_trainer.__path__, f"{PACKAGE.name}."):
+        if module.name.endswith("__main__"):
+            continue
+        classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
+        for cls in (cls for _, cls in classes if cls.__module__ == module.name):
+            private = {name for name, value in vars(cls).items() if name[0] == "_" != name[1] and callable(value)}
+            for heir in (cls, *cls.__subclasses__()):  # a mixin overrides the methods of those it is mixed with
+                bases = [base for base in heir.__mro__ if base.__module__.partition(".")[0] in LIBRARIES]
+                names |= {name for name in private for base in bases if inspect.isfunction(vars(base).get(name))}
+    return names
+
+
+def test_the_page_names_every_private_method_that_is_overridden():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    names = overridden_private_methods()
+    assert len(names) > 15 and {name for name in names if f"`{name}`" not in page} == set()

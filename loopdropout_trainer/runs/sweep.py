@@ -27,7 +27,6 @@ import optuna
 import pandas as pd
 import psutil
 import torch
-import yaml
 from filelock import FileLock
 from optuna.trial import TrialState
 from transformers.hf_argparser import HfArg
@@ -40,7 +39,7 @@ from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArgume
 from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown
-from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe
+from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe, settings_yaml
 from loopdropout_trainer.settings.secrets import public_settings
 
 
@@ -469,7 +468,7 @@ class Sweep:
         path = self.output_dir / "recipes" / f"{re.sub('[/ ]', '_', recipe['run_name'])}.yaml"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            write_atomically(path, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
+            write_atomically(path, settings_yaml(recipe))
         return [str(path), "--output_dir", str(self.output_dir / job.run)]
 
     def commands(self) -> list[str]:
