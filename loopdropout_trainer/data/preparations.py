@@ -42,11 +42,20 @@ class DataReport:
     read: int = 0
     train: int = 0
     held_out: int = 0
-    train_tokens: int = 0  # of the training examples, each counted once
-    longest: int = 0  # of them, in tokens
+    lengths: list[int] = field(default_factory=list)  # of the training examples, in tokens
     unused: int = 0  # usable rows beyond the number to train on
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     bad_rows: list[str] = field(default_factory=list)  # the first few that were skipped, with their places
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of the training examples, each counted once."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest training example."""
+        return max(self.lengths, default=0)
 
     def __str__(self) -> str:
         counts = {"read": self.read, "  to train on": self.train, "  held out": self.held_out}

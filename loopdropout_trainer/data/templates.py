@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.rows import BadRow, present
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import shown
+from loopdropout_trainer.settings.tokenizer import read_tokenizer
 
 
 PROMPT_TEMPLATES = {
@@ -73,9 +74,7 @@ def load_tokenizer(
         chat_template_path: of `SFTConfig`: another name for `chat_template`.
     """
     with user_supplied(f"The tokenizer of {model.model_name_or_path} cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
-        )
+        tokenizer = read_tokenizer(model.model_name_or_path, model.model_revision, trust_remote_code=trust_remote_code)
     if model.chat_template and chat_template_path:
         raise ValueError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
     if template := model.chat_template or chat_template_path:

@@ -16,6 +16,7 @@ from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
 from loopdropout_trainer.settings.ranges import check_integer
+from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.looped = find_looped_model(self.model)
+        self.tokenizer = as_in_its_file(self.tokenizer)
         self.num_loops = self.looped.config.num_loops
         if self.gates is not None:
             self.gates = parse_gates(self.gates, self.num_loops)

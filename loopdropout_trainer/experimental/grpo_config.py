@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from math import inf
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
-from loopdropout_trainer.settings.ranges import check_number
-from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_fields
+from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_choices
 
 
 # What TRL finds out in the first step, or not at all.
@@ -24,20 +22,6 @@ _CHOICES = {
     "old_gates": ("same", "unit"),
     "reference_gates": ("unit", "same"),
     "completion_decoding": ("eager", "compiled", "generate"),
-}
-_INTEGERS = {
-    0: "top_k",
-    1: "num_generations_eval num_iterations steps_per_generation generation_batch_size max_completion_length completion_slots",
-    2: "num_generations",
-}
-_NUMBERS = {
-    "temperature": {"least": 1e-6},
-    "top_p": {"above": True, "most": 1},
-    "min_p": {"most": 1},
-    "repetition_penalty": {"above": True},
-    "top_entropy_quantile": {"above": True, "most": 1},
-    **dict.fromkeys(("beta", "epsilon", "epsilon_high", "delta", "off_policy_mask_threshold"), {}),
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), {"above": True}),
 }
 
 
@@ -81,9 +65,7 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
     )
 
     def __post_init__(self):
-        check_fields(self, _INTEGERS, _NUMBERS, _CHOICES)
-        for weight in self.reward_weights or ():
-            check_number("reward_weights", weight, -inf)
+        check_choices(self, _CHOICES)
         for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
             if getattr(self, name):
                 raise ValueError(
@@ -114,6 +96,9 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
             why = "`generation_batch_size` by `num_generations`"
             raise ValueError(f"A generation takes {prompts:,} prompts ({why}), and there are {num_prompts:,} of them.")
         return num_prompts // prompts
+
+    def micro_batches(self, num_rows: int) -> int:
+        return self.generations(num_rows) * self.generates_every  # whole generations, each trained on so often
 
     @property
     def scores_old(self) -> bool:

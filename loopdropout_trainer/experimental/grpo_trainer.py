@@ -50,8 +50,6 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         super().__init__(*positional, **keywords)
         looped, args = find_looped_model(self.model), self.args
         self._check_model(looped)
-        if hasattr(self.train_dataset, "__len__"):
-            args.generations(len(self.train_dataset))
         loop_loss = args.make_loop_loss()
         loop_loss.check_model(looped)
         if loop_loss.scores_all:

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from loopdropout_trainer.adapters import PreparedProjections
 from loopdropout_trainer.generation.decoding import Decoder, Sampler, why_unsupported
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
 logger = logging.get_logger(__name__)
@@ -40,7 +41,8 @@ def generate_greedy(
 
     Args:
         model: looped causal language model, with or without an adapter. It is put back into training if it was in it.
-        tokenizer: of the model; it is not changed, whatever its padding side, with or without a padding token.
+        tokenizer: of the model, whatever its padding side, with or without a padding token, neither of which is changed; see
+            `as_in_its_file`.
         prompts: texts, tokenized as the tokenizer does by default, as in training; or token ids.
         max_new_tokens: most tokens of a completion.
         batch_size: rows that are generated together.
@@ -58,6 +60,7 @@ def generate_greedy(
     """
     if decoding not in DECODINGS:
         raise ValueError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
+    tokenizer = as_in_its_file(tokenizer)
     token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if [] in token_ids:
         raise ValueError(f"Prompt {token_ids.index([])} has no tokens; there is nothing to continue.")

@@ -21,6 +21,7 @@ from loopdropout_trainer.adapters import check_adapter, merged_update
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
+from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
 MERGED = "merged.json"
@@ -122,7 +123,7 @@ def merge_and_save(
         config = {key: value for key, value in config.items() if key != "auto_map" or value}
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            as_in_its_file(tokenizer).save_pretrained(partial)
         (partial / MERGED).write_text(_merged_into(model), encoding="utf-8")
         save_card(model, partial, repo_id or output_dir.name, fields, merged=True, has_code=bool(code))
     return output_dir
