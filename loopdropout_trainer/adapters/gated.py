@@ -304,8 +304,8 @@ def _kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora
     kind = present if rule is None else ADAPTER_KINDS[rule.adapter]
     if present not in (GatedLora, kind):
         raise ValueError(
-            f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {present.description}: use the rule "
-            "that it was trained with, or start from another adapter."
+            f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {present.description}: use the "
+            "rule that it was trained with, or start from another adapter."
         )
     return kind
 
