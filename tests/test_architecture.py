@@ -20,6 +20,7 @@ FLOORS = (  # a folder or file imports from the floors below its own, never from
     ("gates", "adapters", "models"),
     ("settings",),
     ("saving", "data"),
+    ("record",),
     ("generation", "training"),
     ("evaluation",),
     ("diagnostics", "experimental"),

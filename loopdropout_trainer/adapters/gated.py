@@ -289,10 +289,10 @@ def add_gates(
 
 def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
     """Raise ValueError for a kind's own parameters that PEFT's `load_adapter` would drop, as it does with unknown names."""
-    known = {prefix + name for name, _ in tuner.named_parameters()}
+    parameters = {prefix + name for name, _ in tuner.named_parameters()}
     for name in state_dict:
         kind = next((kind for kind in ADAPTER_KINDS.values() if kind.is_own(name)), None)
-        if kind is not None and name not in known:
+        if kind is not None and name not in parameters:
             raise UserError(
                 f"The adapter has {kind.description} (`{name}`), which PEFT's `load_adapter` does not read: load it on "
                 "a model of its own with `loopdropout_trainer.load_adapter`."
@@ -301,12 +301,12 @@ def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str,
 
 def _kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:
     """Return the kind that an adapter has already, or that a rule gives it."""
-    found = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
-    kind = found if rule is None else ADAPTER_KINDS[rule.adapter]
-    if found not in (GatedLora, kind):
+    present = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
+    kind = present if rule is None else ADAPTER_KINDS[rule.adapter]
+    if present not in (GatedLora, kind):
         raise UserError(
-            f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {found.description}: use the rule "
-            "that it was trained with, or start from another adapter."
+            f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {present.description}: use the "
+            "rule that it was trained with, or start from another adapter."
         )
     return kind
 

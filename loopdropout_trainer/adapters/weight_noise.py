@@ -39,7 +39,7 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         # Too large to be drawn beforehand and passed in: 460 million normals for 8 examples of Ouro-1.4B. From the same seed
         # they come out the same, so that recomputation is exact; CPUs and GPUs expand a seed differently.
         generators = [torch.Generator(x.device).manual_seed(seeds[example]) for example in events]
-        drawn = [torch.randn(rank, d_in + d_out, generator=each, device=x.device) for each in generators]
+        drawn = [torch.randn(rank, d_in + d_out, generator=generator, device=x.device) for generator in generators]
         g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
         scale = self.rule.noise_scales(num_loops)[self.loop_state.loop].item() / (d_out * d_in * rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)

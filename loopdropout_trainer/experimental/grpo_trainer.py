@@ -172,7 +172,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
             looped.training_policy = self.training_policy
             parts.append(score(model, input_ids[rows], attention_mask[rows], logits_to_keep, **kw))
         self._unit_gates()
-        return tuple(None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True))
+        return tuple(None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
     # Gates
 

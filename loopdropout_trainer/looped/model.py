@@ -89,13 +89,13 @@ def _require_gradient(module: nn.Module, args: tuple, output: torch.Tensor) -> N
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     """Return the looped model inside PEFT, DDP or other wrappers; raise NotLoopedError if there is none."""
-    found = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
-    if found is None:
+    looped = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
+    if looped is None:
         raise NotLoopedError(
             f"{type(model).__name__} is not a looped model, such as `model_type: ouro`, or one that was built after "
             "`register_looped` described its class."
         )
-    return found
+    return looped
 
 
 MOST_LOOPS = 1024

@@ -7,6 +7,7 @@ A family supplies `run_prelude`, `recurrent_step` and `readout`; the driver is `
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable
@@ -170,12 +171,30 @@ class LoopedConfigMixin:
         """How often an attention layer runs in a forward pass."""
         return self.num_hidden_layers + (self.num_loops - 1) * self.num_recurrent_layers
 
-    def to_diff_dict(self) -> dict:
-        """Return what is saved: the dtype also under its old name, and no `backprop_depth` that was never set."""
-        fields = super().to_diff_dict()
-        fields["torch_dtype"] = fields.get("dtype")
-        optional = ("torch_dtype", "backprop_depth")
-        return {name: value for name, value in fields.items() if value is not None or name not in optional}
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read what a config.json holds; arguments and result as in transformers."""
+        as_read = cls(**copy.deepcopy(config_dict)).to_diff_dict()
+        left_open = {name: value for name, value in as_read.items() if name not in {*config_dict, "architectures"}}
+        read = super().from_dict(config_dict, **kwargs)
+        (read[0] if isinstance(read, tuple) else read)._left_open = left_open
+        return read
+
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return what transformers would save under the names, and in the form, of the published config.json."""
+        return fields
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "_left_open"}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return what is saved, in the published form; of what the file that it was read from left open, only what changed."""
+        fields = self.hub_fields(super().to_diff_dict())
+        if "dtype" in fields:  # `torch_dtype` before transformers 5; a file that has one of the two names keeps it
+            fields["torch_dtype"] = fields["dtype"]
+        left_open = {"backprop_depth": None, **self.__dict__.get("_left_open", {})}
+        changed = lambda name, value: "dtype" not in name and value != left_open[name]
+        return {name: value for name, value in fields.items() if name not in left_open or changed(name, value)}
 
 
 class RecurrentLayer(GradientCheckpointingLayer):

@@ -121,9 +121,8 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "base_config_dict": self.nested()}
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Return what is saved: the hub's form."""
-        saved = {name: value for name, value in super().to_diff_dict().items() if name not in _QWEN3_FIELDS}
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        saved = {name: value for name, value in fields.items() if name not in _QWEN3_FIELDS}
         sizes = {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
         return {**saved, "base_config_dict": self.nested(), "architectures": ["LDSForCausalLM"], **sizes}
 

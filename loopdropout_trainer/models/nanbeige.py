@@ -8,6 +8,8 @@ A layer is Llama's, with fewer key and value heads, and heads that together are 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
@@ -64,8 +66,11 @@ class NanbeigeConfig(DecoderConfigMixin, LlamaConfig):
         if (rope_type := self.rope_parameters["rope_type"]) != "default":
             raise UserError(f"`rope_scaling` of a Nanbeige model must be null; got one of type {rope_type!r}.")
 
-    def to_diff_dict(self) -> dict:
-        fields = super().to_diff_dict()
+    def validate_architecture(self) -> None:
+        """Take heads of any width: Llama's own check wants a hidden size that is a multiple of their number."""
+
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        fields = super().hub_fields(fields)
         if self.loop_loss_weights and self.num_loops != len(self.loop_loss_weights) + 1:
             fields["loop_loss_weights"] = []
         return fields

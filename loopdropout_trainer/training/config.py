@@ -30,7 +30,7 @@ def check_choices(args: Any, choices: Mapping[str, tuple[Any, ...]]) -> None:
     for name, valid in choices.items():
         value = getattr(args, name)
         values = value if isinstance(value, list) else [value]
-        if not values or any(each not in valid for each in values):
+        if not values or any(value not in valid for value in values):
             raise UserError(f"`{name}` must be among {', '.join(map(str, valid))}; got {value!r}.")
 
 

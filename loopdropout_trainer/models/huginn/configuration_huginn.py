@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
@@ -175,9 +176,8 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
     def num_recurrent_layers(self) -> int:
         return self.n_layers_in_recurrent_block
 
-    def to_diff_dict(self) -> dict:
-        """Return what is saved: what the published code knows, under its names, and whose blocks these are."""
-        fields = super().to_diff_dict()
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return what the published code knows, under its names, and whose blocks these are."""
         fields["architectures"] = ["RavenForCausalLM"]
         # The published class derives it from `tie_embeddings`, and stops at a second value.
         fields.pop("tie_word_embeddings", None)
