@@ -1,5 +1,6 @@
 """Chat templates: what is rendered, what is trained, where generation stops, and that a trained model keeps all of it."""
 
+import copy
 from itertools import groupby
 
 import pytest
@@ -11,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
 from loopdropout_trainer.data import load_tokenizer, set_chat_template
 from loopdropout_trainer.data.templates import CHAT_TOKENS, apply_chat_template, check_turn_end
+from loopdropout_trainer.errors import SetupError
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, ModelArguments
-from loopdropout_trainer.settings.command import SetupError
 
 
 # First tokens of the published vocabularies; then one token a byte.
@@ -144,7 +145,7 @@ def test_a_trained_model_keeps_template_and_end_of_turn(config, chat_tokenizer, 
 
 def test_a_tokenizer_as_template_whose_tokens_the_model_lacks_is_refused(tokenizer, make_sft, tmp_path):
     other = copy.deepcopy(tokenizer)
-    other.chat_template = TURNS
+    other.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
     other.save_pretrained(tmp_path / "padded")
     other.add_tokens(["<turn>"])
     other.save_pretrained(tmp_path / "longer")
