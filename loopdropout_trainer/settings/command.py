@@ -22,7 +22,7 @@ from loopdropout_trainer.settings.secrets import hide_secrets
 _PACKAGE = Path(__file__).parents[1]
 _EXTRAS = {
     "eval": ("lm_eval", "evalplus", "langdetect", "immutabledict", "nltk"),
-    "reports": ("pandas", "plotnine", "jinja2", "tabulate"),
+    "reports": ("pandas", "plotnine", "jinja2", "tabulate", "statsmodels"),
     "rewards": ("math_verify",),
     "sweeps": ("optuna", "psutil"),
     "deepspeed": ("deepspeed",),
