@@ -177,9 +177,6 @@ class Run:
                 peft_config=self.peft_config,
                 **self.trainer_arguments(),
             )
-            if self.script.live_diagnostics_steps:
-                every, rows = self.script.live_diagnostics_steps, self.script.live_diagnostics_rows
-                trainer.add_callback(diagnostics.LiveDiagnosticsCallback(trainer, every, rows))
         checkpoint = self.checkpoint_for(config)
         if self.merges(config):  # before hours of training
             from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
