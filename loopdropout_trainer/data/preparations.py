@@ -24,6 +24,7 @@ from trl.chat_template_utils import has_generation_markers
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, fields_of, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.settings.ranges import check_choice, shown
 
 
@@ -94,9 +95,9 @@ class Preparation:
         self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
         if self.template is not None and not prompt_fields(self.template):  # the same prompt for every row
             valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {{column}}"
-            raise ValueError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
+            raise UserError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
         if args.prompt_end and self.template is None:
-            raise ValueError("`prompt_end` follows a `prompt_template`: give one, or leave it out.")
+            raise UserError("`prompt_end` follows a `prompt_template`: give one, or leave it out.")
         if type(self) is Preparation and self.template is not None:
             self.columns = (*prompt_fields(self.template), "completion")
         for name in args.column_mapping or ():

@@ -12,8 +12,8 @@ from trl import get_training_chat_template
 from trl.chat_template_utils import has_generation_markers
 
 from loopdropout_trainer.data.rows import BadRow, present
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.tokenizer import read_tokenizer
 
@@ -86,12 +86,12 @@ def load_tokenizer(
     with user_supplied(f"The tokenizer of {model.model_name_or_path} cannot be loaded"):
         tokenizer = read_tokenizer(model.model_name_or_path, model.model_revision, trust_remote_code=trust_remote_code)
     if model.chat_template and chat_template_path:
-        raise ValueError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
+        raise UserError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
     if template := model.chat_template or chat_template_path:
         set_chat_template(tokenizer, template, eos_token)
     _set_end_token(tokenizer, eos_token)
     if tokenizer.eos_token is None:
-        raise ValueError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
+        raise UserError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -99,7 +99,7 @@ def load_tokenizer(
 
 def _set_end_token(tokenizer: PreTrainedTokenizerBase, eos_token: str | None) -> None:
     if eos_token is not None and eos_token not in tokenizer.get_vocab():
-        raise ValueError(
+        raise UserError(
             f"`eos_token` {eos_token} is no token of the tokenizer of {tokenizer.name_or_path or 'the model'}."
         )
     tokenizer.eos_token = tokenizer.eos_token if eos_token is None else eos_token
@@ -120,7 +120,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, eos
     for role, token in CHAT_TOKENS.get(name_or_path, {}).items():
         if token not in tokenizer.get_vocab():
             owner = tokenizer.name_or_path or "the model"
-            raise ValueError(f"`chat_template: {name_or_path}` needs {token}, which the tokenizer of {owner} lacks.")
+            raise UserError(f"`chat_template: {name_or_path}` needs {token}, which the tokenizer of {owner} lacks.")
         setattr(tokenizer, role, token)
     _set_end_token(tokenizer, eos_token)
     check_turn_end(tokenizer)
@@ -132,7 +132,7 @@ def chat_template(name_or_path: str) -> str:
     path = packaged.get(name_or_path, Path(name_or_path))
     if not path.is_file():
         names = ", ".join(packaged)
-        raise ValueError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
+        raise UserError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
     with user_supplied(f"`chat_template` {name_or_path} cannot be read"):
         return path.read_text(encoding="utf-8")
 
@@ -158,11 +158,11 @@ def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
     marks = has_generation_markers(tokenizer.chat_template or "")
     text = apply_chat_template(tokenizer, _TURNS, tokenize=False)
     if not re.search("question.*answer", text, re.DOTALL):
-        raise ValueError(f"The chat template does not show what is said: {shown(_TURNS)} becomes {shown(text)}.")
+        raise UserError(f"The chat template does not show what is said: {shown(_TURNS)} becomes {shown(text)}.")
     trained = _trained_ids(tokenizer) if marks else []
     if marks and trained[-1:] != [tokenizer.eos_token_id]:
         ends = f"{tokenizer.decode(trained[-1:])!r}, and generation stops at {tokenizer.eos_token!r}"
-        raise ValueError(f"The chat template ends an assistant's turn with {ends}: set `eos_token` to the template's.")
+        raise UserError(f"The chat template ends an assistant's turn with {ends}: set `eos_token` to the template's.")
 
 
 def answer_end(
@@ -188,13 +188,13 @@ def answer_end(
     special = {tokenizer.eos_token, *tokenizer.get_added_vocab()}
     end = min((token for token in special if token in rest), key=rest.find, default=None)
     if end is None:
-        raise ValueError(
+        raise UserError(
             f"The chat template ends an assistant's turn with {shown(rest)}, without a special token at which generation "
             "could stop: let it write `eos_token` there, or choose another one (`chat_template`)."
         )
     end_id = tokenizer.convert_tokens_to_ids(end)
     if assistant_only_loss and end_id not in _trained_ids(tokenizer):
-        raise ValueError(
+        raise UserError(
             f"The chat template's generation marks leave out {end}, so that answers would be trained without an end: put it "
             "inside of them, or choose another template (`chat_template`)."
         )
