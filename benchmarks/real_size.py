@@ -82,30 +82,34 @@ class Watch(threading.Thread):
         while not self.over.wait(0.1):
             private = mapped = 0
             for pid in (self.pid, *children(self.pid)):
-                anonymous, resident = memory_of(pid)
-                private, mapped = private + anonymous, mapped + resident - anonymous
+                of_process = memory_of(pid)
+                private, mapped = private + of_process[0], mapped + of_process[1]
             self.private, self.mapped = max(self.private, private), max(self.mapped, mapped)
 
 
 def children(pid: int) -> list[int]:
     """Return the processes that a process has started, and theirs."""
     try:
-        found = [
+        pids = [
             int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
         ]
     except OSError:  # it has ended
         return []
-    return [*found, *(grandchild for child in found for grandchild in children(child))]
+    return [*pids, *(grandchild for child in pids for grandchild in children(child))]
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Return the bytes of a process's private memory, and of all its memory; zeros if it has ended."""
+    """Return the bytes of a process's private memory, and of the files that it maps; zeros if it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0, 0
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return sizes["Anonymous"], sizes["Rss"]
+    sizes = {
+        name: int(rest.split()[0]) * 1024
+        for name, _, rest in (line.partition(":") for line in lines)
+        if name[:3] == "Rss"
+    }
+    return sizes.get("RssAnon", 0), sizes.get("RssFile", 0)
 
 
 def measure(name: str, command: Sequence[str], log: Path, kill_at: str | None = None) -> Stage:

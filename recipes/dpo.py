@@ -12,8 +12,8 @@ from __future__ import annotations
 from datasets import Dataset
 
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer
+from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.runs.run import Run, run_all
-from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -24,9 +24,10 @@ class DPORun(Run):
     trainer_class = LoopDropoutDPOTrainer
 
     def check(self) -> None:
-        for name in ("single_loop_batches", "live_diagnostics_steps"):
-            if getattr(self.script, name):
-                raise RecipeError(f"`{name}` measures losses of single answers, and DPO has pairs: leave it out.")
+        if self.script.single_loop_batches:
+            raise RecipeError(
+                "`single_loop_batches` measures losses of single answers, and DPO has pairs: leave it out."
+            )
 
     def longest_row(self, config: LoopDropoutDPOConfig) -> None:
         return None  # each example is two rows

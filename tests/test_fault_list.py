@@ -18,13 +18,12 @@ import yaml
 from conftest import ROOT, load_script, with_adapter
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, errors
 from loopdropout_trainer.data.__main__ import main as data_main
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.__main__ import main as gates_main
-from loopdropout_trainer.settings import command
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 from loopdropout_trainer.settings.ranges import RANGES
 
@@ -62,6 +61,12 @@ def adapter_of_another_base(folder, patch):
     save_file({name: torch.zeros(2, 7) for name in load_file(path)}, path)
 
 
+def token_beyond_the_embedding(folder, patch):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(folder / "model")
+
+
 def adapter(folder, **config):
     base = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH, dtype=torch.float32)
     with_adapter(base, r=2).save_pretrained(folder / "adapter")
@@ -77,7 +82,7 @@ MAKE = {
     "jsonl_of_long_numbers": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "9" * 5000 + "}\n"),
     "jsonl_of_brackets": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "[" * 200_000 + "\n"),
     **{make.__name__: make for make in (locked_folder, without_optional_packages, damaged_parquet)},
-    "adapter_of_another_base": adapter_of_another_base,
+    **{make.__name__: make for make in (adapter_of_another_base, token_beyond_the_embedding)},
 }
 
 
@@ -121,7 +126,7 @@ def test_a_mistake_is_one_line_with_exit_code_2(fault, tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", [name, *argv])
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        command.run_command(lambda: MAINS[name](argv), name)
+        errors.run_command(lambda: MAINS[name](argv), name)
     assert stop.value.code == 2
     said = capsys.readouterr()
     (line,) = [line for line in said.err.splitlines() if line.startswith(f"{name}: ")]
@@ -196,9 +201,9 @@ ERRORS = [
 def test_our_own_faults_keep_their_traceback_and_a_signal_a_full_disk_and_a_missing_package_are_one_line(capsys):
     for fault in (lambda: {}["missing"], lambda: torch.zeros(2) @ torch.zeros(3), lambda: int("x")):
         with pytest.raises((KeyError, RuntimeError, ValueError)):
-            command.run_command(fault, "script")
+            errors.run_command(fault, "script")
     for error, code, text in ERRORS:
         with pytest.raises(SystemExit) as stop:
-            command.run_command(lambda error=error: (_ for _ in ()).throw(error), "script")
+            errors.run_command(lambda error=error: (_ for _ in ()).throw(error), "script")
         said = capsys.readouterr().err
         assert stop.value.code == code and said.startswith("script: ") and text in said and said.count("\n") == 1

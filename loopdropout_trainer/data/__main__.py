@@ -16,8 +16,8 @@ from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
+from loopdropout_trainer.errors import UserError, run_command, user_supplied
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
@@ -27,7 +27,6 @@ class ShowArguments:
 
     index: int = HfArg(default=0, help="Number of the example, from 0.")
     held_out: bool = HfArg(default=False, help="Show a held-out example instead.")
-    chat_template_path: str | None = HfArg(default=None, help="As in `SFTConfig`.")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,11 +34,11 @@ def main(argv: list[str] | None = None) -> None:
     (show, model, data_args, loss), _ = parse_recipe(
         types, argv, description=__doc__, unread_types=(RunArguments, AdapterArguments, LoopDropoutConfig)
     )
-    tokenizer = load_tokenizer(model, chat_template_path=show.chat_template_path)
+    tokenizer = load_tokenizer(model, chat_template_path=loss.chat_template_path, eos_token=loss.eos_token)
     data = load_data(data_args, tokenizer, loss.max_length)
     examples = data.eval if show.held_out else data.train
     if examples is None or not 0 <= show.index < len(examples):
-        raise ValueError(f"`index` must be below {len(examples or ())}, the number of examples; got {show.index}.")
+        raise UserError(f"`index` must be below {len(examples or ())}, the number of examples; got {show.index}.")
     with user_supplied("The example cannot be prepared"):
         one = examples[show.index : show.index + 1]
         found = tokenise(one, tokenizer, loss.completion_only_loss, loss.assistant_only_loss)

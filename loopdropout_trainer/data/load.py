@@ -22,7 +22,7 @@ from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.boundary import token_lengths
 from loopdropout_trainer.data.preparations import PREPARATIONS, DataReport, Preparation, Unwanted, random_order
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, present, read_files
-from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.errors import user_supplied
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 

@@ -19,10 +19,12 @@ import numpy as np
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import has_generation_markers
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, fields_of, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.settings.ranges import check_choice, shown
 
 
@@ -93,9 +95,9 @@ class Preparation:
         self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
         if self.template is not None and not prompt_fields(self.template):  # the same prompt for every row
             valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {{column}}"
-            raise ValueError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
+            raise UserError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
         if args.prompt_end and self.template is None:
-            raise ValueError("`prompt_end` follows a `prompt_template`: give one, or leave it out.")
+            raise UserError("`prompt_end` follows a `prompt_template`: give one, or leave it out.")
         if type(self) is Preparation and self.template is not None:
             self.columns = (*prompt_fields(self.template), "completion")
         for name in args.column_mapping or ():
@@ -360,7 +362,7 @@ class Tulu2(Preparation):
         return json.dumps([(turn["role"], turn["content"]) for turn in turns], ensure_ascii=False)
 
     def split(self, examples, ranks, tokenizer, report):
-        if "generation" not in (tokenizer.chat_template or ""):
+        if not has_generation_markers(tokenizer.chat_template or ""):
             raise DataError("The chat template does not mark what the assistant says: set `chat_template: tulu2`.")
         order, num_drawn = np.argsort(ranks, kind="stable"), self.args.num_train_examples
         num_left = len(order) - self.num_held_out

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_choices
 
 
@@ -68,18 +69,18 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
         check_choices(self, _CHOICES)
         for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
             if getattr(self, name):
-                raise ValueError(
+                raise UserError(
                     f"`{name}` has no cache for a model that runs its layers several times: leave it out. Completions are "
                     "batched continuously by default (`completion_decoding`)."
                 )
         if self.make_loop_loss().name == "random":
-            raise ValueError(
+            raise UserError(
                 "`loop_loss: random` runs fewer loops than the completions were sampled with: choose 'final', 'uniform', "
                 "'progressive', 'weighted' or 'exit'."
             )
         super().__post_init__()
         if self.loop_loss != "final" and self.use_vllm and self.vllm_importance_sampling_correction:
-            raise ValueError(
+            raise UserError(
                 "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to "
                 "false, or `loop_loss` to 'final'."
             )
@@ -94,7 +95,7 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
         prompts = self.generation_batch_size // self.num_generations
         if num_prompts < prompts:
             why = "`generation_batch_size` by `num_generations`"
-            raise ValueError(f"A generation takes {prompts:,} prompts ({why}), and there are {num_prompts:,} of them.")
+            raise UserError(f"A generation takes {prompts:,} prompts ({why}), and there are {num_prompts:,} of them.")
         return num_prompts // prompts
 
     def micro_batches(self, num_rows: int) -> int:

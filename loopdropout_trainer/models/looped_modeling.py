@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
 from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
@@ -384,7 +385,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     def _embed(self, input_ids, inputs_embeds, initial_state) -> torch.Tensor:
         """Return the embeddings [B, S, H] of checked inputs."""
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+            raise UserError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
             if self.training_policy.lora_parameters is not None and inputs_embeds.is_leaf:
@@ -392,7 +393,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 inputs_embeds = inputs_embeds.detach()
         if initial_state is not None and initial_state.shape != inputs_embeds.shape:
             shape = f"[B, S, H] = {list(inputs_embeds.shape)} of this call's tokens"
-            raise ValueError(f"`initial_state` must have the shape {shape}; got {list(initial_state.shape)}.")
+            raise UserError(f"`initial_state` must have the shape {shape}; got {list(initial_state.shape)}.")
         return inputs_embeds
 
     def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
@@ -402,7 +403,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 return None
             cache = DynamicCache()
         if output_readouts and self.readout_attends:
-            raise ValueError(
+            raise UserError(
                 f"`output_readouts` cannot be combined with a cache in {type(self).__name__}: the layers behind the loop "
                 "cache the final loop's keys only. Set `use_cache=False`, or `config.num_loops` to the loop wanted."
             )
@@ -469,7 +470,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refuse what `generate_batch` begins with."""
-        raise ValueError(
+        raise UserError(
             "Continuous batching has one paged cache for each layer, and a looped model needs one for each loop of it: use "
             "`generate`, or `loopdropout_trainer.evaluation.generate_greedy`, which packs prompts of all lengths."
         )

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
 from loopdropout_trainer.models.looped_modeling import LoopInputs
 
@@ -59,13 +60,13 @@ class NanbeigeConfig(DecoderConfigMixin, LlamaConfig):
         super().__post_init__(**kwargs)
         for name, value in vars(self).items():
             if value and (name in _SWITCHES or name.startswith("enable_")):
-                raise ValueError(
+                raise UserError(
                     f"`{name}` of a Nanbeige model must be off: what it switches on is not implemented; got {value!r}."
                 )
         if self.kv_channels not in (None, self.head_dim):
-            raise ValueError(f"`kv_channels` must equal `head_dim` = {self.head_dim}; got {self.kv_channels}.")
+            raise UserError(f"`kv_channels` must equal `head_dim` = {self.head_dim}; got {self.kv_channels}.")
         if (rope_type := self.rope_parameters["rope_type"]) != "default":
-            raise ValueError(f"`rope_scaling` of a Nanbeige model must be null; got one of type {rope_type!r}.")
+            raise UserError(f"`rope_scaling` of a Nanbeige model must be null; got one of type {rope_type!r}.")
 
     def validate_architecture(self) -> None:
         """Take heads of any width: Llama's own check wants a hidden size that is a multiple of their number."""

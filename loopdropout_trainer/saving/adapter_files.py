@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from loopdropout_trainer.adapters import attach_adapter, check_peft_config
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.cards import is_hub_name
 from loopdropout_trainer.saving.files import sha256_of_weights
-from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import shown
 
 
@@ -47,8 +48,12 @@ def base_sha256(base: PreTrainedModel) -> str | None:
 
 
 def save_adapter_metadata(model: PeftModel, folder: str | Path, **facts: Any) -> None:
-    """Write what an adapter was trained with (`num_loops`, `rule`, `p`, ..., the hash of its base's files) beside it."""
+    """Write what an adapter was trained with beside it.
+
+    That is `num_loops`, `rule`, `p`, ..., the hash of its base's files, and the ids of the tokens that end its answers.
+    """
     facts["base_sha256"] = base_sha256(model.get_base_model())
+    facts["eos_token_id"] = end_tokens(model.get_base_model())
     (Path(folder) / ADAPTER_METADATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
@@ -61,7 +66,21 @@ def adapter_metadata(folder: str | Path) -> dict:
         metadata = dict(json.loads(file.read_text(encoding="utf-8")))
         type_validator("num_loops", metadata.get("num_loops"), int | None)
         type_validator("depths", tuple(metadata.get("depths") or (1, 1)), tuple[int, int])
+        type_validator("eos_token_id", metadata.get("eos_token_id"), list[int] | None)
     return metadata
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Return the ids of the tokens at which a model's `generation_config` lets generation stop."""
+    ids = model.generation_config.eos_token_id
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:
+    """Let generation stop at these tokens, too: those that the answers of a training end with."""
+    known = end_tokens(model)
+    if new := [id for id in ids if id not in (None, *known)]:
+        model.generation_config.eos_token_id = [*known, *new]
 
 
 def adapter_folder(adapter: str | Path) -> Path:
@@ -98,6 +117,7 @@ def load_adapter(
     if not another_base:
         _check_base(model, config, metadata, folder)
     looped.trained_with = {key: metadata[key] for key in ("rule", "p", "depths", "loop_loss") if key in metadata}
+    add_end_tokens(looped, metadata.get("eos_token_id") or ())
     num_loops, trained = looped.config.num_loops, metadata.get("num_loops")
     if trained is not None:
         low, high = metadata.get("depths") or (trained, trained)
@@ -120,7 +140,7 @@ def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, fold
     if before != now if now else names_differ and is_hub_name(base) and is_hub_name(trained_on):
         name = f"{'' if names_differ else 'other weights than those of '}{trained_on or 'another base model'}"
         advice = "load that base, or pass `another_base=True` to `load_adapter`"
-        raise ValueError(f"The adapter in {folder} was trained on {name}, not on {base}: {advice}.")
+        raise UserError(f"The adapter in {folder} was trained on {name}, not on {base}: {advice}.")
     if names_differ and not now:
         logger.warning(f"The adapter in {folder} was trained on {trained_on}; it is put on {base}.")
 
@@ -138,10 +158,10 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
         old, new = getattr(saved, field), getattr(running, field)
         if old != new:
-            raise ValueError(f"The adapter in {folder} has `{field}` {old}, this run's has {new}.")
+            raise UserError(f"The adapter in {folder} has `{field}` {old}, this run's has {new}.")
     num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
     if trained not in (None, num_loops):
-        raise ValueError(
+        raise UserError(
             f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: set `num_loops` to "
             f"{trained}, or start a new run with `load_adapter`."
         )
@@ -156,14 +176,14 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     folder = Path(folder)
     path = folder / "adapter_config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
+        raise UserError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
     if not (folder / _WEIGHTS).is_file():
         pickled = "; a pickled .bin file is not read, since it could run code" if any(folder.glob("*.bin")) else ""
-        raise ValueError(f"{folder} holds no {_WEIGHTS}{pickled}.")
+        raise UserError(f"{folder} holds no {_WEIGHTS}{pickled}.")
     with user_supplied(f"{path} cannot be read"):
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
-            raise ValueError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
+            raise UserError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
         for given in (config.target_modules, config.rank_pattern, config.alpha_pattern):
             sorted(given or ())  # TypeError for what is no collection of names
     # PEFT matches regular expressions against every module's name; a malicious one takes hours.
@@ -175,5 +195,5 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     for given in (config.exclude_modules, config.layers_pattern, config.rank_pattern, config.alpha_pattern):
         for pattern in [given] if isinstance(given, str) else given or ():
             if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):
-                raise ValueError(f"{path} holds the regular expression {shown(pattern)}: give plain names of modules.")
+                raise UserError(f"{path} holds the regular expression {shown(pattern)}: give plain names of modules.")
     return config

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, card_on_hub, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
@@ -71,16 +72,16 @@ def merged_state_dict(model: PeftModel, folder: Path | None = None) -> dict[str,
 def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tensor) -> torch.Tensor:
     if type(layer) is not LoraLinear or not weight.is_floating_point():
         kind = f"a {type(layer).__name__} over {weight.dtype} weights"
-        raise ValueError(
+        raise UserError(
             f"`{name}` is {kind}: load the base model unquantised, put the saved adapter on it, and merge that."
         )
     delta = merged_update(layer, adapter)
     if weight.shape != delta.shape:
         held = f"{list(weight.shape)} of a {list(delta.shape)} weight"
-        raise ValueError(f"`{name}` is sharded over processes, {held}: save the adapter, and merge it in one process.")
+        raise UserError(f"`{name}` is sharded over processes, {held}: save the adapter, and merge it in one process.")
     merged = (weight.float() + delta.float()).to(weight.dtype)
     if not torch.isfinite(merged).all():
-        raise ValueError(f"The adapter cannot be merged: `{name}` would hold NaN or infinity in {weight.dtype}.")
+        raise UserError(f"The adapter cannot be merged: `{name}` would hold NaN or infinity in {weight.dtype}.")
     return merged
 
 
@@ -138,7 +139,7 @@ def check_merge_target(folder: str | Path, model: PeftModel) -> None:
     weights = sorted(file.name for file in Path(folder).glob("*") if file.suffix in _WEIGHTS)
     before = Path(folder, MERGED)
     if weights and not (before.is_file() and before.read_bytes() == _merged_into(model).encode()):
-        raise ValueError(f"{folder} holds other weights ({weights[0]}): choose another folder for the merged model.")
+        raise UserError(f"{folder} holds other weights ({weights[0]}): choose another folder for the merged model.")
 
 
 def _merged_into(model: PeftModel) -> str:

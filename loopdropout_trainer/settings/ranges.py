@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopdropout_trainer.errors import UserError
+
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
@@ -28,7 +30,7 @@ def check_integer(name: str, value: Any, least: int = 1, most: int | None = None
     """Raise ValueError unless a setting is an integer in [least, most]."""
     if not _is_number(value, int) or value < least or (most is not None and value > most):
         valid = f"of at least {least}" if most is None else f"from {least:,} to {most:,}"
-        raise ValueError(f"`{name}` must be an integer {valid}; got {shown(value)}.")
+        raise UserError(f"`{name}` must be an integer {valid}; got {shown(value)}.")
 
 
 def check_number(
@@ -41,20 +43,20 @@ def check_number(
         if math.isinf(most):
             valid = f"above {least:g}" if above else f"of at least {least:g}"
         valid = "finite number" if math.isinf(least) else f"number {valid}"
-        raise ValueError(f"`{name}` must be a {valid}; got {shown(value)}.")
+        raise UserError(f"`{name}` must be a {valid}; got {shown(value)}.")
 
 
 def check_choice(name: str, value: Any, valid: Sequence[str | None]) -> None:
     """Raise ValueError unless a setting is one of the valid values; None among them: it may be left out."""
     if value not in valid:
-        raise ValueError(f"`{name}` must be one of {', '.join(filter(None, valid))}; got {shown(value)}.")
+        raise UserError(f"`{name}` must be one of {', '.join(filter(None, valid))}; got {shown(value)}.")
 
 
 def check_list(name: str, value: Any) -> None:
     """Raise ValueError unless a setting is None or a list of different strings."""
     good = isinstance(value, (list, tuple)) and all(isinstance(item, str) and item.strip() for item in value)
     if value is not None and not good:
-        raise ValueError(f"`{name}` must be a list of strings, such as [a, b]; got {shown(value)}.")
+        raise UserError(f"`{name}` must be a list of strings, such as [a, b]; got {shown(value)}.")
     check_distinct(name, value or ())
 
 
@@ -62,18 +64,18 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
     """Raise ValueError for a list that names something twice."""
     for index, value in enumerate(values):
         if value in values[:index]:
-            raise ValueError(f"`{name}` must name each of its values once; got {shown(value)} twice.")
+            raise UserError(f"`{name}` must name each of its values once; got {shown(value)} twice.")
 
 
 def check_folder(name: str, value: Any) -> None:
     """Raise ValueError if a setting names no folder that files can be written to; nothing is made."""
     if not isinstance(value, (str, os.PathLike)) or not str(value).strip() or "\0" in str(value):
-        raise ValueError(f"`{name}` must be the path of a folder; got {shown(value)}.")
+        raise UserError(f"`{name}` must be the path of a folder; got {shown(value)}.")
     folder = next(folder for folder in (Path(value), *Path(value).parents) if folder.exists())
     if not folder.is_dir():
-        raise ValueError(f"`{name}` must be the path of a folder; {folder} is a file.")
+        raise UserError(f"`{name}` must be the path of a folder; {folder} is a file.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"`{name}` must be a folder that can be written to; {folder} cannot.")
+        raise UserError(f"`{name}` must be a folder that can be written to; {folder} cannot.")
 
 
 # The numbers in TRL's and transformers' configurations.
@@ -92,9 +94,9 @@ class Range:
 _RANGES = (  # fields, what they may hold, and why not more; any other number: finite, and at least 0
     ("per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
      "precompute_ref_batch_size generation_batch_size steps_per_generation num_iterations num_generations_eval "
-     "completion_slots pad_to_multiple_of max_steps max_length max_completion_length ref_model_sync_steps "
-     "dataset_num_proc dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout torch_empty_cache_steps "
-     "vllm_max_model_length vllm_tensor_parallel_size", Range(1)),  # counts: none of these things is no training
+     "completion_slots live_diagnostics_rows pad_to_multiple_of max_steps max_length max_completion_length "
+     "ref_model_sync_steps dataset_num_proc dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout "
+     "torch_empty_cache_steps vllm_max_model_length vllm_tensor_parallel_size", Range(1)),  # counts: none is no training
     ("num_generations", Range(2)),  # a completion is compared with the others of its prompt
     ("num_train_epochs save_steps eval_steps logging_steps", Range(above=True)),  # lengths and intervals
     ("adam_epsilon", Range(above=True)),  # A's first gradient is zero, B being zero, and 0 / 0 is NaN
@@ -138,7 +140,7 @@ def check_numbers(settings: Any, **own: Range) -> None:
             if number != field.default and type(number) not in kinds - {int, float}:
                 _check_in(field.name, number, ranges.get(field.name, Range()), float not in kinds)
         if field.name in _WEIGHTS and value is not None and not any(numbers):
-            raise ValueError(f"`{field.name}` must hold a number other than 0; got {shown(value)}.")
+            raise UserError(f"`{field.name}` must hold a number other than 0; got {shown(value)}.")
 
 
 def _check_in(name: str, number: Any, valid: Range, is_integer: bool = False) -> None:

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import DPOConfig, SFTConfig, pack_dataset
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.settings.ranges import Range, check_numbers
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler, make_choice
@@ -29,8 +30,8 @@ def check_choices(args: Any, choices: Mapping[str, tuple[Any, ...]]) -> None:
     for name, valid in choices.items():
         value = getattr(args, name)
         values = value if isinstance(value, list) else [value]
-        if not values or any(each not in valid for each in values):
-            raise ValueError(f"`{name}` must be among {', '.join(map(str, valid))}; got {value!r}.")
+        if not values or any(value not in valid for value in values):
+            raise UserError(f"`{name}` must be among {', '.join(map(str, valid))}; got {value!r}.")
 
 
 @dataclass
@@ -102,7 +103,7 @@ class LoopDropoutArguments:
             self.p = self.p[0]
         # Here already: transformers keeps an incomplete DeepSpeed configuration, which would fail the process's next model.
         if self.deepspeed and find_spec("deepspeed") is None:
-            raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
+            raise UserError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
         p = getattr(self.make_rule(), "p", None)
         self.p = list(p) if isinstance(p, tuple) else p
         self.check_numbers()  # before TRL calculates with them
@@ -118,9 +119,9 @@ class LoopDropoutArguments:
         """Build the gate rule that these arguments describe."""
         fields = self.rule_args or {}
         if not isinstance(fields, Mapping):
-            raise ValueError(f"`rule_args` must be a mapping of the rule's fields; got {fields!r}.")
+            raise UserError(f"`rule_args` must be a mapping of the rule's fields; got {fields!r}.")
         if "p" in fields:
-            raise ValueError("Give `p` as a field of its own, not inside `rule_args`.")
+            raise UserError("Give `p` as a field of its own, not inside `rule_args`.")
         if self.p is not None:
             fields = {"p": self.p, **fields}
         return make_rule(self.rule, **fields)
@@ -156,7 +157,7 @@ class LoopDropoutArguments:
         """
         batches = self.micro_batches(num_rows)
         if batches == 0:
-            raise ValueError(
+            raise UserError(
                 f"No step would be taken: `dataloader_drop_last` drops {num_rows:,} rows, fewer than {self.batches_at_once:,} "
                 f"batches of {self.train_batch_size:,}: leave it out, or lower `per_device_train_batch_size`."
             )
@@ -180,7 +181,7 @@ class LoopDropoutArguments:
             return args
         trl_class = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
         if not isinstance(args, trl_class) and type(args) is not TrainingArguments:
-            raise ValueError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
+            raise UserError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
         # Not `to_dict`, which puts words such as <PAD_TOKEN> in the place of all tokens.
         return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
 
@@ -232,12 +233,15 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
         default=None, help="Fields of the depth sampling, as a mapping (JSON on the command line)."
     )
 
+    live_diagnostics_steps: int = HfArg(default=0, help="Log diagnostics every N steps and at the end; 0: never.")
+    live_diagnostics_rows: int = HfArg(default=16, help="Evaluation rows that the live diagnostics measure on.")
+
     def __post_init__(self):
         self.make_depth_sampler()
         scores_all = self.make_loop_loss().scores_all
         for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
             if scores_all and getattr(self, name) != usual:
-                raise ValueError(
+                raise UserError(
                     f"`{name}` {getattr(self, name)!r} is defined for one loop's loss: set it to {usual!r}, or `loop_loss` to "
                     "'final' or 'random'."
                 )

@@ -16,11 +16,13 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
 from loopdropout_trainer.adapters.reference import references_like_the_policy
+from loopdropout_trainer.data.templates import answer_end, check_template_source, check_vocabulary
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import GatePlan, TrainingPolicy, find_looped_model
+from loopdropout_trainer.saving.adapter_files import add_end_tokens
 from loopdropout_trainer.saving.cards import save_card
-from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.tokenizer import as_in_its_file, read_tokenizer
 from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.config import LoopDropoutArguments
@@ -73,6 +75,9 @@ class GateSamplingMixin:
                 given["processing_class"] = read_tokenizer(name, revision, trust_remote_code=args.trust_remote_code)
         chooses_checkpointing = leaves_checkpointing_open(args)
 
+        if isinstance(tokenizer := given["processing_class"], PreTrainedTokenizerBase):
+            check_vocabulary(tokenizer, config)
+            check_template_source(getattr(args, "chat_template_path", None), tokenizer, config)  # of SFT
         with references_like_the_policy(model, self.rule, getattr(args, "reference_gates", "unit") == "same"):
             super().__init__(*call.args, **call.kwargs)
 
@@ -81,7 +86,7 @@ class GateSamplingMixin:
             self.args.num_steps(len(self.train_dataset))  # there must be one
         distributed.float32_adapter(self.model, before)
         if self.rule.passes > 1 and self.is_deepspeed_enabled:
-            raise ValueError(
+            raise UserError(
                 f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
                 "after each: use DDP or FSDP."
             )
@@ -99,6 +104,9 @@ class GateSamplingMixin:
             "depths": list(self.args.depth_limits(looped.config.num_loops)),
             "loop_loss": getattr(self.args, "loop_loss", "final"),  # preferences are scored by the final loop
         }
+        if isinstance(self.processing_class, PreTrainedTokenizerBase) and not given.get("formatting_func"):
+            row, masked = next(iter(given["train_dataset"])), getattr(self.args, "assistant_only_loss", False)
+            add_end_tokens(looped, [answer_end(self.processing_class, row, masked)])
         self.physical_layers = physical_layers(self.model)  # [M]
         self.step_callback = StepCallback(self)
         self.add_callback(self.step_callback)
@@ -179,7 +187,7 @@ class GateSamplingMixin:
         self.training_policy = self._find_training_policy()  # again: what is trained may have changed
         trained = super().train(*args, **kwargs)
         if self.state.global_step == 0:  # a stream, whose length nobody knew
-            raise ValueError("No step was taken: `train_dataset` has not a single batch.")
+            raise UserError("No step was taken: `train_dataset` has not a single batch.")
         return trained
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

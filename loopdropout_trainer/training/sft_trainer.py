@@ -11,12 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 
 from loopdropout_trainer.data.boundary import tokenise
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.depth import step_uniforms
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.live import LiveDiagnosticsCallback
 from loopdropout_trainer.training.loop_loss import score_loops
 from loopdropout_trainer.training.preflight import check_labels
 
@@ -52,6 +54,8 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
         self._check_depth_and_loss()
         if self.loop_loss.scores_all or self.args.remove_padding:
             score_loops(find_looped_model(self.model), self.loop_loss)
+        if self.args.live_diagnostics_steps:
+            self.add_callback(LiveDiagnosticsCallback(self))
 
     def _check_depth_and_loss(self) -> None:
         looped = find_looped_model(self.model)
@@ -67,7 +71,7 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
              f"`compute_loss_func` is given one loop's logits: leave it out with `loop_loss: {self.loop_loss.name}`."),
         ):  # fmt: skip
             if refused:
-                raise ValueError(reason)
+                raise UserError(reason)
         self.loop_loss.check_model(looped)
 
     def draw_depth(self, seed: int) -> tuple[int, int]:

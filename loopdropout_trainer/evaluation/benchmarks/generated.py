@@ -19,8 +19,8 @@ from loopdropout_trainer.evaluation.metrics import AnswerMetric
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_greedy
+from loopdropout_trainer.processes import all_processes
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.training.distributed import all_processes
 
 
 Row = dict[str, Any]
@@ -76,7 +76,7 @@ class GeneratedBenchmark(Benchmark):
                 [subject.tokenize(texts[place], in_turns) for place in share],
                 self.max_new_tokens if subject.max_new_tokens is None else subject.max_new_tokens,
                 subject.batch_size,
-                subject.stops(self.stop_strings, in_turns),
+                self.stop_strings,
                 progress=progress and state.is_main_process and bool(share),
                 decoding=subject.decoding,
                 keep=lambda index, completion: log.keep([(share[index], completion)]),

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
 
 
@@ -125,7 +126,7 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
         for name, implemented in _IMPLEMENTED.items():
             if (value := getattr(self, name, implemented[0])) not in implemented:
                 valid = " or ".join(repr(value) for value in implemented if value is not None)
-                raise ValueError(f"`{name}` of a Huginn model must be {valid}; got {value!r}.")
+                raise UserError(f"`{name}` of a Huginn model must be {valid}; got {value!r}.")
         self._check_equal("n_layers", layers, "the sum of prelude, recurrent block and coda")
         self._check_equal("num_attention_heads", self.n_heads, "`n_heads`")
         self._check_equal("tie_word_embeddings", self.tie_embeddings, "`tie_embeddings`")
@@ -134,7 +135,7 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
 
     def _check_equal(self, name: str, value: float | bool, meaning: str) -> None:
         if getattr(self, name) != value:
-            raise ValueError(f"`{name}` must be {value} ({meaning}); got {getattr(self, name)}.")
+            raise UserError(f"`{name}` must be {value} ({meaning}); got {getattr(self, name)}.")
 
     def set_layout(self, layout: str | None = None) -> None:
         """Settle whose blocks the model has, and check the fields that depend on it.
@@ -147,7 +148,7 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
         """
         layout = layout or self.block_layout
         if layout is None and self.rope_parameters is not None:
-            raise ValueError(
+            raise UserError(
                 "This configuration is of a Llama or OLMo-2 model converted to Huginn's frame, and does not say of which: "
                 "set `block_layout` to 'llama' or 'olmo', or load the model with `from_pretrained`, which finds out."
             )
@@ -159,9 +160,9 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
             return
         self._check_equal("qk_bias", False, "converted models have none")
         if "rope_theta" not in (self.rope_parameters or {}):
-            raise ValueError("`rope_theta` is missing: a converted model has that of the model it was made of.")
+            raise UserError("`rope_theta` is missing: a converted model has that of the model it was made of.")
         if self.n_heads % (groups := self.num_key_value_heads):
-            raise ValueError(f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads}, {groups}.")
+            raise UserError(f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads}, {groups}.")
         drop_huginn_ids(self)
 
     def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.huginn.blocks import RavenAttention, RavenBlock
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig, drop_huginn_ids
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
@@ -171,7 +172,7 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
         total = input_ids.shape[1] + (0 if inputs_embeds is None else inputs_embeds.shape[1])
         if initial_state.shape[1] < total:
-            raise ValueError(
+            raise UserError(
                 f"`initial_state` has {initial_state.shape[1]} columns, but generation has reached {total} tokens: give one "
                 "for each token of the prompt and of the answer."
             )
