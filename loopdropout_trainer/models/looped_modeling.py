@@ -149,7 +149,8 @@ class LoopedConfigMixin:
     # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
     auto_map = {}
     base_model_pp_plan = {}
-    # Other programs that read the family's checkpoints, and how: a command with {name}, for the card of a merged model.
+    # Other programs that read the family's checkpoints, and how, for the card of a merged model: a command with {name}, and
+    # {remote} where a name on the Hub needs an option. All of them read the tokenizer.
     served_by: ClassVar[dict[str, str]] = {}
 
     def __setattr__(self, name, value):
