@@ -6,8 +6,8 @@
 
 The conversion is that of McLeish et al. (2025, arXiv 2511.07384): of the 30 layers the first 13 become the prelude, the next 4
 the loop, the last 13 the coda. The loop starts from zero and mixes half of its state with half of the prelude's output. With
-`--texts` (JSON lines with `question` and `answer`) the loop and this mixing are trained at depths of 2 to 6; the other layers
-stay as they are. Losses at several depths, on the last texts of the file, are printed before and after.
+`--texts` (JSON lines with `question` and `answer`) the loop and this mixing are trained, by default at depths of 2 to 6; the
+other layers stay as they are. Losses at several depths, on the last texts of the file, are printed before and after.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM
 
 
 PARTS = {"prelude": range(13), "core_block": range(13, 17), "coda": range(17, 30)}
-TRAINED_DEPTHS, SHOWN_DEPTHS = (2, 6), (1, 2, 3, 4, 6, 8)
+SHOWN_DEPTHS = (1, 2, 3, 4, 6, 8)
 HELD_OUT = 8
 """Texts at the end of the file that are not trained on."""
 
@@ -126,19 +126,17 @@ def show_losses(model: HuginnForCausalLM, texts: list[list[int]], when: str) -> 
     print(f"loss on {len(texts)} texts {when}, by loops: {losses}")
 
 
-def train(
-    model: HuginnForCausalLM, texts: list[list[int]], steps: int, batch_size: int, rate: float, seed: int
-) -> None:
+def train(model: HuginnForCausalLM, texts: list[list[int]], args: argparse.Namespace) -> None:
     """Train the loop and its injection, each step at a depth of its own."""
     model.requires_grad_(False)
     trained = [*model.transformer.core_block.parameters(), *model.transformer.adapter.parameters()]
     for weight in trained:
         weight.requires_grad_(True)
-    optimizer = torch.optim.AdamW(trained, rate, betas=(0.9, 0.95), weight_decay=0.0)
-    scheduler = get_scheduler("cosine", optimizer, steps // 10, steps)
-    rng, began = Random(seed), time.process_time()
-    for step in track(range(steps), "training the loop"):
-        loss = loss_at(model, rng.sample(texts, batch_size), rng.randint(*TRAINED_DEPTHS))
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    scheduler = get_scheduler("cosine", optimizer, args.steps // 10, args.steps)
+    rng, began = Random(args.seed), time.process_time()
+    for step in track(range(args.steps), "training the loop"):
+        loss = loss_at(model, rng.sample(texts, args.batch_size), rng.randint(*args.depths))
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -155,6 +153,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--texts", type=Path, help="JSON lines to train the loop on (default: it is not trained)")
     parser.add_argument("--steps", type=int, default=100, help="of training (default: %(default)s)")
+    parser.add_argument("--depths", type=int, nargs=2, default=(2, 6), help="fewest and most loops (default: 2 6)")
     parser.add_argument("--batch_size", type=int, default=8, help="texts in a step (default: %(default)s)")
     parser.add_argument("--learning_rate", type=float, default=3e-4, help="peak (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of texts and depths (default: %(default)s)")
@@ -166,7 +165,7 @@ def main() -> None:
     if args.texts:
         texts = read_texts(args.texts, tokenizer)
         show_losses(model, texts[-HELD_OUT:], "before")
-        train(model, texts[:-HELD_OUT], args.steps, args.batch_size, args.learning_rate, args.seed)
+        train(model, texts[:-HELD_OUT], args)
         show_losses(model, texts[-HELD_OUT:], "after")
     model.config.num_loops = 4
     model.save_pretrained(args.output_dir)
