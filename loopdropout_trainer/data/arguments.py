@@ -42,8 +42,8 @@ class DataArguments:
     prompt_end: str = HfArg(default="", help="Text between the prompt template and the target; part of the prompt.")
     target_prefix: str = HfArg(
         default="",
-        help="Text before the target that is trained on. Prompt, prefix and target are then tokenised as one text; a token that "
-        "spans prompt and target belongs to the target.",
+        help="Text before the target that is trained on. Prompt, prefix and target are then tokenised as one text; a token "
+        "that spans prompt and target belongs to the target.",
     )
     example_token_limit: int | None = HfArg(
         default=512,

@@ -236,8 +236,8 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
 
     loss_average: str = HfArg(
         default="tokens",
-        help="What the loss of a step is a mean over: its `tokens`, or its `micro_batches`, each of which counts as its mean over "
-        "its own tokens.",
+        help="What the loss of a step is a mean over: its `tokens`, or its `micro_batches`, each of which counts as its mean "
+        "over its own tokens.",
         metadata={"choices": ["tokens", "micro_batches"]},
     )
     depth_sampling: str = HfArg(
