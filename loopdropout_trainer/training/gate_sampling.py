@@ -196,7 +196,7 @@ class GateSamplingMixin:
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Keep the adapter's own card: TRL's knows neither its base model nor its rule."""
         if self.is_world_process_zero():
-            save_card(self.model, self.args.output_dir, self.args.hub_model_id)
+            save_card(self.model, self.args.output_dir, self.hub_model_id or self.args.hub_model_id)
 
     def create_optimizer(self, model=None):
         args = self.args
