@@ -150,7 +150,7 @@ def code_of(folder):
 def test_the_code_of_cards_runs_in_a_fresh_process(tmp_path, base, trained, tokenizer):
     model = load_adapter(load(base), trained).eval()
     merged = merge_and_save(model, tmp_path / "merged", tokenizer, repo_id=str(tmp_path / "merged"))
-    printed = python("-c", f"{code_of(merged)}\ndel model\n{code_of(trained)}", cwd=tmp_path)
+    printed = python("-c", f"{code_of(merged)}\ndel model\n{code_of(trained)}", cwd=tmp_path, fresh=True)
     want = pytest.approx(model(IDS).logits.double().sum().item(), abs=1e-2)
     assert [float(line) for line in printed.split()] == [want, want]
     for card in map(card_of, (merged, trained)):  # a local base is named without its path
@@ -285,7 +285,8 @@ model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=
 assert type(model).__name__ == "PlainOuroForCausalLM" and "loopdropout_trainer" not in sys.modules
 torch.save(model(torch.arange(2, 42).view(4, 10)).logits, {str(tmp_path / "logits.pt")!r})
 """
-    python("-c", code, env={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}, cwd=tmp_path)
+    environment = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    python("-c", code, env=environment, cwd=tmp_path, fresh=True)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(IDS).logits, atol=2e-5, rtol=1e-4)
 
 

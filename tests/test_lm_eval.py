@@ -1,14 +1,13 @@
 """Looped models in lm-eval: its own numbers at unit gates, any depth, gates and readout, and its command line."""
 
 import json
-import subprocess
-import sys
 from configparser import ConfigParser
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, python, tiny_ouro
+from conftest import ROOT, tiny_ouro
+from processes import Program, python
 from test_evaluation import saved  # noqa: F401 (a fixture)
 from test_generation import adapted, varied
 
@@ -127,8 +126,7 @@ def run_lm_eval(tasks, model_args, folder, *flags, processes=1):
     command = ["-m", "loopdropout_trainer.lm_eval", "--model", "looped", "--batch_size=2"]
     command += ["--model_args", model_args, "--tasks", "own_choice,own_text,own_rolling", "--include_path", str(tasks)]
     command += ["--log_samples", "--output_path", str(folder), *flags]
-    cache = {"HF_DATASETS_CACHE": str(tasks / "datasets"), "HF_HOME": str(tasks)}
-    printed = python(*command, processes=processes, env={**ENVIRONMENT, **cache}, cwd=tasks)
+    printed = python(*command, processes=processes, cwd=tasks)
     assert "own_choice" in printed and "looped" in printed
     (file,) = folder.rglob("results_*.json")
     samples = {}
@@ -175,6 +173,6 @@ def test_without_lm_eval_a_sentence_names_the_extra():
         "from loopdropout_trainer.evaluation import load_benchmark; "
         "from loopdropout_trainer.settings.command import run_command; run_command(lambda: load_benchmark('mmlu'))",
     ):
-        done = subprocess.run([sys.executable, "-c", absent + code], env=ENVIRONMENT, capture_output=True, text=True)
-        assert done.returncode and "Traceback" not in done.stderr
-        assert 'pip install "loopdropout-trainer[eval]"' in done.stderr
+        program = Program("-c", absent + code)
+        assert program.wait() and "Traceback" not in program.stderr
+        assert 'pip install "loopdropout-trainer[eval]"' in program.stderr

@@ -13,7 +13,8 @@ from pathlib import Path
 import optuna
 import pytest
 import yaml
-from conftest import ENVIRONMENT, ROOT, load_script
+from conftest import ROOT, load_script
+from processes import ENVIRONMENT, Program, wait_for
 
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, load_runs
 from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
@@ -219,8 +220,8 @@ def test_a_rate_that_diverges_is_out(lab):
 def test_a_run_waits_for_what_still_works_in_its_folder(lab):
     code = "import sys, time; from loopdropout_trainer.saving.files import folder_lock\n"
     code += f"with folder_lock({str(lab.out / 'lora/lr_0.01/seed_101')!r}): print(1, flush=True); time.sleep(1.5)"
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=ENVIRONMENT)
-    holder.stdout.readline()
+    holder = Program("-c", code)
+    wait_for(lambda: holder.stdout, holder)
     began = time.monotonic()
     lab.run(learning_rates=[0.01], seeds=[101])
     assert time.monotonic() - began > 1
@@ -322,17 +323,11 @@ def start(lab, *options, **fields):
     """Start the real script, beside the one that stands in for sft.py."""
     (lab.folder / "sweep.py").write_text((ROOT / "recipes/sweep.py").read_text())
     (lab.folder / "sweep.yaml").write_text(yaml.safe_dump(lab.arguments(**fields), sort_keys=False))
-    command = [sys.executable, str(lab.folder / "sweep.py"), str(lab.folder / "sweep.yaml"), *options]
+    command = [lab.folder / "sweep.py", lab.folder / "sweep.yaml", *options]
     environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "5,7"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
-def wait_for(condition, process=None, seconds=180):
-    end = time.monotonic() + seconds
-    while not (met := condition()):
-        assert time.monotonic() < end and (process is None or process.poll() is None)
-        time.sleep(0.02)
-    return met
+    return Program(
+        *command, env=environment, output=lab.folder / f"said{len(list(lab.folder.iterdir()))}.txt", fresh=True
+    )
 
 
 def is_running(pid):
@@ -359,8 +354,8 @@ def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
     run, *pids = wait_for(lambda: len({gpu for *_, gpu in lab.ran()}) == 2 and under_way(lab), process)[0]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, output
+    assert process.wait() == 0, process.stdout
+    output = process.stdout
     assert len({gpu for *_, gpu in lab.ran()}) == 2  # one GPU each, while there were two
     done = Counter(run for _, run in lab.did())
     lost = done.pop(run)
@@ -369,23 +364,24 @@ def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
 
     (lab.folder / "trap").write_text(str(lab.out / "lora/lr_0.02/seed_103"))
     process = start(lab, "--workers", "2", methods=["lora", "loop_dropout"], seeds=[101, 102, 103, 104])
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 2 and "It is broken" in output and "goes on from there" in output.splitlines()[-1]
+    code, output = process.wait(), process.stdout
+    assert code == 2 and "It is broken" in output and "goes on from there" in output.splitlines()[-1]
     assert ("trained", "loop_dropout/lr_0.02/seed_103") in lab.did()  # what ran beside it was finished
     assert (lab.out / "loop_dropout/lr_0.02/seed_103/results.json").exists()
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stop", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGINT))]
+)
 def test_a_sweep_that_is_stopped_takes_its_run_with_it_and_goes_on(lab, stop):
     (lab.folder / "slow").write_text("60")
     process = start(lab)
     wait_for(lambda: lab.ran(), process)
     training = lab.ran()[0][3]
-    process.send_signal(stop)
-    output, _ = process.communicate(timeout=60)
+    code = process.end(stop)
     if stop != signal.SIGKILL:
-        assert process.returncode == 130 and "the same command continues" in output
-    wait_for(lambda: not is_running(training), seconds=30)
+        assert code == 130 and "the same command continues" in process.stdout
+    wait_for(lambda: not is_running(training))
     (lab.folder / "slow").unlink()
     lab.run()
     assert lab.did()[0] == lab.did()[1] and len(lab.ran()) == 1 + 5
