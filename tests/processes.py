@@ -139,7 +139,8 @@ def _become(words, env, cwd, streams):
     """Be the program, in a fork."""
     for number, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, encoding="utf-8", closefd=False) for number in (1, 2))
+    text = {"mode": "w", "buffering": 1, "encoding": "utf-8", "closefd": False}
+    sys.stdout, sys.stderr = (open(number, **text) for number in (1, 2))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+import scipy.spatial
 import scipy.stats
 import torch
 from conftest import byte_tokenizer, golden_adapted, tiny_ouro
@@ -232,14 +233,24 @@ def test_settling_is_the_distance_between_runs_of_different_depth():
     found = measure("settling", model)
     probabilities = [logits_and_targets(at_depth(model, depth))[0].softmax(-1).numpy() for depth in range(1, 5)]
     divergences = [scipy.stats.entropy(probabilities[3], each, axis=1).mean() for each in probabilities]
-    same = [100 * np.mean(each.argmax(1) == probabilities[3].argmax(1)) for each in probabilities]
     assert found["readout_divergences"] == pytest.approx(divergences, abs=1e-6)
-    assert found["agreements_percent"] == pytest.approx(same)
     assert divergences[0] > 1e-4 and divergences[3] == 0
     runs = [states_of(at_depth(model, depth))[-1] for depth in range(1, 5)]
     norm = lambda states: np.linalg.norm(states, axis=-1)
     want = [(norm(each - runs[3]) / norm(runs[3])).mean() for each in runs]
     assert found["state_distances"] == pytest.approx(want, rel=1e-4, abs=1e-6)
+
+
+def test_agreement_is_between_runs_of_different_depth(make_tiny):
+    model = adapted(make_tiny())
+    found = measure("agreement", model)
+    probabilities = [logits_and_targets(at_depth(model, depth))[0].softmax(-1).numpy() for depth in range(1, 5)]
+    same = [100 * np.mean(each.argmax(1) == probabilities[3].argmax(1)) for each in probabilities]
+    variations = [scipy.spatial.distance.cdist(each, probabilities[3], "cityblock").diagonal().mean() / 2
+                  for each in probabilities]  # fmt: skip
+    assert found["same_tokens_percent"] == pytest.approx(same) and same[3] == 100
+    assert found["overlaps_percent"] == pytest.approx([100 * (1 - each) for each in variations], abs=1e-4)
+    assert variations[0] > 1e-3 and found["overlaps_percent"][3] == pytest.approx(100)
 
 
 def hsic(k, m):
@@ -272,7 +283,7 @@ def test_similarity_looks_at_the_states():
 
 def test_results_do_not_depend_on_the_batch_size(make_tiny):
     model, one_batch = adapted(make_tiny()), batched(LABELLED, batch_size=5, pad_token_id=1)
-    for name in ("readouts", "single_loop", "settling", "updates"):
+    for name in ("readouts", "single_loop", "settling", "agreement", "updates"):
         found, other = measure(name, model), measure(name, model, one_batch)
         for key in set(found) - {"states"}:
             assert np.array(other[key]) == pytest.approx(np.array(found[key]), abs=1e-4)

@@ -70,7 +70,7 @@ def diagnose(saved):
 def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, tmp_path, capsys):
     files = diagnose(tmp_path, "--models", f"Merged={saved / 'merged'}", "--depths", "1", "4", "6")
     printed = capsys.readouterr().out
-    assert set(files) == set(DIAGNOSTICS) and len(files) == 8
+    assert set(files) == set(DIAGNOSTICS) and len(files) == 9
     documented = (ROOT / "docs" / "diagnostics.md").read_text()
     for name, content in files.items():
         assert content["schema"] == 1 and content["diagnostic"] == name and content["settings"]["num_loops"] == 4
@@ -93,7 +93,7 @@ def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, 
     want = single_loop_activation(adapted(tiny_ouro(), 1), batches)
     found = files["single_loop"]["runs"][0]["measured"]
     assert found["only"] == pytest.approx(want.only, abs=1e-5) and found["frozen"] == pytest.approx(want.frozen)
-    for name in ("readouts", "depth", "settling", "similarity"):
+    for name in ("readouts", "depth", "settling", "agreement", "similarity"):
         runs = {run["method"]: run["measured"] for run in files[name]["runs"]}
         for key, value in runs["Merged"].items():
             if key != "states":

@@ -171,7 +171,7 @@ def test_without_lm_eval_a_sentence_names_the_extra():
     for code in (
         "import runpy; runpy.run_module('loopdropout_trainer.lm_eval', run_name='__main__')",
         "from loopdropout_trainer.evaluation import load_benchmark; "
-        "from loopdropout_trainer.settings.command import run_command; run_command(lambda: load_benchmark('mmlu'))",
+        "from loopdropout_trainer.errors import run_command; run_command(lambda: load_benchmark('mmlu'))",
     ):
         program = Program("-c", absent + code)
         assert program.wait() and "Traceback" not in program.stderr

@@ -17,7 +17,7 @@ from conftest import ROOT, load_script
 from processes import ENVIRONMENT, Program, wait_for
 
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, load_runs
-from loopdropout_trainer.settings.recipe import RecipeError, parse_recipe
+from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, parse_recipe, settings_yaml
 
 
 RECIPE = {
@@ -276,6 +276,16 @@ def test_methods_are_rules_recipes_or_fields(lab):
     sweep = lab.sweep(methods=["lora", str(lab.folder / "plus.yaml")], rate_factors={"plus": 0.5})
     assert sweep.rates(sweep.parts["all"], "plus") == [0.005, 0.01, 0.02]
     assert (sweep.methods["plus"]["lora_r"], "rule" in sweep.methods["plus"]) == (4, False)
+
+
+def test_a_method_is_trained_with_the_text_that_its_recipe_has(lab):
+    """Quoted text that looks like a number stays text, in what a training reads and in what is refused as another's."""
+    texts = {"prompt_end": "1e3", "model_revision": "86e1234", "system_instruction": "12:30"}
+    lab.recipe.write_text(settings_yaml({**RECIPE, **texts}))
+    lab.sweep(methods={"x": {"rule": "lora", "hub_revision": "null"}}, print_commands=True).commands()
+    written = [load_recipe(path) for path in (lab.out / "recipes").iterdir()]
+    expected = {**texts, "hub_revision": "null"}
+    assert len(written) == 3 and all({name: recipe[name] for name in expected} == expected for recipe in written)
 
 
 NO_PATH = "must have names of letters"

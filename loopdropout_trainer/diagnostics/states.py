@@ -54,25 +54,22 @@ class Settling(_OfStates):
     title = "Distance of each loop to the last one"
 
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, ...]:
-        """Return distances, divergences and agreements, [n, K] each."""
+        """Return distances and divergences, [n, K] each."""
         states, readouts = states_and_readouts(context.model, batch)
         states = states.float()
         distances = (states - states[-1]).norm(dim=-1) / states[-1].norm(dim=-1)
         head = find_looped_model(context.model).get_output_embeddings()
         last = F.log_softmax(head(readouts[-1]).float(), dim=-1)  # [n, V]
-        divergences, agreements = [], []
+        divergences = []
         for readout in readouts:  # one loop's logits at a time
             own = F.log_softmax(head(readout).float(), dim=-1)
             divergences.append((last.exp() * (last - own)).sum(dim=-1))
-            agreements.append(own.argmax(dim=-1) == last.argmax(dim=-1))
-        found = (distances, torch.stack(divergences), torch.stack(agreements))
-        return tuple(each.T.double().cpu().numpy() for each in found)
+        return tuple(each.T.double().cpu().numpy() for each in (distances, torch.stack(divergences)))
 
-    def summary(self, distances: np.ndarray, divergences: np.ndarray, agreements: np.ndarray) -> dict[str, Any]:
+    def summary(self, distances: np.ndarray, divergences: np.ndarray) -> dict[str, Any]:
         return {
             "state_distances": distances.mean(axis=0).tolist(),
             "readout_divergences": divergences.mean(axis=0).tolist(),
-            "agreements_percent": (100 * agreements.mean(axis=0)).tolist(),
         }
 
 

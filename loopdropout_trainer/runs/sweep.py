@@ -27,21 +27,20 @@ import optuna
 import pandas as pd
 import psutil
 import torch
-import yaml
 from filelock import FileLock
 from optuna.trial import TrialState
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.errors import UserError, run_command, user_supplied
 from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.runs import workers
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
 from loopdropout_trainer.saving.files import LOCK_FILE, sha256_of_json, write_atomically
+from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
-from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown
-from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe
-from loopdropout_trainer.settings.secrets import public_settings
+from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe, settings_yaml
 
 
 SUMMARY_FILE = "summary.json"
@@ -81,7 +80,7 @@ class PartArguments:
         for name in ("learning_rates", "methods", "seeds"):
             values = list(getattr(self, name))
             if not values or len(set(map(str, values))) != len(values):
-                raise ValueError(f"`{name}` must be one or more different values; got {values!r}.")
+                raise UserError(f"`{name}` must be one or more different values; got {values!r}.")
         for rate in self.learning_rates:
             check_number("learning_rates", rate, above=True)
         for seed in self.seeds:
@@ -469,7 +468,7 @@ class Sweep:
         path = self.output_dir / "recipes" / f"{re.sub('[/ ]', '_', recipe['run_name'])}.yaml"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            write_atomically(path, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
+            write_atomically(path, settings_yaml(recipe))
         return [str(path), "--output_dir", str(self.output_dir / job.run)]
 
     def commands(self) -> list[str]:

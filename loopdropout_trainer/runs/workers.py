@@ -20,10 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from loopdropout_trainer.settings.command import is_user_error, run_command, sentence
-from loopdropout_trainer.settings.recipe import RecipeError
+from loopdropout_trainer.errors import is_user_error, run_command, sentence
+from loopdropout_trainer.settings.recipe import RecipeError, settings_yaml
 
 
 FORKS = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
@@ -98,7 +96,7 @@ def check_recipes(script: str, recipes: Mapping[str, Any], benchmarks: Sequence[
                 find_task(name)
             for method, recipe in recipes.items():
                 what = f"The method `{method}`"
-                path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+                path.write_text(settings_yaml(recipe), encoding="utf-8")
                 run([str(path)]) if with_model else run.read([str(path)])
         except Exception as error:
             if is_user_error(error):

@@ -17,12 +17,12 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
+from loopdropout_trainer.errors import one_line
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.parser import RecipeError as RecipeError
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import shown
-from loopdropout_trainer.settings.secrets import public_settings
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -68,9 +68,20 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back as it was: the string '1e-4' in quotes."""
+    """Writes what `_Loader` reads back as it was: the string '1e-4' in quotes, and no aliases."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Escape Unicode's line breaks in double quotes: PyYAML reads them as spaces anywhere else."""
+        style = '"' if re.search("[\x85\u2028\u2029]", data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 _FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
@@ -227,7 +238,7 @@ def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
 
 
 def settings_yaml(settings: Mapping[str, Any]) -> str:
-    """Return the settings of a run as a recipe that repeats it, without anything secret."""
+    """Return the settings of a run as a recipe that repeats it, without anything secret; `load_recipe` reads them back."""
     return yaml.dump(public_settings(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
