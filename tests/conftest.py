@@ -17,7 +17,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from processes import ENVIRONMENT, ROOT, python  # noqa: F401
+from processes import ENVIRONMENT, ROOT, kill_all, python  # noqa: F401
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -65,6 +65,12 @@ def load_script(path):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def no_program_outlives_its_test():
+    yield
+    kill_all()
 
 
 FAMILIES = {

@@ -33,18 +33,29 @@ PRELOADED = ["conftest", "loopdropout_trainer.runs.run", "loopdropout_trainer.ev
 PATIENCE = 120  # seconds in which nothing that was started used the processor: it waits for what will not come
 CPU_LIMIT = 1200  # seconds of the processor: it runs in circles
 
+_started = []
+
 
 def fork(function, *given, **keywords):
     """Start a function in a process of its own, a fork of the server; return the process."""
     SERVER.set_forkserver_preload(PRELOADED)  # again: the package's own sweeps set what their server imports
     process = SERVER.Process(target=_call, args=(function, given, keywords))
     process.start()
+    _started.append(process)
     return process
 
 
 def _call(function, given, keywords):
     gc.freeze()  # what the server has imported
     function(*given, **keywords)
+
+
+def kill_all():
+    """Kill what a test has started and not waited for, since it has failed."""
+    while _started:
+        process = _started.pop()
+        if isinstance(process, subprocess.Popen) or process.is_alive():  # else its number may be another one's by now
+            process.kill()
 
 
 def cpu_seconds():
@@ -102,6 +113,7 @@ class Program:
             out, err = (open(path, "a") for path in self._streams)  # noqa: SIM115
             with out, err:
                 self._process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=env, cwd=cwd)
+            _started.append(self._process)
         else:
             self._process = fork(_become, words, dict(env), str(cwd or os.getcwd()), self._streams)
         self.pid = self._process.pid

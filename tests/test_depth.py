@@ -65,7 +65,7 @@ def reference_lognormal_poisson(rate, sigma, most, count=400_000):
     ],
 )
 def test_depths_have_the_probabilities_that_they_are_said_to_have(sampler, probabilities):
-    count = 6000
+    count = 2000
     depths = Counter(sampler.sample(step_uniforms(5, "depth", step), 4) for step in range(count))
     assert set(depths) <= set(probabilities)
     least, most = sampler.limits(4)

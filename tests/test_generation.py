@@ -51,6 +51,7 @@ def plain_greedy(model, tokenizer, prompt, max_new_tokens):
     return ids[0, length:].tolist()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("num_loops", [1, 6])
 def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tokenizer, num_loops):
     model = adapted(varied(make_tiny())).double()
@@ -62,6 +63,7 @@ def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tok
     assert len(set(want)) == len(want)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("gates", [[1, 0, 0, 0], [0, 0, 0, 0], [0.5, 2.0, 0.0, 1.3]])
 def test_generation_is_under_the_gates_that_the_caller_applies(make_tiny, tokenizer, gates):
     model = adapted(varied(make_tiny())).double()

@@ -51,6 +51,7 @@ def assert_same(got, want):
     assert got[2] == want[2]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("max_length", [None, 24])
 def test_every_kind_of_request_gets_the_answer_of_lm_evals_hf(make_tiny, tokenizer, max_length):
     model = adapted(varied(make_tiny()))
@@ -61,6 +62,7 @@ def test_every_kind_of_request_gets_the_answer_of_lm_evals_hf(make_tiny, tokeniz
         assert_same(numbers(lm), want)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("num_loops", "gates", "readout"),
     [(6, None, None), (4, [1, 0, 0, 0], None), (4, [0.5, 0, 2, 1], 3), (6, [0] * 6, 2)],
