@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, flat_weights, load_script, python, tiny_ouro
+from conftest import ROOT, flat_weights, load_script, tiny_ouro
+from processes import python
 from test_generation import adapted
 from test_sweep import RECIPE
 

@@ -18,7 +18,9 @@ from loopdropout_trainer.looped import find_looped_model
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.evaluator import simple_evaluate  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM  # noqa: E402
 
@@ -140,15 +142,18 @@ def run_lm_eval(tasks, model_args, folder, *flags, processes=1):
 
 
 def test_lm_evals_own_command_line_with_its_flags(saved, tasks, tmp_path):  # noqa: F811
-    flags, arguments = ("--limit", "5", "--seed", "7"), f"pretrained={saved / 'base'},dtype=float32"
-    results, samples = run_lm_eval(tasks, arguments, tmp_path / "ours", *flags)
-    assert {kind: len(rows) for kind, rows in samples.items()} == {"choice": 5, "text": 5, "rolling": 5}
+    arguments = f"pretrained={saved / 'base'},dtype=float32"
     gated = f"{arguments},adapter={saved / 'adapter'},num_loops=3,gates=0-0-0,readout=2"
-    got, _ = run_lm_eval(tasks, gated, tmp_path / "gated", *flags)
-    want, _ = run_lm_eval(tasks, f"{arguments},num_loops=2", tmp_path / "shallow", *flags)
-    perplexities = [each["own_rolling"]["byte_perplexity,none"] for each in (got, want, results)]
-    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)  # no gate, two loops
-    assert perplexities[0] != pytest.approx(perplexities[2], rel=1e-5)
+    results, samples = run_lm_eval(tasks, gated, tmp_path, "--limit", "5", "--seed", "7")
+    assert {kind: len(rows) for kind, rows in samples.items()} == {"choice": 5, "text": 5, "rolling": 5}
+    perplexity = lambda results: results["own_rolling"]["byte_perplexity,none"]
+    here = {"tasks": ["own_rolling"], "task_manager": TaskManager(include_path=str(tasks), include_defaults=False)}
+    for num_loops in (2, 4):  # without gates
+        want = simple_evaluate("looped", f"{arguments},num_loops={num_loops}", batch_size=2, limit=5, **here)[
+            "results"
+        ]
+        is_same = perplexity(results) == pytest.approx(perplexity(want), rel=1e-5)
+        assert is_same == (num_loops == 2)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -46,8 +45,8 @@ def main(argv):
         (out / "results.json").write_text('{"run_info": ')  # cut off
         print("It is broken.", file=sys.stderr)
         sys.exit(3)
-    if (LAB / "slow").exists():
-        time.sleep(float((LAB / "slow").read_text()))
+    while (LAB / "hold").exists():
+        time.sleep(0.02)
     out.mkdir(parents=True, exist_ok=True)
     if (LAB / "diverging").exists() and rate in json.loads((LAB / "diverging").read_text()):
         error = {"run_name": recipe["run_name"], "error": "The loss of step 3 is not finite (nan)."}
@@ -218,14 +217,14 @@ def test_a_rate_that_diverges_is_out(lab):
 
 
 def test_a_run_waits_for_what_still_works_in_its_folder(lab):
-    code = "import sys, time; from loopdropout_trainer.saving.files import folder_lock\n"
-    code += f"with folder_lock({str(lab.out / 'lora/lr_0.01/seed_101')!r}): print(1, flush=True); time.sleep(1.5)"
+    code = "import pathlib, time; from loopdropout_trainer.saving.files import folder_lock\n"
+    code += f"with folder_lock({str(lab.out / 'lora/lr_0.01/seed_101')!r}): print(1, flush=True); time.sleep(1.5); "
+    code += f"pathlib.Path({str(lab.folder / 'left')!r}).touch()"
     holder = Program("-c", code)
     wait_for(lambda: holder.stdout, holder)
-    began = time.monotonic()
     lab.run(learning_rates=[0.01], seeds=[101])
-    assert time.monotonic() - began > 1
-    holder.wait()
+    assert holder.wait() == 0
+    assert (lab.folder / "log").stat().st_mtime_ns >= (lab.folder / "left").stat().st_mtime_ns
 
 
 def test_what_a_running_job_reads_is_never_written_again(lab):
@@ -358,12 +357,13 @@ def under_way(lab):
 
 def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
     """SIGKILL of a worker and of its training: the other one finishes everything. Then a failure stops them both."""
-    (lab.folder / "slow").write_text("1")
+    (lab.folder / "hold").touch()
     fields = {"methods": ["lora", "loop_dropout"]}
     process = start(lab, "--workers", "2", **fields)
     run, *pids = wait_for(lambda: len({gpu for *_, gpu in lab.ran()}) == 2 and under_way(lab), process)[0]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    (lab.folder / "hold").unlink()
     assert process.wait() == 0, process.stdout
     output = process.stdout
     assert len({gpu for *_, gpu in lab.ran()}) == 2  # one GPU each, while there were two
@@ -384,7 +384,7 @@ def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
     "stop", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGINT))]
 )
 def test_a_sweep_that_is_stopped_takes_its_run_with_it_and_goes_on(lab, stop):
-    (lab.folder / "slow").write_text("60")
+    (lab.folder / "hold").touch()
     process = start(lab)
     wait_for(lambda: lab.ran(), process)
     training = lab.ran()[0][3]
@@ -392,7 +392,7 @@ def test_a_sweep_that_is_stopped_takes_its_run_with_it_and_goes_on(lab, stop):
     if stop != signal.SIGKILL:
         assert code == 130 and "the same command continues" in process.stdout
     wait_for(lambda: not is_running(training))
-    (lab.folder / "slow").unlink()
+    (lab.folder / "hold").unlink()
     lab.run()
     assert lab.did()[0] == lab.did()[1] and len(lab.ran()) == 1 + 5
 
