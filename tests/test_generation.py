@@ -178,8 +178,19 @@ def test_answers_come_as_they_are_complete_and_the_model_is_itself_in_between(to
     assert generate_greedy(model, tokenizer, [], 4, progress=False) == []
 
 
-def test_compiled_steps_give_the_same_text_and_are_compiled_once(tokenizer, caplog, monkeypatch, tmp_path):
+@pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.slow)])  # the second needs a C++ compiler
+def backend(request, monkeypatch, tmp_path):
+    """What torch.compile compiles by: the same graphs, without programs or with them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # an earlier run may have compiled for fewer lengths
+    compile_ = torch.compile
+    if request.param == "eager":  # which knows no options
+        monkeypatch.setattr(torch, "compile", lambda *args, options: compile_(*args, backend="eager"))
+    decoding._compiled.cache_clear()
+    yield
+    decoding._compiled.cache_clear()
+
+
+def test_compiled_steps_give_the_same_text_and_are_compiled_once(tokenizer, caplog, backend):
     model = adapted(varied(tiny_ouro(num_hidden_layers=1, num_loops=2))).double()
     arguments = model, tokenizer, MANY, 290, 6, STOPS[:1]
     want = generate_greedy(*arguments, progress=False, decoding="generate")

@@ -189,13 +189,15 @@ class Compiled(LoopDropoutSFTTrainer):
         return loss
 
 
-SLOW = [("loopus", False, "eager"), ("ouro", True, "inductor")]  # half a minute in a C++ compiler
+SLOW = [
+    ("huginn", True, "eager"),
+    ("loopus", False, "eager"),
+    ("ouro", True, "inductor"),
+]  # half a minute in a compiler
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
-@pytest.mark.parametrize(
-    ("family", "checkpointing", "backend"), [("ouro", False, "eager"), ("huginn", True, "eager"), *SLOW]
-)
+@pytest.mark.parametrize(("family", "checkpointing", "backend"), [("ouro", False, "eager"), *SLOW])
 def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, train, compiles):
     compiles(backend)
     fields = {"max_steps": 9, "per_device_train_batch_size": 3, "gradient_checkpointing": checkpointing or None}
@@ -205,6 +207,7 @@ def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, tra
     assert_same_weights(on, train(TINY[family](num_loops=3), **fields), atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_each_training_of_a_process_is_compiled(train, compiles):
     compiles("eager")
     programs = [0]
