@@ -53,6 +53,14 @@ def pytest_collection_modifyitems(items):
                     item.add_marker("slow")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n` the tests of a file run in one process: what they share is made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 def pytest_collection_finish():
     """Keep what was imported out of the garbage collections: each training makes one, which would take a third of a second."""
     gc.collect()
