@@ -9,10 +9,10 @@ from conftest import ROOT, Recorder, load_script, randomise, tiny_ouro, trained_
 from packaging.version import Version
 from processes import Program, ranks, wait_for
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.models import OuroForCausalLM
-from loopdropout_trainer.training.distributed import check_packed_batch, check_processes
+from loopdropout_trainer.training.distributed import check_arguments, check_packed_batch, check_processes
 
 
 layouts = load_script("benchmarks/layouts.py")
@@ -107,6 +107,31 @@ def test_an_uneven_last_batch_is_that_of_one_process(tmp_path, processes, batch,
         assert run.records[0]["losses"] == pytest.approx(expected[name].records[0]["losses"], rel=1e-5), name
         for weight, tensor in expected[name].adapter.items():
             torch.testing.assert_close(run.adapter[weight], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_mean_over_micro_batches_is_that_of_one_process(tmp_path):
+    """Also where the last one is shorter, and where a process has none left."""
+    names = [name for name, run in layouts.UNEVEN.items() if "packing" not in run]
+    fields = {"optim": "sgd", "learning_rate": 0.1, "loss_average": "micro_batches"}
+    expected = alone(tmp_path, names, per_device_train_batch_size=2, gradient_accumulation_steps=2, **fields)
+    by_tokens = alone(tmp_path / "by tokens", names, per_device_train_batch_size=4, optim="sgd", learning_rate=0.1)
+    for name, run in layouts.launch(layouts.Layout("ddp", 2, 2, 1), tmp_path / "run", names, **fields).items():
+        assert run.records[0]["losses"] == pytest.approx(expected[name].records[0]["losses"], rel=1e-5), name
+        for weight, tensor in expected[name].adapter.items():
+            torch.testing.assert_close(run.adapter[weight], tensor, rtol=0, atol=1e-6, msg=name)
+        assert run.distance(by_tokens[name]) > 10 * TOLERANCE, name
+
+
+def test_what_changes_a_micro_batch_is_refused_with_a_mean_over_them(make_sft, monkeypatch):
+    with pytest.raises(ValueError, match="`loss_average: micro_batches` .* `packing` changes which"):
+        make_sft(loss_average="micro_batches", packing=True, max_length=64)
+    args = LoopDropoutConfig("out", loss_average="micro_batches", accelerator_config={"split_batches": True})
+    check_arguments(args)
+    monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
+    with pytest.raises(ValueError, match="`loss_average: micro_batches` .* `split_batches` changes which"):
+        check_arguments(args)
+    with pytest.raises(ValueError, match="`loss_average` must be one of tokens, micro_batches; got 'rows'"):
+        LoopDropoutConfig("out", loss_average="rows")
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
