@@ -70,11 +70,11 @@ def generate_greedy(
     looped = find_looped_model(model)
     reason = None if decoding == "generate" else why_unsupported(looped)
     form = decoding if reason is None else "generate"
-    logger.info(f"Decoding: {form}{f', because {reason}' if reason else ''} (`decoding`).")
     prepared = PreparedProjections(looped)
     copied_bytes = 0 if form == "compiled" else prepared.copied_bytes
     sizes = decoding_memory(looped, list(map(len, token_ids)), max_new_tokens, batch_size, copied_bytes)
     logger.info(f"Memory: about {shown_parts(sizes)}.")
+    logger.info(f"Decoding: {form}{f', because {reason}' if reason else ''} (`decoding`).")
     ends = _Ends(looped, tokenizer, stop_strings)
     decoder = DECODINGS[form](looped, token_ids, max_new_tokens, batch_size, ends)
     completions: dict[int, str] = {}
