@@ -445,13 +445,11 @@ def same_rates(studies: dict[str, Study]) -> str:
     """Return in how many comparisons LoRA and Loop Dropout chose the same rate."""
     small, two, huginn = (studies[name].rates for name in BASES)
     pairs = [(rates["lora"], rates["loop_dropout"]) for rates in (small, two, huginn)]
-    pairs += [
-        (small[f"{name}_lora"], small[name])
-        for name in ("rank_4", "rank_64", "depth_2", "depth_6", "depth_8", "random_depth")
-    ]
+    names = ("rank_4", "rank_64", "depth_2", "depth_6", "depth_8", "random_depth")
+    pairs += [(small[f"{name}_lora"], small[name]) for name in names]
     same, larger = sum(a == b for a, b in pairs), sum(a < b for a, b in pairs)
-    others = len(pairs) - same - larger
-    return f"Of {len(pairs)} pairs here {same} had the same best rate; Loop Dropout's was larger in {larger}, smaller in {others}."
+    words = f"Of {len(pairs)} pairs here {same} had the same best rate"
+    return f"{words}; Loop Dropout's was larger in {larger}, smaller in {len(pairs) - same - larger}."
 
 
 def fresh_table(study: Study) -> str:
