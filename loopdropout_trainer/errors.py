@@ -52,6 +52,10 @@ class SetupError(UserError):
     """Something of the user's that a library could not work with, in one sentence."""
 
 
+class RecipeError(UserError):
+    """A recipe or command line that cannot be run, in one sentence."""
+
+
 def run_command(main: Callable[[], None], name: str | None = None, interrupted: str = "interrupted.") -> None:
     """Run a script's `main`, and end the process with one sentence, its last line, after a user error.
 

@@ -35,8 +35,8 @@ FAMILIES = {"ouro", "huginn", "loopus", "nanbeige", "hrm_text"}
 def public_names() -> dict[str, str]:
     """The folder of each name that the package itself hands on."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    found = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    return {each.name: node.module.split(".")[1] for node in found for each in node.names}
+    for_type_checkers = next(node for node in tree.body if isinstance(node, ast.If)).body
+    return {each.name: node.module.split(".")[1] for node in for_type_checkers for each in node.names}
 
 
 def imports(source: str, names: dict[str, str]) -> list[list[str]]:

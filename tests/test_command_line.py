@@ -38,14 +38,38 @@ def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
     assert (tmp_path / "mine" / "sft.py").read_text() == "changed"
 
 
-def test_the_families_are_registered_and_a_reader_may_stop_early():
-    code = "from importlib.util import find_spec; find_spec('transformers'); import loopdropout_trainer\n"
-    code += "from transformers import AutoConfig; print([AutoConfig.for_model(n).model_type for n in ('ouro', 'lds')])"
-    run = lambda command: subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    done = run([sys.executable, "-c", code])
-    assert done.stdout == "['ouro', 'lds']\n" and not done.stderr  # in a user's program it is silent
+def run(command):
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+IMPORTS = {
+    "before transformers": "import loopdropout_trainer, transformers",
+    "after transformers": "import transformers, loopdropout_trainer",
+    "after somebody looked for it": "from importlib.util import find_spec; find_spec('transformers')\n"
+    "import loopdropout_trainer; find_spec('transformers')\nimport trl",
+}
+
+
+@pytest.mark.parametrize("order", IMPORTS)
+def test_the_families_are_registered_in_whatever_order_packages_are_imported(order):
+    code = f"{IMPORTS[order]}\nfrom transformers import AutoModelForCausalLM, AutoConfig\n"
+    code += "for name in ('ouro', 'lds'): print(type(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **tiny))))"
+    tiny = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    done = run([sys.executable, "-c", f"tiny = {tiny}\n{code}"])
+    assert "OuroForCausalLM" in done.stdout and "LoopusForCausalLM" in done.stdout
+    assert not done.stderr  # in a user's program it is silent
+
+
+LIGHT = ("--help", "--version", "recipes", "complete sft quick", "sft --help", "report --help")
+
+
+def test_light_commands_import_neither_torch_nor_transformers():
+    """Read off `sys.modules`, in one process; the figures are in benchmarks/results/startup.md."""
+
+
+def test_a_reader_may_stop_early():
     done = run(["bash", "-c", f"{sys.executable} -m loopdropout_trainer recipes | head -1; exit ${{PIPESTATUS[0]}}"])
-    assert (done.returncode, done.stderr) == (0, "Loading ...\n")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_recipe_is_found_from_any_folder_and_a_file_of_the_users_goes_first(tmp_path, monkeypatch):

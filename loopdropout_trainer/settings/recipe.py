@@ -17,11 +17,9 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
+from loopdropout_trainer.errors import RecipeError as RecipeError
 from loopdropout_trainer.errors import one_line
-from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.secrets import public_settings
-from loopdropout_trainer.settings.parser import RecipeError as RecipeError
-from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import shown
 
 
@@ -193,6 +191,8 @@ def parse_recipe(
     Raises:
         RecipeError: for an unknown key, a wrong type, a missing field, or a value that a dataclass refuses.
     """
+    from loopdropout_trainer.settings.parser import RecipeParser  # which imports TRL
+
     argv = list(sys.argv[1:] if argv is None else argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
     parser = RecipeParser(dataclass_types, description)
@@ -225,6 +225,8 @@ def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
 
     A `p` of 0 is left out, too: it makes plain LoRA of nearly every rule, which would then go by the rule's name.
     """
+    from loopdropout_trainer.gates import RULES  # which imports torch
+
     settings = dict(settings)
     if rule not in RULES or rule == settings.get("rule", "loop_dropout"):  # an unknown one is an error later
         return settings
