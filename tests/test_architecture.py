@@ -39,6 +39,11 @@ def public_names() -> dict[str, str]:
     return {each.name: node.module.split(".")[1] for node in for_type_checkers for each in node.names}
 
 
+def test_the_names_that_type_checkers_see_are_those_that_come_late():
+    late = {name: getattr(loopdropout_trainer, name).__module__ for name in loopdropout_trainer.__all__}
+    assert {name: module.split(".")[1] for name, module in late.items()} == public_names()
+
+
 def imports(source: str, names: dict[str, str]) -> list[list[str]]:
     """What a file imports of the package, anywhere in it, as paths below the package: [["looped", "plan"], ...]."""
     found = []

@@ -60,11 +60,38 @@ def test_the_families_are_registered_in_whatever_order_packages_are_imported(ord
     assert not done.stderr  # in a user's program it is silent
 
 
-LIGHT = ("--help", "--version", "recipes", "complete sft quick", "sft --help", "report --help")
+def imported_by(*arguments):
+    """The modules that a command line of `loopdropout` has imported when it ends, and its exit code."""
+    code = "import sys, atexit\natexit.register(lambda: print(*sys.modules, sep='\\n'))\n"
+    code += "from loopdropout_trainer.command_line import main; main()"
+    done = run([sys.executable, "-c", code, *arguments])
+    return set(done.stdout.splitlines()), done.returncode
 
 
-def test_light_commands_import_neither_torch_nor_transformers():
-    """Read off `sys.modules`, in one process; the figures are in benchmarks/results/startup.md."""
+@pytest.mark.parametrize("words", ["--help", "--version", "recipes", "no such command", "report --help"])
+def test_light_commands_import_neither_torch_nor_transformers(words):
+    modules, _ = imported_by(*words.split())
+    assert "loopdropout_trainer.errors" in modules
+    assert not modules & {"torch", "transformers", "trl", "datasets", "pandas", "numpy"}
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "grpo", "evaluate"])
+def test_a_mistake_in_a_recipe_is_found_before_what_only_training_needs_is_imported(command, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("learning_rat: 1\n")
+    modules, code = imported_by(command, str(tmp_path / "recipe.yaml"))
+    assert code == 2 and "loopdropout_trainer.settings.parser" in modules
+    assert not modules & {f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "grpo")}
+    assert not modules & {"evaluate", "scipy.stats", "requests", "plotnine", "optuna", "lm_eval"}
+
+
+def test_public_names_come_when_they_are_asked_for():
+    code = "import pickle, pydoc, sys, loopdropout_trainer as package\n"
+    code += "assert 'torch' not in sys.modules and 'LoopDropoutConfig' in dir(package)\n"
+    code += "from loopdropout_trainer import *\nassert LoopDropoutConfig is package.LoopDropoutConfig\n"
+    code += "assert pickle.loads(pickle.dumps(LoopDropoutConfig)) is LoopDropoutConfig\n"
+    code += "assert 'class LoopDropoutSFTTrainer' in pydoc.render_doc(package, renderer=pydoc.plaintext)\n"
+    code += "print(hasattr(package, 'nonsense'))"
+    assert run([sys.executable, "-c", code]).stdout == "False\n"
 
 
 def test_a_reader_may_stop_early():
