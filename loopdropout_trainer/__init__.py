@@ -1,4 +1,4 @@
-"""Fine-tune looped language models with Loop Dropout.
+"""Fine-tune looped language models with Loop Dropout (Zhu et al. 2026, arXiv 2609.34218).
 
 The model families register with transformers' Auto classes: at once if transformers is imported already, else as it is.
 """

@@ -103,6 +103,15 @@ def user_supplied(what: str) -> Iterator[None]:
         raise SetupError(f"{what}: {sentence(error)}") from error
 
 
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Let an error say which file could not be written: where a disk is full the system names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
 def is_user_error(error: BaseException) -> bool:
     """Say whether an error is the user's, rather than a fault of this package.
 

@@ -33,7 +33,7 @@ TRAINING = RECIPES["sft"]
 TOKEN = "hf_secretsecret"
 
 
-SCRIPTS = ("sft", "dpo", "grpo", "evaluate", "diagnose", "merge", "sweep")
+SCRIPTS = ("sft", "dpo", "grpo", "evaluate", "diagnose", "merge", "export", "sweep")
 MAINS = {name: load_script(f"recipes/{name}.py").main for name in SCRIPTS} | {"data": data_main, "gates": gates_main}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 from transformers.hf_argparser import HfArg
@@ -53,6 +54,11 @@ class DataArguments:
         check_choice("preparation", self.preparation, (None, *PREPARATIONS))
         check_choice("bad_rows", self.bad_rows, ("error", "skip"))
         generates = str(self.preparation).startswith("arithmetic")
+        if self.dataset_name and Path(self.dataset_name).is_file():
+            raise UserError(
+                f"`dataset_name` must be a dataset of the Hub or its folder; {self.dataset_name} is a file: give it "
+                "as `train_files`."
+            )
         source = "train_files" if self.train_files else "dataset_name"
         source = f"preparation: {self.preparation}" if generates else source
         if not (self.train_files or self.dataset_name or generates):

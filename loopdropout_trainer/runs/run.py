@@ -229,7 +229,7 @@ class Run:
             "num_tokens": tokens,
             "train_loss": trained.training_loss,
             "train_seconds": trained.metrics["train_runtime"],
-            "step_seconds": seconds,
+            "step_seconds": seconds / trainer.state.global_step,
             "tokens_per_second": tokens / seconds if seconds else None,
             "peak_memory_gb": progress["peak_memory_gb"] if own_memory else None,
             "trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),

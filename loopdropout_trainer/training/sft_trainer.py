@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 from trl import SFTTrainer
 
 from loopdropout_trainer.data.boundary import tokenise
@@ -21,6 +22,9 @@ from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.live import LiveDiagnosticsCallback
 from loopdropout_trainer.training.loop_loss import score_loops
 from loopdropout_trainer.training.preflight import check_labels
+
+
+logger = logging.get_logger(__name__)
 
 
 class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
@@ -87,13 +91,34 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None and isinstance(processing_class, PreTrainedTokenizerBase):
             dataset = _with_boundaries(dataset, processing_class, self.completion_only_loss)
-        dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        check_labels(dataset, f"`{dataset_name}_dataset`")
-        return dataset
+        rows = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        check_labels(rows, f"`{dataset_name}_dataset`")
+        if isinstance(rows, Dataset) and args.max_length is not None:
+            _warn_of_cut_rows(dataset, rows, dataset_name, args.max_length, self._tokenizer.eos_token_id)
+        return rows
 
     @staticmethod
     def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
         return [{args.dataset_text_field}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"}]
+
+
+def _warn_of_cut_rows(before: Dataset, rows: Dataset, name: str, max_length: int, end: int) -> None:
+    """Say how many rows TRL has cut at `max_length`, so that they have lost their end token or all that is trained on.
+
+    Args:
+        before, rows: the dataset as it was given and as it was prepared, packed or not.
+        end: id of the end token.
+    """
+    parts = rows["seq_lengths"] if "seq_lengths" in rows.column_names else ([len(ids)] for ids in rows["input_ids"])
+    # A template may write something after the end of the last turn, such as a new line.
+    pairs = zip(rows["input_ids"], parts, strict=True)
+    cut = sum(lengths == [max_length] and end not in ids[-3:] for ids, lengths in pairs)
+    gone = 0 if "seq_lengths" in rows.column_names else len(before) - len(rows)
+    if cut or gone:
+        logger.warning(
+            f"Of {len(before):,} rows of `{name}_dataset`, {cut:,} are cut at `max_length`, {max_length:,}, and lose their "
+            f"end token, so that they do not teach when to stop; {gone:,} are left out, as no target is left of them."
+        )
 
 
 def collate_completely(collate, model: LoopedModelMixin, examples: list[dict[str, Any]]) -> dict[str, Any]:
