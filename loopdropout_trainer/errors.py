@@ -175,6 +175,6 @@ def one_line(error: BaseException, limit: int = 1000) -> str:
 def _say_once(text: str) -> None:
     """Print to standard error; of several launched processes the first speaks, at whose end the launcher ends the others."""
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(5)  # still here: the error was this process's alone
+        time.sleep(30)  # still here, on however busy a machine: the error was this process's alone
     sys.stdout.flush()  # else what is still in its buffer would come after the error
     print(text, file=sys.stderr, flush=True)

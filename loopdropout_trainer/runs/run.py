@@ -142,7 +142,9 @@ class Run:
             if name == DEVELOPMENT:  # the held-out training rows
                 self.benchmarks.append(development_benchmark(self.data.eval, self.data_args.preparation, limit))
             else:
-                self.benchmarks.append(load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code))
+                revision = (self.script.benchmark_revisions or {}).get(name)
+                confirmed = self.script.confirm_run_unsafe_code
+                self.benchmarks.append(load_benchmark(name, file, limit, confirmed, revision))
 
     def announce(self) -> None:
         """Print what became of the data, and what is about to be done with it."""
