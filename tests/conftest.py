@@ -226,6 +226,14 @@ def make_tiny(request):
     return TINY[request.param]
 
 
+two_families = pytest.mark.parametrize(
+    "make_tiny",
+    [name if name in ("ouro", "huginn") else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
+    indirect=True,
+)
+"""For what is long and does not look inside of a model: two families, and the others in the slow tests."""
+
+
 @pytest.fixture
 def model():
     return tiny_ouro()
