@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 import yaml
 from accelerate.data_loader import prepare_data_loader
 from conftest import ROOT, tiny_ouro
@@ -139,6 +140,9 @@ def test_full_size_steps_and_parameters(recipe, examples, steps, monkeypatch):
     assert (plan.parameters, plan.trainable_parameters, plan.num_loops) == (1_434_652_673, 15_138_816, 4)
     for word in (f"{steps:,}", "15,138,816", "K = 4", "loop_dropout, p = 0.5"):
         assert word in str(plan)
+    assert "parameters, K" in str(plan)
+    in_4_bits = dataclasses.replace(config, model_init_kwargs={"quantization_config": {"load_in_4bit": True}})
+    assert "parameters in 4 bits, K" in str(plan_run(ouro, data, in_4_bits, default_peft_config(ouro), "Ouro"))
     monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
     fields = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8, "num_train_epochs": 1}
     args = dataclasses.replace(config, **fields)
@@ -314,3 +318,14 @@ def test_help_lists_what_this_package_adds_and_help_all_everything(capsys, monke
     assert all(f"  --{name} " in listed["--help"] for name in shown)
     assert "--torch_compile_mode" not in listed["--help"]
     assert all(f"  --{name} " in listed["--help_all"] for name in set().union(*names.values()))
+
+
+def test_a_recipe_sets_the_number_of_threads(recipe):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        parse_recipe([ModelArguments], [str(recipe("model_name_or_path: tiny-ouro\nnum_threads: 1\n"))])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert load_recipe("recipes/quickstart.yaml")["num_threads"] == 1

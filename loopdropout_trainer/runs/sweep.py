@@ -40,7 +40,14 @@ from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown
-from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe, settings_yaml
+from loopdropout_trainer.settings.recipe import (
+    RecipeError,
+    build,
+    for_another_rule,
+    laid_over,
+    load_recipe,
+    settings_yaml,
+)
 
 
 SUMMARY_FILE = "summary.json"
@@ -214,11 +221,10 @@ class Sweep:
         """Return a method's recipe with nothing left to look up elsewhere."""
         own = {} if _is_recipe(definition) else {"rule": definition} if isinstance(definition, str) else definition
         recipe = load_recipe(definition if _is_recipe(definition) else self.arguments.recipe)
-        recipe = {key: value for key, value in recipe.items() if key not in _SET_BY_SWEEP} | (
-            self.arguments.settings or {}
-        )
+        recipe = {key: value for key, value in recipe.items() if key not in _SET_BY_SWEEP}
+        recipe = laid_over(recipe, self.arguments.settings or {})
         recipe = for_another_rule(recipe, own["rule"]) if "rule" in own else recipe
-        recipe = {**recipe, **own, **of_part}
+        recipe = laid_over(recipe, {**own, **of_part})
         if of_sweep := sorted(_SET_BY_SWEEP & recipe.keys()):
             raise RecipeError(f"`{of_sweep[0]}` is the sweep's: it can be no field of `methods` or `settings`.")
         if secret := [key for key in recipe if public_settings(recipe).get(key) != recipe[key]]:
