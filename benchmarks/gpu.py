@@ -170,7 +170,7 @@ def correctness(row: str, preset: speed.Preset, folder: str) -> dict[str, float]
             abs(loss - reference) / abs(reference),
             ((gradients - scale).norm() / scale.norm()).item(),
         )
-    found = {
+    numbers = {
         "loss_off": distance[row][0],
         "off": distance[row][1],
         "plain_loss_off": distance["plain"][0],
@@ -180,7 +180,7 @@ def correctness(row: str, preset: speed.Preset, folder: str) -> dict[str, float]
         raise RuntimeError(
             f"gradients are off by {distance[row][1]:.2g}, rounding alone by {distance['plain'][1]:.2g}"
         )
-    return found
+    return numbers
 
 
 @functools.lru_cache(maxsize=3)  # the reference, the plain one, the row
@@ -265,7 +265,7 @@ def training_speed(name: str, preset: speed.Preset, steps: int, folder: str) -> 
             examples = speed.draw_examples(preset, step)
             seconds.append(speed.take_step(row.trainer, *row.prepare(examples, DEVICE), step))
             tokens.append(sum(len(example["input_ids"]) for example in examples))
-    found = {
+    numbers = {
         "step_seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": sum(tokens) / sum(seconds),
@@ -273,8 +273,8 @@ def training_speed(name: str, preset: speed.Preset, steps: int, folder: str) -> 
         "memory_bytes": torch.cuda.max_memory_allocated() if ON_GPU else None,
     }
     if name == speed.OURS:
-        found["waiting_share"] = speed.waiting_share(preset, steps, row)
-    return found
+        numbers["waiting_share"] = speed.waiting_share(preset, steps, row)
+    return numbers
 
 
 @contextmanager
@@ -299,7 +299,7 @@ def generating(row: str, preset: generation.Preset) -> dict[str, Any]:
     generation.make_rows(model, replace(preset, num_prompts=len(few)), few)[row]()
     seconds, memory = generation.timed(answer := _Kept(generation.make_rows(model, preset, prompts)[row]))
     tokens = sum(map(len, answer.answers.values()))
-    found = {
+    numbers = {
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "memory_bytes": memory or None,
@@ -309,10 +309,12 @@ def generating(row: str, preset: generation.Preset) -> dict[str, Any]:
         generation.make_rows(model, preset, prompts)[GENERATION_ROWS[0]]() if row != GENERATION_ROWS[0] else None
     )
     if reference is not None:
-        found["gap"] = generation.largest_gap(model, prompts, reference, answer.answers)
-        if found["gap"] > 0.1:
-            raise RuntimeError(f"it chooses other tokens, {found['gap']:.1g} standard deviations of the logits apart")
-    return found
+        numbers["gap"] = generation.largest_gap(model, prompts, reference, answer.answers)
+        if numbers["gap"] > 0.1:
+            raise RuntimeError(
+                f"it chooses other tokens, {numbers['gap']:.1g} standard deviations of the logits apart"
+            )
+    return numbers
 
 
 class _Kept:
@@ -404,16 +406,16 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what was measured, or what went wrong."""
     began = time.perf_counter()
     try:
-        found = {"status": "ok", **measure()}
+        numbers = {"status": "ok", **measure()}
     except torch.OutOfMemoryError:
-        found = {"status": OUT_OF_MEMORY}
+        numbers = {"status": OUT_OF_MEMORY}
     except Exception as error:  # of many kinds: a kernel that is not there, a result that is wrong
         lines = (str(error).strip() or "no message").splitlines()
-        found = {"status": f"{type(error).__name__}: {lines[0][:300]}"}
+        numbers = {"status": f"{type(error).__name__}: {lines[0][:300]}"}
     gc.collect()
     if ON_GPU:
         torch.cuda.empty_cache()
-    return {**found, "took_seconds": round(time.perf_counter() - began, 1)}
+    return {**numbers, "took_seconds": round(time.perf_counter() - began, 1)}
 
 
 def read(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -427,13 +429,13 @@ def read(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def run(sizes: Sizes, file: Path, parts: list[str], minutes: float, again: bool, folder: str) -> None:
     """Measure what is not in the file yet, until the time is over."""
-    began, known = time.monotonic(), read(file)
+    began, measured = time.monotonic(), read(file)
     machine = {
         "device": torch.cuda.get_device_name() if ON_GPU else f"CPU ({speed.cpu_name()})",
         "versions": speed.versions(),
     }
     for part, row, measure in tasks(sizes, folder):
-        if part not in parts or ((part, row) in known and not again):
+        if part not in parts or ((part, row) in measured and not again):
             continue
         if time.monotonic() - began > 60 * minutes:
             print(f"{minutes:g} minutes are over; the next call goes on with {part}: {row}.")

@@ -22,7 +22,7 @@ def report(records: dict[tuple[str, str], Record], rows: Sequence[tuple[str, str
     """
     devices = sorted({f"{record['device']}; {record['versions']}" for record in records.values()})
     lines = ["# On a GPU", "", f"`python benchmarks/gpu.py`: {'; '.join(devices) or MISSING}.", ""]
-    of_part = {part: [row for each, row in rows if each == part] for part, _ in rows}
+    of_part = {part: [row for name, row in rows if name == part] for part, _ in rows}
     get = lambda part, row: records.get((part, row))
 
     rates = [record["flops_per_second"] for row in of_part["rate"] if _is_ok(record := get("rate", row))]
@@ -46,20 +46,20 @@ def report(records: dict[tuple[str, str], Record], rows: Sequence[tuple[str, str
     ]
     lines += ["share w of loops before an example's first active gate.", ""]
     for shape, ways in _by_shape(of_part["speed"]).items():
-        of = lambda way, shape=shape: get("speed", f"{shape}: {way}")
+        record = lambda way, shape=shape: get("speed", f"{shape}: {way}")
         lines += [f"### {shape}", ""]
         lines += _table(
             ["", "Step", "to TRL + PEFT", "to our LoRA", "to the bound", "Tokens/s", "Share of rate", "Memory"],
             [
                 [
                     way,
-                    _cell(of(way), lambda r: f"{1e3 * _step(r):.0f} ms"),
-                    _ratio(of(way), of(names["stock"]), _step),
-                    _ratio(of(way), of(names["lora"]), _step),
-                    _to_bound(of(way), of(names["lora"])),
-                    _cell(of(way), lambda r: f"{r['tokens_per_second']:.0f}"),
-                    _cell(of(way), lambda r: f"{r['flops_per_second'] / max(rates):.1%}" if rates else MISSING),
-                    _cell(of(way), _memory),
+                    _cell(record(way), lambda r: f"{1e3 * _step(r):.0f} ms"),
+                    _ratio(record(way), record(names["stock"]), _step),
+                    _ratio(record(way), record(names["lora"]), _step),
+                    _to_bound(record(way), record(names["lora"])),
+                    _cell(record(way), lambda r: f"{r['tokens_per_second']:.0f}"),
+                    _cell(record(way), lambda r: f"{r['flops_per_second'] / max(rates):.1%}" if rates else MISSING),
+                    _cell(record(way), _memory),
                 ]
                 for way in ways
             ],
@@ -67,13 +67,13 @@ def report(records: dict[tuple[str, str], Record], rows: Sequence[tuple[str, str
 
     lines += ["## Generation", ""]
     for shape, ways in _by_shape(of_part["generation"]).items():
-        of = lambda way, shape=shape: get("generation", f"{shape}: {way}")
-        cells = lambda way, of=of: [
+        record = lambda way, shape=shape: get("generation", f"{shape}: {way}")
+        cells = lambda way, record=record: [
             way,
-            _cell(of(way), lambda r: f"{r['seconds']:.1f} s"),
-            _ratio(of(way), of(names["generate"]), lambda r: r["seconds"]),
-            _cell(of(way), lambda r: f"{r['tokens_per_second']:.0f}"),
-            _cell(of(way), _memory),
+            _cell(record(way), lambda r: f"{r['seconds']:.1f} s"),
+            _ratio(record(way), record(names["generate"]), lambda r: r["seconds"]),
+            _cell(record(way), lambda r: f"{r['tokens_per_second']:.0f}"),
+            _cell(record(way), _memory),
         ]
         lines += [f"### {shape}", "", *_table(["", "Time", "to `generate`", "Tokens/s", "Memory"], map(cells, ways))]
 
@@ -118,8 +118,8 @@ def _cell(record: Record | None, show: Callable[[Record], str]) -> str:
     return MISSING if record is None else OUT_OF_MEMORY if record["status"] == OUT_OF_MEMORY else "failed"
 
 
-def _ratio(record: Record | None, other: Record | None, of: Callable[[Record], float]) -> str:
-    return f"{of(record) / of(other):.2f}" if _is_ok(record) and _is_ok(other) else MISSING
+def _ratio(record: Record | None, other: Record | None, quantity: Callable[[Record], float]) -> str:
+    return f"{quantity(record) / quantity(other):.2f}" if _is_ok(record) and _is_ok(other) else MISSING
 
 
 def _to_bound(record: Record | None, lora: Record | None) -> str:

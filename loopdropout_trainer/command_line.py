@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from loopdropout_trainer.settings.command import SetupError, run_command
+from loopdropout_trainer.errors import SetupError, run_command
 from loopdropout_trainer.settings.recipe import recipe_path, recipes_folder
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from datasets import Dataset
 
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer
+from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.runs.run import Run, run_all
-from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import RecipeError
 
 

@@ -15,11 +15,11 @@ import os
 
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.evaluation.results import read_evaluation, results_table
 from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
 from loopdropout_trainer.runs.printing import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 

@@ -16,9 +16,9 @@ from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer
+from loopdropout_trainer.errors import UserError, run_command
 from loopdropout_trainer.experimental.rewards import REWARDS, math_verify
 from loopdropout_trainer.runs.run import Run, run_all
-from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.ranges import check_list, shown
 from loopdropout_trainer.settings.recipe import RecipeError
 
@@ -35,7 +35,7 @@ class RewardArguments:
     def __post_init__(self):
         check_list("rewards", self.rewards)
         if not self.rewards:
-            raise ValueError("`rewards` must name one or more rewards; got [].")
+            raise UserError("`rewards` must name one or more rewards; got [].")
 
 
 class GRPORun(Run):

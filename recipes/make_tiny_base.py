@@ -27,10 +27,10 @@ from tokenizers.trainers import BpeTrainer
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM, OuroConfig, OuroForCausalLM
 from loopdropout_trainer.saving.files import sha256
-from loopdropout_trainer.settings.command import run_command
 
 
 VOCAB_SIZE = 768

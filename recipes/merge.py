@@ -16,13 +16,13 @@ from huggingface_hub.utils import validate_repo_id
 
 from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.errors import run_command, user_supplied
 from loopdropout_trainer.evaluation.loading import load_model
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
+from loopdropout_trainer.secrets import hide_secrets
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import parse_recipe
-from loopdropout_trainer.settings.secrets import hide_secrets
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.settings.recipe import RecipeError
 
 

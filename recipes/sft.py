@@ -9,8 +9,8 @@ A recipe sets the fields below; `--field value` overrides it. At the end the run
 
 from __future__ import annotations
 
+from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.runs.run import Run, run_all
-from loopdropout_trainer.settings.command import run_command
 
 
 RUN = Run  # what recipes/sweep.py checks recipes with

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.runs.queue import Queue
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
 from loopdropout_trainer.runs.workers import stop_on_sigterm
-from loopdropout_trainer.settings.command import run_command
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 

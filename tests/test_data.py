@@ -20,9 +20,9 @@ from loopdropout_trainer.data import DataArguments, chat_template, load_data
 from loopdropout_trainer.data.__main__ import main as show
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.preparations import MetaMathGSM
+from loopdropout_trainer.errors import SetupError
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
-from loopdropout_trainer.settings.command import SetupError
 
 
 ALPACA = (

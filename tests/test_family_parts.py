@@ -35,6 +35,13 @@ def test_a_depth_that_is_no_depth_is_refused_when_it_is_set():
 # Ouro
 
 
+def test_scaled_positions_are_saved_in_the_published_form():
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    saved = OuroConfig(rope_theta=5e5, rope_scaling=dict(scaling)).to_diff_dict()
+    assert (saved["rope_theta"], saved["rope_scaling"]) == (5e5, scaling) and "rope_parameters" not in saved
+    assert OuroConfig.from_dict(saved).rope_parameters == {**scaling, "rope_theta": 5e5}
+
+
 @pytest.mark.parametrize("batch", ["unpadded", "padded"])
 def test_the_exit_gate_agrees_with_the_reference_and_is_not_read(ouro, batch):
     model, inputs = golden_model(ouro), golden_inputs(ouro, batch)
@@ -143,6 +150,16 @@ def test_weights_of_losses_set_the_depth_and_a_depth_set_later_wins(tmp_path):
         assert (saved["num_loops"], saved["loop_loss_weights"]) == (depth, weights)
         assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_loops == depth
     assert AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=2).config.num_loops == 2
+
+
+@pytest.mark.parametrize("width", ["head_dim", "kv_channels"])
+def test_heads_may_have_any_width(tmp_path, width):
+    model = tiny_nanbeige(hidden_size=30, **{"head_dim": None, width: 12}).eval()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.model.layers[0].self_attn.q_proj.weight.shape == (48, 30)
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 # What MLX-LM 0.32.2 (`mlx_lm/models/nanbeige.py`), llama.cpp (`conversion/nanbeige.py` and `llama.py` of llama-cpp-python

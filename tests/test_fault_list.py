@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import typing
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,12 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, errors
 from loopdropout_trainer.data.__main__ import main as data_main
+from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.__main__ import main as gates_main
-from loopdropout_trainer.settings import command
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
+from loopdropout_trainer.settings.ranges import RANGES
 
 
 RECIPES, FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8")).values()
@@ -115,7 +120,7 @@ def test_a_mistake_is_one_line_with_exit_code_2(fault, tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", [name, *argv])
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        command.run_command(lambda: MAINS[name](argv), name)
+        errors.run_command(lambda: MAINS[name](argv), name)
     assert stop.value.code == 2
     said = capsys.readouterr()
     (line,) = [line for line in said.err.splitlines() if line.startswith(f"{name}: ")]
@@ -151,6 +156,30 @@ def test_the_first_line_comes_at_once_and_the_error_last_by_the_name_that_was_ty
     assert lines[-1].startswith(f"{name}: The model nowhere cannot be loaded")
 
 
+CONFIGS = (LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig)
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_no_number_of_any_configuration_may_be_nan_or_infinite(cls, tmp_path):
+    config, hints = cls(str(tmp_path), use_cpu=True), typing.get_type_hints(cls)
+    config.check_numbers()
+    numeric = [field.name for field in fields(cls) if re.search("int|float", str(hints[field.name])) and field.init]
+    assert len(numeric) > 30
+    for name in numeric:
+        wrap = (lambda number: [number]) if "list" in str(hints[name]) else (lambda number: number)
+        for wrong in (math.nan, math.inf, {"a": [math.nan]}):
+            before = getattr(config, name)
+            setattr(config, name, wrong if isinstance(wrong, dict) else wrap(wrong))
+            with pytest.raises(ValueError, match=f"`{name}` must|in `{name}` must"):
+                config.check_numbers()
+            setattr(config, name, before)
+    config.check_numbers()
+
+
+def test_the_table_of_ranges_names_fields_that_exist():
+    assert set(RANGES) <= {field.name for cls in CONFIGS for field in fields(cls)}
+
+
 # --- what the one place lets through, and what it does not ---
 
 
@@ -166,9 +195,9 @@ ERRORS = [
 def test_our_own_faults_keep_their_traceback_and_a_signal_a_full_disk_and_a_missing_package_are_one_line(capsys):
     for fault in (lambda: {}["missing"], lambda: torch.zeros(2) @ torch.zeros(3), lambda: int("x")):
         with pytest.raises((KeyError, RuntimeError, ValueError)):
-            command.run_command(fault, "script")
+            errors.run_command(fault, "script")
     for error, code, text in ERRORS:
         with pytest.raises(SystemExit) as stop:
-            command.run_command(lambda error=error: (_ for _ in ()).throw(error), "script")
+            errors.run_command(lambda error=error: (_ for _ in ()).throw(error), "script")
         said = capsys.readouterr().err
         assert stop.value.code == code and said.startswith("script: ") and text in said and said.count("\n") == 1

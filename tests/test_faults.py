@@ -120,6 +120,17 @@ def test_data_that_cannot_be_trained_on_is_one_error(make_trainer, dataset, tmp_
             make_trainer(rows=rows)
 
 
+def test_a_run_without_a_single_step_is_refused(make_trainer, dataset):
+    few = dataset.select(range(3))
+    with pytest.raises(
+        ValueError, match="No step would be taken: `dataloader_drop_last` drops 3 rows, fewer than 1 batch"
+    ):
+        make_trainer(rows=few, dataloader_drop_last=True)
+    with pytest.raises(ValueError, match="No step was taken: `train_dataset` has not a single batch"):
+        long = Dataset.from_list([{"prompt": "x" * 40, "completion": "y"}])  # cut to its prompt
+        make_trainer(rows=long.to_iterable_dataset(), max_length=20).train()
+
+
 # --- the wrong adapter ------------------------------------------------------------------------------------------------
 
 

@@ -119,7 +119,7 @@ def test_a_merged_ouro_has_the_tensors_and_fields_that_vllm_reads(tmp_path, toke
     layers = [f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in (*MODULES, *NORMS)]
     assert tensors_of(folder / "model.safetensors") == {*OUTSIDE, *layers} == set(tiny_ouro().state_dict())
     config = config_of(folder)
-    assert set(config) >= VLLM_OURO_FIELDS
+    assert set(config) >= VLLM_OURO_FIELDS and "rope_parameters" not in config  # vllm-rlt stops at that
     assert (config["architectures"], config["total_ut_steps"]) == (["OuroForCausalLM"], 4)
     names = {path.name for path in folder.iterdir()}
     assert names >= {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}

@@ -148,6 +148,8 @@ def test_depth_is_never_sampled_a_given_state_must_fit_and_readouts_with_a_cache
     ids, state = inputs["input_ids"], inputs["initial_state"]
     with pytest.raises(ValueError, match=r"`initial_state` must have the shape \[B, S, H\]"):
         model(ids, initial_state=state[:, 1:])
+    with pytest.raises(ValueError, match="`initial_state` has 10 columns, but generation has reached 11 tokens"):
+        model.generate(ids, initial_state=state, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
     with pytest.raises(ValueError, match="`output_readouts` cannot be combined with a cache"):
         model(ids, use_cache=True, output_readouts=True)
 

@@ -12,8 +12,8 @@ from peft import LoraConfig
 
 from loopdropout_trainer import load_adapter
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict import normalize, score
+from loopdropout_trainer.secrets import hide_secrets, public_settings
 from loopdropout_trainer.settings.recipe import settings_yaml
-from loopdropout_trainer.settings.secrets import hide_secrets, public_settings
 
 
 TOKEN = "hf_averysecrettokenofsomeone"

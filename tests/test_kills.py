@@ -25,7 +25,7 @@ from datasets import Dataset
 from test_runs import RECIPE, sft
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.settings.command import run_command
+from loopdropout_trainer.errors import run_command
 
 
 layouts = load_script("benchmarks/layouts.py")

@@ -173,7 +173,7 @@ def test_without_lm_eval_a_sentence_names_the_extra():
     for code in (
         "import runpy; runpy.run_module('loopdropout_trainer.lm_eval', run_name='__main__')",
         "from loopdropout_trainer.evaluation import load_benchmark; "
-        "from loopdropout_trainer.settings.command import run_command; run_command(lambda: load_benchmark('mmlu'))",
+        "from loopdropout_trainer.errors import run_command; run_command(lambda: load_benchmark('mmlu'))",
     ):
         done = subprocess.run([sys.executable, "-c", absent + code], env=ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode and "Traceback" not in done.stderr

@@ -1,14 +1,17 @@
 """Recipes: how files and command lines become settings; the shipped ones are the paper's; plans are what trainers do."""
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 from random import Random
 
 import pytest
 import yaml
+from accelerate.data_loader import prepare_data_loader
 from conftest import ROOT, tiny_ouro
 from datasets import Dataset
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
@@ -17,7 +20,7 @@ from loopdropout_trainer.data.load import LoadedData
 from loopdropout_trainer.data.preparations import DataReport
 from loopdropout_trainer.evaluation import BENCHMARKS
 from loopdropout_trainer.models import OuroConfig
-from loopdropout_trainer.runs.plan import num_steps, plan_run
+from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, parse_recipe, settings_yaml
@@ -119,7 +122,7 @@ def test_learning_rates_of_the_paper():
 
 
 def rows_of(number, num_tokens):
-    report = DataReport(train_tokens=number * num_tokens)
+    report = DataReport(lengths=[num_tokens] * number)
     return LoadedData(Dataset.from_dict({"text": ["x"] * number}), None, report, "rows")
 
 
@@ -139,10 +142,25 @@ def test_full_size_steps_and_parameters(recipe, examples, steps, monkeypatch):
     monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
     fields = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8, "num_train_epochs": 1}
     args = dataclasses.replace(config, **fields)
-    assert [num_steps(number, args)[0] for number in (100_000, 33)] == [3125, 2]
+    assert [args.num_steps(number)[0] for number in (100_000, 33)] == [3125, 2]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_has_the_batches_that_accelerate_deals_to_each_process(drop_last, split, config, monkeypatch):
+    for processes, rows, batch in itertools.product((1, 2, 3), (1, 5, 6, 7, 11, 12, 13, 24), (2, 3, 6)):
+        if split and batch % processes:
+            continue  # which accelerate refuses
+        monkeypatch.setattr(LoopDropoutConfig, "world_size", processes)
+        fields = {"dataloader_drop_last": drop_last, "accelerator_config": {"split_batches": split}}
+        args = config(per_device_train_batch_size=batch, **fields)
+        loader = DataLoader(range(rows), batch_size=batch, drop_last=drop_last)
+        dealt = prepare_data_loader(loader, None, processes, 0, split, put_on_device=False)
+        assert args.micro_batches(rows) == len(dealt), (processes, rows, batch)
 
 
 BATCHES = [{"gradient_accumulation_steps": 3}, {"num_train_epochs": 1.4, "gradient_accumulation_steps": 2}]
+BATCHES += [{"dataloader_drop_last": True, "per_device_train_batch_size": 10}, {"packing": True, "max_length": 32}]
 
 
 @pytest.mark.parametrize("fields", [*BATCHES, {"per_device_train_batch_size": 50}, {"max_steps": 3}], ids=str)
@@ -150,7 +168,7 @@ def test_plan_is_what_the_trainer_does(fields, config, dataset, tokenizer):
     args = config(**{"max_steps": -1, "num_train_epochs": 2, **fields})
     model = tiny_ouro()
     lengths = [len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1 for row in dataset]
-    report = DataReport(train_tokens=sum(lengths))
+    report = DataReport(lengths=lengths)
     plan = plan_run(model.config, LoadedData(dataset, None, report, ""), args, default_peft_config(model), "tiny")
     trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     assert plan.trainable_parameters == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)

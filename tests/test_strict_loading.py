@@ -92,7 +92,8 @@ def test_the_names_of_the_weights_tell_whose_blocks_they_are(golden, name, layou
         model = load.from_pretrained(tmp_path, dtype=torch.float32)
         assert model.config.block_layout == layout
     model.save_pretrained(tmp_path / "again")
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["block_layout"] == layout
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert saved.get("block_layout", "huginn") == layout  # which the published file need not say
     weights = load_file(tmp_path / "model.safetensors")
     state = HuginnForCausalLM.from_pretrained(None, config=HuginnConfig(**data.meta["config"]), state_dict=weights)
     assert state.config.block_layout == layout

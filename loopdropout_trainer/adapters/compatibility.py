@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -35,25 +36,25 @@ def check_peft_config(config: PeftConfig) -> None:
     """Raise ValueError if the adapter described by `config` has no gated meaning; one sentence says why."""
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         name = type(config).__name__
-        raise ValueError(f"Loop Dropout gates LoRA adapters; got a configuration of another kind, {name}.")
+        raise UserError(f"Loop Dropout gates LoRA adapters; got a configuration of another kind, {name}.")
     for rank in (config.r, *config.rank_pattern.values()):
         if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"The adapter's rank `r` must be an integer of at least 1; got {rank!r}.")
+            raise UserError(f"The adapter's rank `r` must be an integer of at least 1; got {rank!r}.")
     for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
         if not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-            raise ValueError(f"The adapter's `lora_alpha` must be a number above 0; got {alpha!r}.")
+            raise UserError(f"The adapter's `lora_alpha` must be a number above 0; got {alpha!r}.")
     if not isinstance(config.lora_dropout, (int, float)) or not 0 <= config.lora_dropout < 1:
-        raise ValueError(f"The adapter's `lora_dropout` must lie in [0, 1); got {config.lora_dropout!r}.")
+        raise UserError(f"The adapter's `lora_dropout` must lie in [0, 1); got {config.lora_dropout!r}.")
     # PEFT marks the fields that give a layer another forward, such as `use_dora`: also those that it adds later.
     variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     own_forward = dict.fromkeys(variants, "it gives the layer a forward of its own, which a gate would not multiply")
     for field, reason in {**own_forward, **_REFUSED_FIELDS}.items():
         if getattr(config, field, None):
-            raise ValueError(f"`{field}` cannot be combined with gated LoRA: {reason}.")
+            raise UserError(f"`{field}` cannot be combined with gated LoRA: {reason}.")
     if config.bias != "none":
-        raise ValueError(f"`bias` must be 'none': a gate cannot switch biases off; got {config.bias!r}.")
+        raise UserError(f"`bias` must be 'none': a gate cannot switch biases off; got {config.bias!r}.")
     if config.init_lora_weights not in _INITS_THAT_KEEP_BASE:
-        raise ValueError(
+        raise UserError(
             f"`init_lora_weights` must be one of {', '.join(map(repr, _INITS_THAT_KEEP_BASE))}, which leave the base "
             f"weights alone: gate 0 is the pretrained model; got {config.init_lora_weights!r}."
         )
@@ -62,7 +63,7 @@ def check_peft_config(config: PeftConfig) -> None:
 def check_variant(variant: LoraVariant) -> None:
     """Raise ValueError if a layer's forward by PEFT is more than W x + s B A x, which a gate could multiply."""
     if type(variant).__module__.startswith("peft.") and not isinstance(variant, _PLAIN_VARIANTS):
-        raise ValueError(f"PEFT's {type(variant).__name__} has its own forward, whose gated meaning is not defined.")
+        raise UserError(f"PEFT's {type(variant).__name__} has its own forward, whose gated meaning is not defined.")
 
 
 def check_layers(model: nn.Module) -> None:
@@ -76,7 +77,7 @@ def check_layers(model: nn.Module) -> None:
         ValueError: naming the field or module, in one sentence.
     """
     if not isinstance(model, PeftModel):
-        raise ValueError(f"{type(model).__name__} has no adapter to gate: wrap it with peft.get_peft_model first.")
+        raise UserError(f"{type(model).__name__} has no adapter to gate: wrap it with peft.get_peft_model first.")
     for config in model.peft_config.values():
         check_peft_config(config)
     recurrent = set(find_looped_model(model).recurrent_linears())
@@ -84,14 +85,14 @@ def check_layers(model: nn.Module) -> None:
         if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             continue
         if name not in recurrent:
-            raise ValueError(
+            raise UserError(
                 f"`{name}` is not a linear projection of the recurrent block: leave it out of `target_modules`."
             )
         # PEFT's forward reads `lora_variant` where the update can be replaced.
         reads = inspect.unwrap(type(module).forward).__code__.co_names
         if not isinstance(module, LoraLayer) or "lora_variant" not in reads:
             kind = f"{type(module).__module__}.{type(module).__name__}"
-            raise ValueError(f"`{name}` is a {kind}, whose forward computes the update itself: no gate reaches it.")
+            raise UserError(f"`{name}` is a {kind}, whose forward computes the update itself: no gate reaches it.")
         for variant in module.lora_variant.values():
             check_variant(variant)
 
@@ -99,7 +100,7 @@ def check_layers(model: nn.Module) -> None:
 def check_adapter(model: nn.Module) -> str:
     """Return the name of the one active adapter of a PEFT model if everything adapted can be gated; else raise ValueError."""
     if isinstance(model, PeftModel) and len(model.active_adapters) != 1:
-        raise ValueError(
+        raise UserError(
             f"Exactly one adapter must be active to be trained or merged (`set_adapter`); got {model.active_adapters}."
         )
     check_layers(model)

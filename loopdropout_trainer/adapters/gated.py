@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from loopdropout_trainer.adapters.compatibility import check_adapter, check_layers, check_variant
 from loopdropout_trainer.adapters.fused import FusedProjection
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix, find_looped_model
 
 
@@ -288,11 +289,11 @@ def add_gates(
 
 def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
     """Raise ValueError for a kind's own parameters that PEFT's `load_adapter` would drop, as it does with unknown names."""
-    known = {prefix + name for name, _ in tuner.named_parameters()}
+    parameters = {prefix + name for name, _ in tuner.named_parameters()}
     for name in state_dict:
         kind = next((kind for kind in ADAPTER_KINDS.values() if kind.is_own(name)), None)
-        if kind is not None and name not in known:
-            raise ValueError(
+        if kind is not None and name not in parameters:
+            raise UserError(
                 f"The adapter has {kind.description} (`{name}`), which PEFT's `load_adapter` does not read: load it on "
                 "a model of its own with `loopdropout_trainer.load_adapter`."
             )
@@ -300,12 +301,12 @@ def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str,
 
 def _kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:
     """Return the kind that an adapter has already, or that a rule gives it."""
-    found = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
-    kind = found if rule is None else ADAPTER_KINDS[rule.adapter]
-    if found not in (GatedLora, kind):
-        raise ValueError(
-            f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {found.description}: use the rule "
-            "that it was trained with, or start from another adapter."
+    present = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
+    kind = present if rule is None else ADAPTER_KINDS[rule.adapter]
+    if present not in (GatedLora, kind):
+        raise UserError(
+            f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {present.description}: use the "
+            "rule that it was trained with, or start from another adapter."
         )
     return kind
 
@@ -326,7 +327,7 @@ def _check_gates_reach(model: PeftModel) -> None:
     """Raise ValueError if some update would not be multiplied by its gate."""
     check_layers(model)
     if merged := sorted({adapter for layer in adapted_layers(model) for adapter in layer.merged_adapters}):
-        raise ValueError(
+        raise UserError(
             f"No gate reaches an adapter that is merged into the weights; got {merged} merged: call `unmerge_adapter` first."
         )
 
@@ -392,6 +393,6 @@ def use_gates(
     gates = as_gate_matrix(gates, looped.config.num_loops)
     num_modules = len(adapted_layers(model))
     if gates.dim() == 3 and gates.shape[2] != num_modules:
-        raise ValueError(f"Gates [K, N, M] need one for each of {num_modules} adapted modules; got {gates.shape[2]}.")
+        raise UserError(f"Gates [K, N, M] need one for each of {num_modules} adapted modules; got {gates.shape[2]}.")
     with _all_gated(model), applied_gates(looped.loop_state, gates, segments):
         yield looped.loop_state

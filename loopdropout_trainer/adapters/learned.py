@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from loopdropout_trainer.adapters.gated import GatedLora, adapted_layers
+from loopdropout_trainer.errors import UserError
 
 
 _NAME = "lora_loop_gates"
@@ -57,7 +58,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         drawn, loop = super().gate(x), self.loop_state.loop
         parameters, adapter = self.shared
         if loop >= len(parameters[adapter]):
-            raise ValueError(
+            raise UserError(
                 f"The adapter learned gates for {len(parameters[adapter])} loops, but loop {loop + 1} runs: set "
                 "`config.num_loops` back."
             )
@@ -68,7 +69,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         parameters, key = self.shared
         gates = parameters[key].detach()  # [K]
         if not bool((gates == gates[0]).all()):
-            raise ValueError(
+            raise UserError(
                 f"An adapter with learned gates {[round(gate, 4) for gate in gates.tolist()]} cannot be merged: each loop "
                 "scales the update differently, and one weight serves all loops."
             )

@@ -10,6 +10,7 @@ from peft.utils import get_peft_model_state_dict, load_peft_weights
 from transformers import PreTrainedModel
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS, add_gates
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -27,9 +28,9 @@ def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: boo
     """
     weights = load_peft_weights(str(folder), device="cpu")
     if not weights:
-        raise ValueError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
+        raise UserError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
     if broken := next((name for name, weight in weights.items() if not torch.isfinite(weight).all()), None):
-        raise ValueError(f"The adapter in {folder} is damaged: `{broken}` holds numbers that are NaN or infinite.")
+        raise UserError(f"The adapter in {folder} is damaged: `{broken}` holds numbers that are NaN or infinite.")
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     depths = {kind: kind.saved_num_loops(shapes) for kind in ADAPTER_KINDS.values()}
     depths = {kind: depth for kind, depth in depths.items() if depth is not None}
@@ -43,7 +44,7 @@ def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: boo
     peft_model = PeftModel(model, config)
     for kind, trained_for in depths.items():
         if trained_for != num_loops:
-            raise ValueError(
+            raise UserError(
                 f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}: set "
                 f"`config.num_loops` to {trained_for}, or train a shared adapter, which runs at any depth."
             )
@@ -63,6 +64,6 @@ def _check_complete(peft_model: PeftModel, weights: dict[str, torch.Tensor], fol
     for wrong, what in ((expected - weights.keys(), "lacks"), (weights.keys() - expected, "has an unknown tensor,")):
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise ValueError(
+            raise UserError(
                 f"The adapter in {folder} does not fit this model by its adapter_config.json: it {what} `{min(wrong)}`{more}."
             )

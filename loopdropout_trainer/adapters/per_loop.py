@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters.gated import GatedLora, adapted_layers
+from loopdropout_trainer.errors import UserError
 
 
 class LoopFactors(nn.Module):
@@ -29,9 +30,9 @@ class LoopFactors(nn.Module):
     def forward(self, x: torch.Tensor, loop: int | None = None) -> torch.Tensor:
         """Apply loop `loop`'s factor to `x` [..., in], in its dtype."""
         if loop is None:
-            raise ValueError("Factors for each loop run in a gated model only: load the adapter with `load_adapter`.")
+            raise UserError("Factors for each loop run in a gated model only: load the adapter with `load_adapter`.")
         if loop >= len(self.weight):
-            raise ValueError(
+            raise UserError(
                 f"The adapter has factors for {len(self.weight)} loops, but loop {loop + 1} runs: set `config.num_loops` back."
             )
         return F.linear(x, self.weight[loop].to(x.dtype))
@@ -56,7 +57,7 @@ class PerLoopLora(GatedLora, kind="per_loop"):
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:
         init = model.peft_config[adapter].init_lora_weights
         if init not in (True, "gaussian"):
-            raise ValueError(
+            raise UserError(
                 f"`init_lora_weights` must be True or 'gaussian' with a pair of factors for each loop; got {init!r}."
             )
         layers = [layer for layer in adapted_layers(model) if adapter in layer.lora_A]
@@ -80,7 +81,7 @@ class PerLoopLora(GatedLora, kind="per_loop"):
         return module.lora_B[adapter](low_rank, self.loop_state.loop)
 
     def merged_update(self, module: LoraLayer, adapter: str) -> torch.Tensor:
-        raise ValueError(
+        raise UserError(
             "Independent adapters cannot be merged: each loop has an update of its own, and one weight serves all loops. "
             "Keep the adapter, or train a shared one."
         )

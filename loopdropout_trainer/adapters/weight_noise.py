@@ -13,6 +13,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters.gated import GatedLora
+from loopdropout_trainer.errors import UserError
 
 
 class NoisyLora(GatedLora, kind="weight_noise"):
@@ -38,7 +39,7 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         # Too large to be drawn beforehand and passed in: 460 million normals for 8 examples of Ouro-1.4B. From the same seed
         # they come out the same, so that recomputation is exact; CPUs and GPUs expand a seed differently.
         generators = [torch.Generator(x.device).manual_seed(seeds[example]) for example in events]
-        drawn = [torch.randn(rank, d_in + d_out, generator=each, device=x.device) for each in generators]
+        drawn = [torch.randn(rank, d_in + d_out, generator=generator, device=x.device) for generator in generators]
         g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
         scale = self.rule.noise_scales(num_loops)[self.loop_state.loop].item() / (d_out * d_in * rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
@@ -55,7 +56,7 @@ def update_norm(module: LoraLayer, adapter: str) -> torch.Tensor:
     """Return the Frobenius norm of (alpha / r) B A, from the factors alone."""
     a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
     if a.dim() != 2 or b.dim() != 2:
-        raise ValueError("Weight noise needs unsharded factors on every process; it does not run under ZeRO-3.")
+        raise UserError("Weight noise needs unsharded factors on every process; it does not run under ZeRO-3.")
     with torch.autocast(a.device.type, enabled=False):
         dtype = torch.promote_types(a.dtype, torch.float32)
         a, b = a.to(dtype), b.to(dtype)

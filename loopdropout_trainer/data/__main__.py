@@ -16,8 +16,8 @@ from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
+from loopdropout_trainer.errors import UserError, run_command, user_supplied
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.command import run_command, user_supplied
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     data = load_data(data_args, tokenizer, loss.max_length)
     examples = data.eval if show.held_out else data.train
     if examples is None or not 0 <= show.index < len(examples):
-        raise ValueError(f"`index` must be below {len(examples or ())}, the number of examples; got {show.index}.")
+        raise UserError(f"`index` must be below {len(examples or ())}, the number of examples; got {show.index}.")
     with user_supplied("The example cannot be prepared"):
         one = examples[show.index : show.index + 1]
         found = tokenise(one, tokenizer, loss.completion_only_loss, loss.assistant_only_loss)

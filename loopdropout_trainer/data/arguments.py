@@ -9,6 +9,7 @@ from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
 from loopdropout_trainer.data.preparations import PREPARATIONS
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.settings.ranges import check_choice, check_integer, check_list, shown
 
 
@@ -55,16 +56,16 @@ class DataArguments:
         source = "train_files" if self.train_files else "dataset_name"
         source = f"preparation: {self.preparation}" if generates else source
         if not (self.train_files or self.dataset_name or generates):
-            raise ValueError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
+            raise UserError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
         unread = (
             [] if source == "dataset_name" else ["dataset_name", "dataset_config", "dataset_revision", "dataset_split"]
         )
         unread += ["train_files", "eval_files", "column_mapping"] if generates else []
         for field in fields(self):
             if field.name in unread and getattr(self, field.name) != field.default:
-                raise ValueError(f"`{field.name}` and `{source}` exclude each other: the rows come from one of them.")
+                raise UserError(f"`{field.name}` and `{source}` exclude each other: the rows come from one of them.")
         if self.eval_files and self.num_eval_examples:
-            raise ValueError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
+            raise UserError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
         for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), least)
@@ -72,11 +73,11 @@ class DataArguments:
         if self.arithmetic_steps is None:
             return
         if self.preparation not in ("arithmetic", "arithmetic_pairs"):
-            raise ValueError("`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`.")
+            raise UserError("`arithmetic_steps` belongs to `preparation: arithmetic` or `arithmetic_pairs`.")
         steps = list(self.arithmetic_steps)
         if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= MOST_TRAINED_STEPS:
             valid = f"the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]"
-            raise ValueError(f"`arithmetic_steps` must be {valid}; got {shown(self.arithmetic_steps)}.")
+            raise UserError(f"`arithmetic_steps` must be {valid}; got {shown(self.arithmetic_steps)}.")
 
 
 @dataclass

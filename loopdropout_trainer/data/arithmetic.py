@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from datasets import Dataset
 
+from loopdropout_trainer.errors import UserError
+
 
 NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Noah", "Omar", "Ruth", "Sam", "Zoe")
 OBJECTS = ("apples", "books", "cards", "coins", "cookies", "pens", "shells", "stamps")
@@ -93,7 +95,7 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0, steps: tup
         ValueError: for another split.
     """
     if split not in SPLITS:
-        raise ValueError(f"`split` must be one of {', '.join(SPLITS)}; got {split!r}.")
+        raise UserError(f"`split` must be one of {', '.join(SPLITS)}; got {split!r}.")
     kind = SPLITS[split]
     steps = kind.steps if steps is None else tuple(steps)
     rng = Random(f"arithmetic/{split}/{seed}" + ("" if steps == kind.steps else f"/{steps[0]} to {steps[1]} steps"))

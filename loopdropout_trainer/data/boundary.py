@@ -17,6 +17,7 @@ from trl import get_training_chat_template
 
 from loopdropout_trainer.data.rows import DataError
 from loopdropout_trainer.data.templates import apply_chat_template
+from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
 def tokenise(
@@ -33,7 +34,7 @@ def tokenise(
         completion_only_loss: whether targets are the completion alone; default: for rows that have one.
         assistant_only_loss: whether targets are what the chat template marks as the assistant's.
     """
-    prompts = batch.get("prompt")
+    tokenizer, prompts = as_in_its_file(tokenizer), batch.get("prompt")
     texts = next(batch[name] for name in ("completion", "messages", "text") if name in batch)
     if isinstance(texts[0], str):
         texts = [text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token for text in texts]

@@ -22,10 +22,11 @@ from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.boundary import token_lengths
 from loopdropout_trainer.data.preparations import PREPARATIONS, DataReport, Preparation, Unwanted, random_order
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, present, read_files
-from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.errors import user_supplied
+from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
-_CACHE_VERSION = 5  # to be raised when the same settings give other examples
+_CACHE_VERSION = 6  # to be raised when the same settings give other examples
 
 
 @dataclass
@@ -53,7 +54,7 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
     """
     preparation = PREPARATIONS.get(args.preparation, Preparation)(args)
     name, fingerprint, rows = _source(args, preparation)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend = getattr(as_in_its_file(tokenizer), "backend_tokenizer", None)
     tokens = (backend.to_str() if backend else tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token)
     key = Hasher.hash([_CACHE_VERSION, asdict(args), fingerprint, tokens, max_length])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "loopdropout_trainer" / key
@@ -125,7 +126,7 @@ def _prepare(
     held_out = held_out if given is None else given.remove_columns("rank")
     train, lengths = _drop_long(train, tokenizer, max_length, report)
     held_out, _ = _drop_long(held_out, tokenizer, max_length, report)
-    report.train_tokens, report.longest = int(lengths.sum()), int(lengths.max(initial=0))
+    report.lengths = lengths.tolist()
     report.train, report.held_out = len(train), len(held_out)
     if not len(train):
         raise DataError(f"No example is left to train on.\n{report}")

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, fields_of, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.settings.ranges import check_choice, shown
 
 
@@ -42,11 +43,20 @@ class DataReport:
     read: int = 0
     train: int = 0
     held_out: int = 0
-    train_tokens: int = 0  # of the training examples, each counted once
-    longest: int = 0  # of them, in tokens
+    lengths: list[int] = field(default_factory=list)  # of the training examples, in tokens
     unused: int = 0  # usable rows beyond the number to train on
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     bad_rows: list[str] = field(default_factory=list)  # the first few that were skipped, with their places
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of the training examples, each counted once."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest training example."""
+        return max(self.lengths, default=0)
 
     def __str__(self) -> str:
         counts = {"read": self.read, "  to train on": self.train, "  held out": self.held_out}
@@ -84,9 +94,9 @@ class Preparation:
         self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
         if self.template is not None and not prompt_fields(self.template):  # the same prompt for every row
             valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {{column}}"
-            raise ValueError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
+            raise UserError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
         if args.prompt_end and self.template is None:
-            raise ValueError("`prompt_end` follows a `prompt_template`: give one, or leave it out.")
+            raise UserError("`prompt_end` follows a `prompt_template`: give one, or leave it out.")
         if type(self) is Preparation and self.template is not None:
             self.columns = (*prompt_fields(self.template), "completion")
         for name in args.column_mapping or ():

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.rows import BadRow, present
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import shown
+from loopdropout_trainer.settings.tokenizer import read_tokenizer
 
 
 PROMPT_TEMPLATES = {
@@ -73,15 +74,13 @@ def load_tokenizer(
         chat_template_path: of `SFTConfig`: another name for `chat_template`.
     """
     with user_supplied(f"The tokenizer of {model.model_name_or_path} cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
-        )
+        tokenizer = read_tokenizer(model.model_name_or_path, model.model_revision, trust_remote_code=trust_remote_code)
     if model.chat_template and chat_template_path:
-        raise ValueError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
+        raise UserError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
     if template := model.chat_template or chat_template_path:
         set_chat_template(tokenizer, template)
     if tokenizer.eos_token is None:
-        raise ValueError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
+        raise UserError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -97,7 +96,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> 
     for role, token in CHAT_TOKENS.get(name_or_path, {}).items():
         if token not in tokenizer.get_vocab():
             owner = tokenizer.name_or_path or "the model"
-            raise ValueError(f"`chat_template: {name_or_path}` needs {token}, which the tokenizer of {owner} lacks.")
+            raise UserError(f"`chat_template: {name_or_path}` needs {token}, which the tokenizer of {owner} lacks.")
         setattr(tokenizer, role, token)
     check_turn_end(tokenizer)
 
@@ -108,7 +107,7 @@ def chat_template(name_or_path: str) -> str:
     path = packaged.get(name_or_path, Path(name_or_path))
     if not path.is_file():
         names = ", ".join(packaged)
-        raise ValueError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
+        raise UserError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
     with user_supplied(f"`chat_template` {name_or_path} cannot be read"):
         return path.read_text(encoding="utf-8")
 
@@ -135,10 +134,10 @@ def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     text = apply_chat_template(tokenizer, turns, tokenize=False)
     if not re.search("question.*answer", text, re.DOTALL):
-        raise ValueError(f"The chat template does not show what is said: {shown(turns)} becomes {shown(text)}.")
+        raise UserError(f"The chat template does not show what is said: {shown(turns)} becomes {shown(text)}.")
     encoded = apply_chat_template(tokenizer, turns, return_dict=True, return_assistant_tokens_mask=marks)
     masks = encoded.get("assistant_masks", [])
     trained = [id for id, mask in zip(encoded["input_ids"], masks, strict=False) if mask]
     if marks and trained[-1:] != [tokenizer.eos_token_id]:
         ends = f"{tokenizer.decode(trained[-1:])!r}, and generation stops at {tokenizer.eos_token!r}"
-        raise ValueError(f"The chat template ends an assistant's turn with {ends}: set `eos_token` to the template's.")
+        raise UserError(f"The chat template ends an assistant's turn with {ends}: set `eos_token` to the template's.")

@@ -13,11 +13,11 @@ from transformers.hf_argparser import HfArg
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, RowArguments
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.loading import train_info
 from loopdropout_trainer.saving.adapter_files import adapter_folder
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
-from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import check_folder, check_list
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.training.checkpoints import differences
@@ -56,7 +56,7 @@ class DiagnosticArguments:
         for name in ("adapters", "models", "diagnostics", "imports"):
             check_list(name, getattr(self, name))
         if not self.adapters and not self.models:
-            raise ValueError("`adapters` must name one or more as name=path, or `models` a merged model.")
+            raise UserError("`adapters` must name one or more as name=path, or `models` a merged model.")
         check_depths("depths", self.depths)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS
 from loopdropout_trainer.diagnostics.scores import Batch, Scores, score
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -66,9 +67,9 @@ class Diagnostic:
         super().__init_subclass__(**kwargs)
         if cls.name:
             if not re.fullmatch(r"\w[\w-]*", cls.name):
-                raise ValueError(f"`name` of a diagnostic must be letters, digits, - and _; got {cls.name!r}.")
+                raise UserError(f"`name` of a diagnostic must be letters, digits, - and _; got {cls.name!r}.")
             if DIAGNOSTICS.get(cls.name, cls).__module__ != cls.__module__:
-                raise ValueError(f"There is a diagnostic `{cls.name}` already: choose another name.")
+                raise UserError(f"There is a diagnostic `{cls.name}` already: choose another name.")
             DIAGNOSTICS[cls.name] = cls
 
     def skip_reason(self, context: Context) -> str | None:

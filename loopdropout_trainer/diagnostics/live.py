@@ -15,9 +15,11 @@ from transformers import Trainer, TrainerCallback
 
 from loopdropout_trainer.diagnostics.rows import evaluation_batches
 from loopdropout_trainer.diagnostics.scores import readout_losses, reduction, score
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.processes import random_states_kept
 from loopdropout_trainer.settings.ranges import check_integer
-from loopdropout_trainer.training.distributed import random_states_kept, shards_weights
+from loopdropout_trainer.training.distributed import shards_weights
 
 
 class LiveDiagnosticsCallback(TrainerCallback):
@@ -34,7 +36,7 @@ class LiveDiagnosticsCallback(TrainerCallback):
         check_integer("every_steps", every_steps)
         check_integer("num_rows", num_rows)
         if shards_weights(trainer.args):
-            raise ValueError(
+            raise UserError(
                 "Live diagnostics need unsharded weights in every process, and ZeRO-3 and FSDP shard them: leave them out, "
                 "and run recipes/diagnose.py on the saved adapter."
             )

@@ -16,6 +16,7 @@ from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.data.preparations import without_calculator
 from loopdropout_trainer.diagnostics.scores import Batch
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.ranges import check_integer
@@ -72,7 +73,7 @@ def evaluation_batches(trainer: Trainer, num_rows: int) -> list[Batch]:
     if isinstance(rows, Mapping):
         rows = next(iter(rows.values()), None)
     if rows is None:
-        raise ValueError("Diagnostics of a training need evaluation rows: set `num_eval_examples` or `eval_files`.")
+        raise UserError("Diagnostics of a training need evaluation rows: set `num_eval_examples` or `eval_files`.")
     rows, size = list(islice(iter(rows), num_rows)), trainer.args.per_device_eval_batch_size
     batches = [trainer.data_collator(rows[start : start + size]) for start in range(0, len(rows), size)]
     for batch in batches:

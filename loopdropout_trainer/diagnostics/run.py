@@ -19,14 +19,15 @@ from loopdropout_trainer.data import load_tokenizer
 from loopdropout_trainer.diagnostics.compared import ComparedModel, DiagnosticArguments, find_models
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
 from loopdropout_trainer.diagnostics.rows import RowArguments, load_rows_to_score
+from loopdropout_trainer.errors import one_line, user_supplied
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.loading import load_model, model_identity
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import library_versions, one_line, user_supplied
 from loopdropout_trainer.settings.recipe import RecipeError
-from loopdropout_trainer.training.distributed import all_processes, from_main_process
+from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.memory import device_name
 
 

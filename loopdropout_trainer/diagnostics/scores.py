@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.training.distributed import all_processes
+from loopdropout_trainer.processes import all_processes
 
 
 Batch = dict[str, torch.Tensor]
@@ -105,7 +106,7 @@ def _scores(
 
     sums = sum(over_batches(model, batches, sums_of), np.zeros((1, 3)))
     if not sums[0, 2]:
-        raise ValueError("The batches hold no target token: every label is -100.")
+        raise UserError("The batches hold no target token: every label is -100.")
     return [Scores(losses / tokens, 100 * most_probable / tokens) for losses, most_probable, tokens in sums.tolist()]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.saving.files import write_atomically
-from loopdropout_trainer.settings.command import user_supplied
 
 
 SETTINGS_FILE = "settings.json"
@@ -65,7 +65,7 @@ class AnswerLog:
                     row = json.loads(line)
                     answers[row["key"]] = row["answer"]
                 except (ValueError, KeyError, TypeError):
-                    raise ValueError(f"{path}, line {number}, holds no answer: remove that line.") from None
+                    raise UserError(f"{path}, line {number}, holds no answer: remove that line.") from None
         return answers
 
     def keep(self, pairs: Iterable[tuple[Any, Any]]) -> None:

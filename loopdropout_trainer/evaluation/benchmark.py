@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from torch.distributed.tensor import DTensor
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.training.distributed import all_processes, from_main_process
+from loopdropout_trainer.processes import all_processes, from_main_process
 
 
 class Benchmark(ABC):
@@ -81,7 +82,7 @@ def evaluate_subject(
             processes that generate texts of different lengths would wait for one another.
     """
     if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in subject.model.parameters()):
-        raise ValueError(
+        raise UserError(
             "The model's weights are sharded over processes, but each process evaluates problems of its own: leave "
             "`benchmarks` out of the training, and evaluate the saved adapter with recipes/evaluate.py."
         )

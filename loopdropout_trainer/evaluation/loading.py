@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.data import load_tokenizer
+from loopdropout_trainer.errors import user_supplied
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving import adapter_files
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.command import user_supplied
 
 
 def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Module, PreTrainedTokenizerBase]:

@@ -22,13 +22,14 @@ from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.loading import load_model
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_greedy
+from loopdropout_trainer.processes import all_processes
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.training.distributed import all_processes
 
 
 # It warns of a model that is loaded already, as it is meant here.
@@ -120,7 +121,7 @@ class LoopedLM(HFLM):
         budget = options["max_gen_toks"]
         room = self.max_length - budget
         if room < 1:
-            raise ValueError(f"`max_gen_toks` must be less than `max_length`, {self.max_length}; got {budget}.")
+            raise UserError(f"`max_gen_toks` must be less than `max_length`, {self.max_length}; got {budget}.")
         # Tokenized as `hf` does before it generates: a text that brings its first special token gets no second one.
         prompts = [self.tok_batch_encode([each.args[0]], left_truncate_len=room)[0][0].tolist() for each in requests]
         return generate_greedy(
@@ -190,7 +191,7 @@ class LoggedLM(LoopedLM):
     def add_partial(self, kind: str, arguments: Iterable[Any], answer: Any) -> None:
         """Log an answer under the first key of its request that has none yet."""
         if kind != "generate_until" and not math.isfinite(answer[0] if kind == "loglikelihood" else answer):
-            raise ValueError("A log-likelihood is not a finite number: the model's outputs hold NaN or infinity.")
+            raise UserError("A log-likelihood is not a finite number: the model's outputs hold NaN or infinity.")
         hashed = sha256_of_json([kind, *arguments])
         keys = (f"{hashed} {number}" for number in count())
         self.log.keep([(next(key for key in keys if key not in self.log.found), answer)])

@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock
 
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.saving.files import write_atomically
-from loopdropout_trainer.settings.command import user_supplied
 
 
 FORMAT = 2
@@ -76,7 +76,7 @@ class Metric:
         """Return the metric of the problems' values, each from 0 to 1; ValueError for NaN, which has no average."""
         total = sum(values)
         if not math.isfinite(total):
-            raise ValueError("A problem's value is not a finite number: the model's outputs hold NaN or infinity.")
+            raise UserError("A problem's value is not a finite number: the model's outputs hold NaN or infinity.")
         integers = all(value in (0, 1) for value in values)
         return cls(100 * float(total) / len(values), int(total) if integers else None, total, len(values))
 
@@ -155,7 +155,7 @@ def read_evaluation(path: str | Path) -> dict[str, Any]:
         parts = [row[name] for row in report["rows"].values() for name in ("meta_info", "benchmarks")]
         complete = all(isinstance(part, dict) for part in parts)
         if report["format"] != FORMAT or not complete:
-            raise ValueError(f"{path} is not a complete results file of format {FORMAT}.")
+            raise UserError(f"{path} is not a complete results file of format {FORMAT}.")
     return report
 
 
@@ -164,7 +164,7 @@ def load_results(path: str | Path, row: str | None = None) -> dict[str, Benchmar
     rows = read_evaluation(path)["rows"]
     row = next(iter(rows)) if row is None and len(rows) == 1 else row
     if row not in rows:
-        raise ValueError(f"`row` must be one of the rows of {path} ({', '.join(rows)}); got {row!r}.")
+        raise UserError(f"`row` must be one of the rows of {path} ({', '.join(rows)}); got {row!r}.")
     with user_supplied(f"{path} is not a complete results file"):
         return {name: BenchmarkResult.from_json(name, each) for name, each in rows[row]["benchmarks"].items()}
 

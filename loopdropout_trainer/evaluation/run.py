@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.answer_log import check_same
 from loopdropout_trainer.evaluation.benchmark import Benchmark, evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_benchmark
@@ -16,11 +17,11 @@ from loopdropout_trainer.evaluation.loading import load_model, model_identity, t
 from loopdropout_trainer.evaluation.results import BenchmarkResult, add_result, read_evaluation
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, check_depths
-from loopdropout_trainer.settings.command import library_versions, user_supplied
 from loopdropout_trainer.settings.ranges import check_distinct, check_folder
 from loopdropout_trainer.settings.recipe import public_settings
-from loopdropout_trainer.training.distributed import all_processes, from_main_process
+from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.memory import device_name
 
 
@@ -62,7 +63,7 @@ class EvaluationArguments(BenchmarkArguments):
         super().__post_init__()
         check_folder("output_dir", self.output_dir)
         if not self.benchmarks:
-            raise ValueError("`benchmarks` must name one or more benchmarks, such as [gsm8k].")
+            raise UserError("`benchmarks` must name one or more benchmarks, such as [gsm8k].")
         self.benchmark_files = self.benchmark_files or {}
         for name in (*self.benchmarks, *self.benchmark_files):
             find_task(name)
@@ -72,19 +73,19 @@ class EvaluationArguments(BenchmarkArguments):
         for name, metrics in averages.items():  # lm-eval's own metrics are written `metric,filter`
             valid = isinstance(metrics, list) and all(each in known or "," in str(each) for each in metrics)
             if not (valid and metrics):
-                raise ValueError(f"`averages` must map names to lists of {', '.join(known)}; got `{name}: {metrics}`.")
+                raise UserError(f"`averages` must map names to lists of {', '.join(known)}; got `{name}: {metrics}`.")
             check_distinct("averages", metrics)
         check_depths("at_depths", self.at_depths)
         self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
         if len(self.at_depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
-            raise ValueError(
+            raise UserError(
                 f"`gates` must be {SINGLE_LOOP} where there are several `at_depths`; got {', '.join(self.gates)}."
             )
         if self.at_depths and self.readout is not None and self.readout > min(self.at_depths):
-            raise ValueError(f"`readout` must be one of the loops of all `at_depths`; got {self.readout}.")
+            raise UserError(f"`readout` must be one of the loops of all `at_depths`; got {self.readout}.")
         check_distinct("gates", self.gates or [])
         if not any(adapter for adapter, _ in self.rows().values()) and self.gates:
-            raise ValueError("`gates` multiply an adapter's update: give `adapter`, or leave them out.")
+            raise UserError("`gates` multiply an adapter's update: give `adapter`, or leave them out.")
 
     def rows(self) -> dict[str, tuple[str | None, int | None]]:
         """Return adapter (None: the model alone) and depth (None: that of the settings) of each row, by its own name."""
@@ -96,7 +97,7 @@ class EvaluationArguments(BenchmarkArguments):
             new = {f"{name}_K{depth}": (adapter, depth) for depth in self.at_depths or ()} or {name: (adapter, None)}
             is_of_gates = self.gates and re.search(r"_(loop\d+|gates_.+)$", name)  # as `gate_rows` names them
             if name in ("", ".", "..") or "/" in name or not path or is_of_gates or rows.keys() & new:
-                raise ValueError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {each!r}.")
+                raise UserError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {each!r}.")
             rows |= new
         return rows
 
@@ -122,7 +123,7 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
         SettingsChangedError: if `output_dir` holds answers of another evaluation.
     """
     if model.num_loops and arguments.at_depths:
-        raise ValueError("`num_loops` and `at_depths` exclude each other: the depths are all that is evaluated.")
+        raise UserError("`num_loops` and `at_depths` exclude each other: the depths are all that is evaluated.")
     state = all_processes()
     path = Path(arguments.output_dir, RESULTS_FILE)
     before = from_main_process(lambda: read_evaluation(path)["rows"] if path.is_file() else {})

@@ -12,10 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import adapted_layers, use_gates
 from loopdropout_trainer.data.templates import apply_chat_template
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
 from loopdropout_trainer.settings.ranges import check_integer
+from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
 @dataclass
@@ -50,15 +52,16 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.looped = find_looped_model(self.model)
+        self.tokenizer = as_in_its_file(self.tokenizer)
         self.num_loops = self.looped.config.num_loops
         if self.gates is not None:
             self.gates = parse_gates(self.gates, self.num_loops)
         if self.gates is not None and not adapted_layers(self.model):
-            raise ValueError("`gates` multiply an adapter's update, and the model has no adapter: leave them out.")
+            raise UserError("`gates` multiply an adapter's update, and the model has no adapter: leave them out.")
         if self.readout is not None:
             check_integer("readout", self.readout, 1, self.num_loops)
         if self.system_instruction is not None and not self.apply_chat_template:
-            raise ValueError("`system_instruction` is a turn of a chat: set `apply_chat_template` to true.")
+            raise UserError("`system_instruction` is a turn of a chat: set `apply_chat_template` to true.")
 
     @classmethod
     def of(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, arguments: BenchmarkArguments, **fields: Any):
@@ -79,7 +82,7 @@ class Subject:
         """
         turns = protocol if self.apply_chat_template is None else self.apply_chat_template
         if turns and not self.tokenizer.chat_template:
-            raise ValueError(
+            raise UserError(
                 "The benchmark's prompts are turns, and the tokenizer has no chat template: set `chat_template` (tulu2, ...)."
             )
         return turns
@@ -140,7 +143,7 @@ def parse_gates(gates: str | float | Sequence[float], num_loops: int) -> list[fl
         numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
         as_gate_matrix(numbers, num_loops)
     except (TypeError, ValueError):
-        raise ValueError(f"`gates` must be one for each of {num_loops} loops, as 1-0-0-0; got {gates!r}.") from None
+        raise UserError(f"`gates` must be one for each of {num_loops} loops, as 1-0-0-0; got {gates!r}.") from None
     return None if all(number == 1 for number in numbers) else numbers
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from math import inf
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
-from loopdropout_trainer.settings.ranges import check_number
-from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_fields
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_choices
 
 
 # What TRL finds out in the first step, or not at all.
@@ -24,20 +23,6 @@ _CHOICES = {
     "old_gates": ("same", "unit"),
     "reference_gates": ("unit", "same"),
     "completion_decoding": ("eager", "compiled", "generate"),
-}
-_INTEGERS = {
-    0: "top_k",
-    1: "num_generations_eval num_iterations steps_per_generation generation_batch_size max_completion_length completion_slots",
-    2: "num_generations",
-}
-_NUMBERS = {
-    "temperature": {"least": 1e-6},
-    "top_p": {"above": True, "most": 1},
-    "min_p": {"most": 1},
-    "repetition_penalty": {"above": True},
-    "top_entropy_quantile": {"above": True, "most": 1},
-    **dict.fromkeys(("beta", "epsilon", "epsilon_high", "delta", "off_policy_mask_threshold"), {}),
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), {"above": True}),
 }
 
 
@@ -81,23 +66,21 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
     )
 
     def __post_init__(self):
-        check_fields(self, _INTEGERS, _NUMBERS, _CHOICES)
-        for weight in self.reward_weights or ():
-            check_number("reward_weights", weight, -inf)
+        check_choices(self, _CHOICES)
         for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
             if getattr(self, name):
-                raise ValueError(
+                raise UserError(
                     f"`{name}` has no cache for a model that runs its layers several times: leave it out. Completions are "
                     "batched continuously by default (`completion_decoding`)."
                 )
         if self.make_loop_loss().name == "random":
-            raise ValueError(
+            raise UserError(
                 "`loop_loss: random` runs fewer loops than the completions were sampled with: choose 'final', 'uniform', "
                 "'progressive', 'weighted' or 'exit'."
             )
         super().__post_init__()
         if self.loop_loss != "final" and self.use_vllm and self.vllm_importance_sampling_correction:
-            raise ValueError(
+            raise UserError(
                 "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to "
                 "false, or `loop_loss` to 'final'."
             )
@@ -112,8 +95,11 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
         prompts = self.generation_batch_size // self.num_generations
         if num_prompts < prompts:
             why = "`generation_batch_size` by `num_generations`"
-            raise ValueError(f"A generation takes {prompts:,} prompts ({why}), and there are {num_prompts:,} of them.")
+            raise UserError(f"A generation takes {prompts:,} prompts ({why}), and there are {num_prompts:,} of them.")
         return num_prompts // prompts
+
+    def micro_batches(self, num_rows: int) -> int:
+        return self.generations(num_rows) * self.generates_every  # whole generations, each trained on so often
 
     @property
     def scores_old(self) -> bool:

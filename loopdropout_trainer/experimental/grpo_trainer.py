@@ -16,6 +16,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
@@ -50,8 +51,6 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         super().__init__(*positional, **keywords)
         looped, args = find_looped_model(self.model), self.args
         self._check_model(looped)
-        if hasattr(self.train_dataset, "__len__"):
-            args.generations(len(self.train_dataset))
         loop_loss = args.make_loop_loss()
         loop_loss.check_model(looped)
         if loop_loss.scores_all:
@@ -78,7 +77,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
              "`reference_gates: unit`."),
         ):  # fmt: skip
             if refused:
-                raise ValueError(reason)
+                raise UserError(reason)
 
     def _choose_decoding(self) -> str:
         """Return the form of decoding that is used without vLLM, and say why if it is not the one that was asked for."""
@@ -173,7 +172,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
             looped.training_policy = self.training_policy
             parts.append(score(model, input_ids[rows], attention_mask[rows], logits_to_keep, **kw))
         self._unit_gates()
-        return tuple(None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True))
+        return tuple(None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
     # Gates
 

@@ -67,4 +67,6 @@ def math_verify(completion: str, reference: str) -> bool:
     return bool(verify(parse(number if mark else reference), parse(completion)))
 
 
-REWARDS: dict[str, Reward] = {each.__name__: each for each in (gsm8k_strict, gsm8k_format, last_number, math_verify)}
+REWARDS: dict[str, Reward] = {
+    reward.__name__: reward for reward in (gsm8k_strict, gsm8k_format, last_number, math_verify)
+}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.rule import Draw, GateRule, check_p, register_rule
 
 
@@ -24,7 +25,7 @@ class MaskedRule(GateRule):
 
     def check(self, num_loops: int) -> None:
         if isinstance(self.p, tuple) and len(self.p) != num_loops:
-            raise ValueError(f"`p` has {len(self.p)} values, but the model runs {num_loops} loops: give one for each.")
+            raise UserError(f"`p` has {len(self.p)} values, but the model runs {num_loops} loops: give one for each.")
 
     def sample(self, draw: Draw) -> torch.Tensor:
         return rescaled_masks(draw, self.p)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.streams import ExampleId, normals, uniforms
 
 
@@ -126,12 +127,12 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
 def make_rule(name: str, **fields: Any) -> GateRule:
     """Build the rule `name` from its fields; raise ValueError, with what is valid, for what it does not take."""
     if name not in RULES:
-        raise ValueError(f"Unknown rule {name!r}. Valid rules: {', '.join(sorted(RULES))}.")
+        raise UserError(f"Unknown rule {name!r}. Valid rules: {', '.join(sorted(RULES))}.")
     cls = RULES[name]
     valid = field_names(cls)
     for field in fields:
         if field not in valid:
-            raise ValueError(f"The rule {name!r} has no field {field!r}; it takes {', '.join(valid) or 'no fields'}.")
+            raise UserError(f"The rule {name!r} has no field {field!r}; it takes {', '.join(valid) or 'no fields'}.")
     return cls(**fields)
 
 
@@ -148,9 +149,9 @@ def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float,
     values = list(p) if isinstance(p, Sequence) and not isinstance(p, str) else [p]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise ValueError(f"`{name}` is a drop probability and must lie in [0, 1); got {value!r}.")
+            raise UserError(f"`{name}` is a drop probability and must lie in [0, 1); got {value!r}.")
     if not values:
-        raise ValueError(f"`{name}` must be one drop probability, or one for each loop; got an empty list.")
+        raise UserError(f"`{name}` must be one drop probability, or one for each loop; got an empty list.")
     return float(values[0]) if len(values) == 1 else tuple(float(value) for value in values)
 
 
@@ -158,7 +159,7 @@ def check_one_p(p: float | Sequence[float], name: str = "p") -> float:
     """Return p as one float for all loops; raise ValueError if it is not one number in [0, 1)."""
     p = check_p(p, name)
     if isinstance(p, tuple):
-        raise ValueError(f"`{name}` must be one drop probability for all loops with this rule; got {list(p)}.")
+        raise UserError(f"`{name}` must be one drop probability for all loops with this rule; got {list(p)}.")
     return p
 
 
@@ -166,4 +167,4 @@ def check_range(value: float, name: str, low: float, high: float, integer: bool 
     """Raise ValueError unless `value` is a number, or an integer, in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)) or not low <= value <= high:
         kind = "an integer" if integer else "a number"
-        raise ValueError(f"`{name}` must be {kind} from {low:g} to {high:g}; got {value!r}.")
+        raise UserError(f"`{name}` must be {kind} from {low:g} to {high:g}; got {value!r}.")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.loop_dropout import rescaled_masks
 from loopdropout_trainer.gates.rule import Draw, GateRule, check_one_p, check_range, register_rule
 
@@ -69,11 +70,11 @@ class Adaptive(GateRule):
     def __post_init__(self):
         self.p = check_one_p(self.p)
         if self.direction not in ("more", "less"):
-            raise ValueError(f"`direction` must be 'more' or 'less' (where sensitive); got {self.direction!r}.")
+            raise UserError(f"`direction` must be 'more' or 'less' (where sensitive); got {self.direction!r}.")
         check_range(self.decay, "decay", 0, 1)
         self.p_min, self.p_max = check_one_p(self.p_min, "p_min"), check_one_p(self.p_max, "p_max")
         if not self.p_min <= self.p <= self.p_max:
-            raise ValueError(
+            raise UserError(
                 f"`p` must lie between `p_min` and `p_max`; got {self.p} outside [{self.p_min}, {self.p_max}]."
             )
 

@@ -147,6 +147,14 @@ class _Row:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
 
+    @property
+    def last_token(self) -> int:
+        return self.completion[-1] if self.completion else self.prompt[-1]
+
+
+_FREE = _Row(-1, [0])
+"""What compiled steps compute in a free slot: token 0 at position 0, which the next prompt writes over."""
+
 
 class Sampler:
     """Draws tokens from softmax(logits / temperature), cut by top-k, top-p and min-p in this order, as transformers does.
@@ -301,14 +309,14 @@ class Decoder:
     def _step(self) -> None:
         """Add a token to every row."""
         self._fit()
-        # A free slot (compiled steps keep them) computes token 0 at position 0, which the next prompt writes over.
-        tokens = [[0] if row is None else row.completion[-1:] for row in self.slots]
-        positions = [[0 if row is None else len(row) - 1] for row in self.slots]
-        self._set(list(range(len(self.slots))), torch.tensor(positions), is_prefill=False)
+        computed = [_FREE if row is None else row for row in self.slots]
+        ids = torch.tensor([[row.last_token] for row in computed], device=self.device)  # [B, 1]
+        positions = torch.tensor([[len(row) - 1] for row in computed])
+        self._set(list(range(len(self.slots))), positions, is_prefill=False)
         step = _compiled(self.device.type) if self.compiled else _logits
-        logits = step(self.model, self.cache, torch.tensor(tokens, device=self.device))  # [B, 1] -> [B, V]
+        logits = step(self.model, self.cache, ids)  # [B, V]
         used = [slot for slot, row in enumerate(self.slots) if row is not None]
-        self._extend([self.slots[slot] for slot in used], logits if len(used) == len(tokens) else logits[used])
+        self._extend([self.slots[slot] for slot in used], logits[used])
 
     def _extend(self, rows: list[_Row], logits: torch.Tensor) -> None:
         """Add a token to the completion of each row, by its logits [B, V]."""

@@ -18,8 +18,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import PreparedProjections
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation.decoding import Decoder, Sampler, why_unsupported
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
 logger = logging.get_logger(__name__)
@@ -40,7 +42,8 @@ def generate_greedy(
 
     Args:
         model: looped causal language model, with or without an adapter. It is put back into training if it was in it.
-        tokenizer: of the model; it is not changed, whatever its padding side, with or without a padding token.
+        tokenizer: of the model, whatever its padding side, with or without a padding token, neither of which is changed; see
+            `as_in_its_file`.
         prompts: texts, tokenized as the tokenizer does by default, as in training; or token ids.
         max_new_tokens: most tokens of a completion.
         batch_size: rows that are generated together.
@@ -57,10 +60,11 @@ def generate_greedy(
         ValueError: if a prompt has no tokens, for another `decoding`, or under gates that differ between examples.
     """
     if decoding not in DECODINGS:
-        raise ValueError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
+        raise UserError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
+    tokenizer = as_in_its_file(tokenizer)
     token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if [] in token_ids:
-        raise ValueError(f"Prompt {token_ids.index([])} has no tokens; there is nothing to continue.")
+        raise UserError(f"Prompt {token_ids.index([])} has no tokens; there is nothing to continue.")
     looped = find_looped_model(model)
     reason = None if decoding == "generate" else why_unsupported(looped)
     form = decoding if reason is None else "generate"
@@ -106,7 +110,7 @@ def _advancing(decoder: Decoder | _Generate, model: torch.nn.Module, looped: Pre
     """Yield (index of the prompt, completion) pairs as they come; while the caller has them, the model is as it was."""
     gates = looped.loop_state.gates
     if gates is not None and gates.shape[1] > 1:
-        raise ValueError(f"Generation applies the same gates to all prompts; those of {gates.shape[1]} are in force.")
+        raise UserError(f"Generation applies the same gates to all prompts; those of {gates.shape[1]} are in force.")
     # A compiled step reads the weights where they are, and joins the products by itself.
     prepared = nullcontext if compiled else PreparedProjections(looped).in_use
     while True:

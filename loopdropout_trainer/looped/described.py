@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, NotLoopedError, check_num_loops, find_looped_model
 
 
@@ -82,7 +83,7 @@ class LoopDescription(LoopedModelMixin):
             hook.remove()
         if len(readouts) != self.config.num_loops:
             loops = f"once in each of the {self.config.num_loops} loops"
-            raise ValueError(f"`readout_module` must return a module that runs {loops}; it ran {len(readouts)} times.")
+            raise UserError(f"`readout_module` must return a module that runs {loops}; it ran {len(readouts)} times.")
         return tuple(readouts)
 
 
@@ -131,9 +132,9 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         description: how it loops.
     """
     if issubclass(model_class, LoopedModelMixin):
-        raise ValueError(f"{model_class.__name__} is looped by itself; it needs no description.")
+        raise UserError(f"{model_class.__name__} is looped by itself; it needs no description.")
     if not model_class.base_model_prefix or not model_class.can_generate():
-        raise ValueError(f"{model_class.__name__} is not a causal language model around a backbone.")
+        raise UserError(f"{model_class.__name__} is not a causal language model around a backbone.")
 
     def set_num_loops(config: PreTrainedConfig, num_loops: int) -> None:
         description.set_num_loops(config, check_num_loops(num_loops))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped.state import LoopState
 
 
@@ -88,13 +89,13 @@ def _require_gradient(module: nn.Module, args: tuple, output: torch.Tensor) -> N
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     """Return the looped model inside PEFT, DDP or other wrappers; raise NotLoopedError if there is none."""
-    found = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
-    if found is None:
+    looped = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
+    if looped is None:
         raise NotLoopedError(
             f"{type(model).__name__} is not a looped model, such as `model_type: ouro`, or one that was built after "
             "`register_looped` described its class."
         )
-    return found
+    return looped
 
 
 MOST_LOOPS = 1024
@@ -104,7 +105,7 @@ MOST_LOOPS = 1024
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
     """Return `num_loops` if it is a usable recurrence depth K, an integer from 1 to `MOST_LOOPS`; else raise ValueError."""
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
-        raise ValueError(
+        raise UserError(
             f"`{name}` is the number of loops K and must be an integer from 1 to {MOST_LOOPS:,}; got {num_loops!r}."
         )
     return num_loops

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from loopdropout_trainer.errors import UserError
+
 
 class DrawKey(Protocol):
     """What a training step's random draws are keyed by; `example_ids` are (row, segment) of its examples."""
@@ -125,7 +127,7 @@ class GatePlan:
         if gates is None:
             return None
         if loop >= len(gates):
-            raise ValueError(
+            raise UserError(
                 f"Gates were set for {len(gates)} loops, but the model is running loop {loop + 1}: "
                 "set the gates after the model's depth (`config.num_loops`)."
             )
@@ -162,12 +164,12 @@ def as_gate_matrix(gates: torch.Tensor | Sequence, num_loops: int) -> torch.Tens
     if gates.dim() == 1:
         gates = gates.unsqueeze(1)
     if gates.dim() not in (2, 3) or len(gates) != num_loops or 0 in gates.shape:
-        raise ValueError(
+        raise UserError(
             f"Gates must have shape [K], [K, 1], [K, B] or [K, B, M] with K = {num_loops} loops and M adapted modules; "
             f"got {list(gates.shape)}."
         )
     if not bool(torch.isfinite(gates.detach()).all()):
-        raise ValueError("Gates must be finite numbers.")
+        raise UserError("Gates must be finite numbers.")
     return gates
 
 

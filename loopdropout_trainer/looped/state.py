@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped.plan import UNIT_GATES, GatePlan, LoopStep
 
 
@@ -81,7 +82,7 @@ class LoopState:
         if segments is not None:
             return values[segments.to(values.device)]  # [B, S, E]
         if len(values) != len(hidden_states):
-            raise ValueError(
+            raise UserError(
                 f"Gates were set for {len(values)} examples, but the batch has {len(hidden_states)}; "
                 "give one column for each example, or a single column for all of them."
             )

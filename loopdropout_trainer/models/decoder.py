@@ -17,12 +17,12 @@ from loopdropout_trainer.models.looped_modeling import (
 
 
 class DecoderConfigMixin(LoopedConfigMixin):
-    """Saves RoPE also under the names that readers other than transformers 5 know."""
+    """Saves RoPE under the names that the published files have, and all readers know."""
 
-    def to_diff_dict(self) -> dict:
-        fields, rope = super().to_diff_dict(), self.rope_parameters
-        scaling = None if rope.get("rope_type", "default") == "default" else dict(rope)
-        return {**fields, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        rope = dict(fields.pop("rope_parameters"))
+        theta = rope.pop("rope_theta")
+        return {**fields, "rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
 class DecoderLayer(RecurrentLayer):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import HrmTextForCausalLM, PreTrainedConfig
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped.described import LoopDescription, register_looped
 from loopdropout_trainer.models.strict_loading import load_strictly
 
@@ -37,7 +38,7 @@ class HrmTextLoops(LoopDescription):
     def running_loop(self, layer: nn.Module, *args: Any, cycle_offset: int, **kwargs: Any) -> int:
         config, backbone = self.config, self.model
         if layer.training and len(backbone.L_bp_cycles_padded) != max(config.H_cycles, len(config.L_bp_cycles)):
-            raise ValueError(
+            raise UserError(
                 "Which of HRM-Text's steps take gradients is fixed when it is built, and its depth was changed since: to "
                 "train at another depth, load it with `num_loops`."
             )
@@ -58,7 +59,7 @@ class HrmTextLoops(LoopDescription):
         if not self.config.prefix_lm or trained is None or "token_type_ids" in batch:
             return batch
         if "position_ids" in batch:
-            raise ValueError(
+            raise UserError(
                 "HRM-Text's prompts attend in both directions, which is not possible for several examples in a row: set "
                 "`packing` and `padding_free` to false."
             )

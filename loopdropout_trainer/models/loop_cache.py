@@ -7,6 +7,8 @@ import copy
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from loopdropout_trainer.errors import UserError
+
 
 def fit_cache(cache: Cache, num_layers: int) -> None:
     """Give `cache` one layer of keys and values per (loop, layer) of the model.
@@ -24,7 +26,7 @@ def fit_cache(cache: Cache, num_layers: int) -> None:
     else:  # a later run may have used fewer of the layers
         stale = type(first) is DynamicLayer and cache.layers[num_layers - 1].get_seq_length() != first.get_seq_length()
     if stale:
-        raise ValueError(
+        raise UserError(
             f"This cache has {held} layers for (loop, layer) pairs, not all with every token; the model needs {num_layers}: "
             "its number of loops was raised, or it was made for layers that run once, as by prefix tuning."
         )

@@ -7,6 +7,7 @@ A family supplies `run_prelude`, `recurrent_step` and `readout`; the driver is `
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable
@@ -24,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
 from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
@@ -169,12 +171,30 @@ class LoopedConfigMixin:
         """How often an attention layer runs in a forward pass."""
         return self.num_hidden_layers + (self.num_loops - 1) * self.num_recurrent_layers
 
-    def to_diff_dict(self) -> dict:
-        """Return what is saved: the dtype also under its old name, and no `backprop_depth` that was never set."""
-        fields = super().to_diff_dict()
-        fields["torch_dtype"] = fields.get("dtype")
-        optional = ("torch_dtype", "backprop_depth")
-        return {name: value for name, value in fields.items() if value is not None or name not in optional}
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read what a config.json holds; arguments and result as in transformers."""
+        as_read = cls(**copy.deepcopy(config_dict)).to_diff_dict()
+        left_open = {name: value for name, value in as_read.items() if name not in {*config_dict, "architectures"}}
+        read = super().from_dict(config_dict, **kwargs)
+        (read[0] if isinstance(read, tuple) else read)._left_open = left_open
+        return read
+
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return what transformers would save under the names, and in the form, of the published config.json."""
+        return fields
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "_left_open"}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return what is saved, in the published form; of what the file that it was read from left open, only what changed."""
+        fields = self.hub_fields(super().to_diff_dict())
+        if "dtype" in fields:  # `torch_dtype` before transformers 5; a file that has one of the two names keeps it
+            fields["torch_dtype"] = fields["dtype"]
+        left_open = {"backprop_depth": None, **self.__dict__.get("_left_open", {})}
+        changed = lambda name, value: "dtype" not in name and value != left_open[name]
+        return {name: value for name, value in fields.items() if name not in left_open or changed(name, value)}
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
@@ -364,7 +384,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     def _embed(self, input_ids, inputs_embeds, initial_state) -> torch.Tensor:
         """Return the embeddings [B, S, H] of checked inputs."""
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+            raise UserError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
             if self.training_policy.lora_parameters is not None and inputs_embeds.is_leaf:
@@ -372,7 +392,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 inputs_embeds = inputs_embeds.detach()
         if initial_state is not None and initial_state.shape != inputs_embeds.shape:
             shape = f"[B, S, H] = {list(inputs_embeds.shape)} of this call's tokens"
-            raise ValueError(f"`initial_state` must have the shape {shape}; got {list(initial_state.shape)}.")
+            raise UserError(f"`initial_state` must have the shape {shape}; got {list(initial_state.shape)}.")
         return inputs_embeds
 
     def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
@@ -382,7 +402,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 return None
             cache = DynamicCache()
         if output_readouts and self.readout_attends:
-            raise ValueError(
+            raise UserError(
                 f"`output_readouts` cannot be combined with a cache in {type(self).__name__}: the layers behind the loop "
                 "cache the final loop's keys only. Set `use_cache=False`, or `config.num_loops` to the loop wanted."
             )
@@ -449,7 +469,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refuse what `generate_batch` begins with."""
-        raise ValueError(
+        raise UserError(
             "Continuous batching has one paged cache for each layer, and a looped model needs one for each loop of it: use "
             "`generate`, or `loopdropout_trainer.evaluation.generate_greedy`, which packs prompts of all lengths."
         )

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.decoder import DecoderLayer
 from loopdropout_trainer.models.layers import PROJECTIONS, ExactRotaryEmbedding, RMSNorm, StaysFloat32
@@ -79,7 +80,7 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         if self.base_config_dict is not None:
             nested = dict(self.base_config_dict)
             if nested.get("model_type", "qwen3") != "qwen3":
-                raise ValueError(
+                raise UserError(
                     f"LoopUS is implemented over Qwen3; `base_config_dict` is of a {nested['model_type']!r} model."
                 )
             base = Qwen3Config(**{key: value for key, value in nested.items() if key != "model_type"})
@@ -94,14 +95,14 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         super().__post_init__(**kwargs)
         split = [getattr(self, name) or [] for name in _SPLIT]
         if sorted(sum(split, [])) != list(range(self.num_hidden_layers)) or not split[1]:
-            raise ValueError(
+            raise UserError(
                 f"{', '.join(f'`{name}`' for name in _SPLIT)} must share the {self.num_hidden_layers} base layers among "
                 f"them, with at least one to loop; got {split[0]}, {split[1]}, {split[2]}."
             )
         if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
-            raise ValueError("Only full attention is implemented for LoopUS; set `use_sliding_window` to false.")
+            raise UserError("Only full attention is implemented for LoopUS; set `use_sliding_window` to false.")
         if self.lma_window:
-            raise ValueError(
+            raise UserError(
                 f"`lma_window` {self.lma_window}, attention over the last loops' states, is not implemented."
             )
 
@@ -120,9 +121,8 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "base_config_dict": self.nested()}
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Return what is saved: the hub's form."""
-        saved = {name: value for name, value in super().to_diff_dict().items() if name not in _QWEN3_FIELDS}
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        saved = {name: value for name, value in fields.items() if name not in _QWEN3_FIELDS}
         sizes = {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
         return {**saved, "base_config_dict": self.nested(), "architectures": ["LDSForCausalLM"], **sizes}
 

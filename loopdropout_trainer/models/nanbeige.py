@@ -8,10 +8,13 @@ A layer is Llama's, with fewer key and value heads, and heads that together are 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
 from loopdropout_trainer.models.looped_modeling import LoopInputs
 
@@ -55,16 +58,19 @@ class NanbeigeConfig(DecoderConfigMixin, LlamaConfig):
         super().__post_init__(**kwargs)
         for name, value in vars(self).items():
             if value and (name in _SWITCHES or name.startswith("enable_")):
-                raise ValueError(
+                raise UserError(
                     f"`{name}` of a Nanbeige model must be off: what it switches on is not implemented; got {value!r}."
                 )
         if self.kv_channels not in (None, self.head_dim):
-            raise ValueError(f"`kv_channels` must equal `head_dim` = {self.head_dim}; got {self.kv_channels}.")
+            raise UserError(f"`kv_channels` must equal `head_dim` = {self.head_dim}; got {self.kv_channels}.")
         if (rope_type := self.rope_parameters["rope_type"]) != "default":
-            raise ValueError(f"`rope_scaling` of a Nanbeige model must be null; got one of type {rope_type!r}.")
+            raise UserError(f"`rope_scaling` of a Nanbeige model must be null; got one of type {rope_type!r}.")
 
-    def to_diff_dict(self) -> dict:
-        fields = super().to_diff_dict()
+    def validate_architecture(self) -> None:
+        """Take heads of any width: Llama's own check wants a hidden size that is a multiple of their number."""
+
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        fields = super().hub_fields(fields)
         if self.loop_loss_weights and self.num_loops != len(self.loop_loss_weights) + 1:
             fields["loop_loss_weights"] = []
         return fields

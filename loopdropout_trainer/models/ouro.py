@@ -14,6 +14,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import Qwen2Config
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
 from loopdropout_trainer.models.layers import RMSNorm
 from loopdropout_trainer.models.looped_modeling import LoopInputs
@@ -54,7 +55,7 @@ class OuroConfig(DecoderConfigMixin, Qwen2Config):
             self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
         if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
-            raise ValueError("Only full attention is implemented for Ouro; set `use_sliding_window` to false.")
+            raise UserError("Only full attention is implemented for Ouro; set `use_sliding_window` to false.")
 
 
 class OuroDecoderLayer(DecoderLayer):

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.errors import one_line
 from loopdropout_trainer.settings.recipe import method_title
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from peft import PeftConfig
@@ -36,7 +35,6 @@ class RunPlan:
 
     def __str__(self) -> str:
         config, completions, examples, tokens = self.config, "", len(self.data.train), self.data.report.train_tokens
-        batch_size = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
         if isinstance(config, LoopDropoutGRPOConfig):
             prompts = config.generation_batch_size // config.num_generations
             every = config.generates_every / config.gradient_accumulation_steps
@@ -48,7 +46,7 @@ class RunPlan:
             "rule": self.rule_and_adapter,
             "data": self.data.description,
             "examples": f"{examples:,} with {tokens:,} tokens, {tokens / examples:.0f} in the mean",
-            "steps": f"{self.steps:,} of {batch_size:,} {'completions' if completions else 'examples'} "
+            "steps": f"{self.steps:,} of {config.examples_per_step:,} {'completions' if completions else 'examples'} "
             f"({self.epochs:.4g} epochs)",
             "completions": completions,
             "learning rate": f"{config.learning_rate:g}, seed {config.seed}",
@@ -69,17 +67,5 @@ def plan_run(
     trained = [0, 0]  # numbers of weights, by whether they are
     for parameter in model_to_train(model, peft_config, config.make_rule()).parameters():
         trained[parameter.requires_grad] += parameter.numel()
-    steps_per_epoch, steps = num_steps(len(data.train), config)
+    steps_per_epoch, steps = config.num_steps(config.num_rows(data.report.lengths))
     return RunPlan(model_name, model.num_loops, *trained, steps, steps / steps_per_epoch, data, config)
-
-
-def num_steps(num_examples: int, config: LoopDropoutArguments) -> tuple[int, int]:
-    """Return the optimizer steps of one epoch and of the whole run, as transformers' Trainer counts them."""
-    if isinstance(config, LoopDropoutGRPOConfig):  # whole generations, each of them trained on so many micro-batches
-        batches = config.generations(num_examples) * config.generates_every
-    else:
-        batches = math.ceil(math.ceil(num_examples / config.train_batch_size) / config.world_size)
-    steps_per_epoch = math.ceil(batches / config.gradient_accumulation_steps)
-    if config.max_steps > 0:
-        return steps_per_epoch, config.max_steps
-    return steps_per_epoch, math.ceil(config.num_train_epochs * steps_per_epoch)

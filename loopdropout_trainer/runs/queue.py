@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,19 @@ import psutil
 from filelock import FileLock
 from optuna.trial import FrozenTrial, TrialState
 
-from loopdropout_trainer.record import ONE_SETTING, Difference, Identity, differences, make_identity
+from loopdropout_trainer.errors import run_command, user_supplied
+from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, make_identity
 from loopdropout_trainer.runs import workers
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
 from loopdropout_trainer.runs.summary import SUMMARY_FILE, edges, table
 from loopdropout_trainer.runs.sweep import Job, Sweep
 from loopdropout_trainer.saving.files import LOCK_FILE, write_atomically
-from loopdropout_trainer.settings.command import run_command, user_supplied
+from loopdropout_trainer.settings.arguments import AdapterArguments
 from loopdropout_trainer.settings.recipe import settings_yaml
 
 
 HEARTBEAT, GRACE = 10, 60  # seconds; of a process on this machine it is known at once that it has died
+_OF_ADAPTER = {"rule", "p", "rule_args", *(f.name for f in fields(AdapterArguments))}
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # results that are not there or not complete
 
 Outcome = dict[str, Any]
@@ -71,7 +74,7 @@ class Queue:
             self._open_storage()
             self._claim_folder()
             self._refresh()
-            self._check_alike("What would run now", make_identity(), self._last.values())
+            self._check_alike("A run of now", make_identity())
             if check:
                 self.study.set_user_attr("failure", None)  # what failed before is tried again
 
@@ -131,6 +134,9 @@ class Queue:
         self._active: set[str] = set()
         for trial in self.study.get_trials(deepcopy=False):
             run = trial.user_attrs.get("run", "")
+            if trial.user_attrs.get("anew"):
+                self._last.pop(run, None)
+                self._scores.pop(run, None)
             if trial.state == TrialState.RUNNING:
                 self._active.add(run)
             elif trial.state in files and (self.output_dir / run / files[trial.state]).exists():
@@ -167,19 +173,33 @@ class Queue:
         return None
 
     def _check_alike(self, run: str, identity: Identity, method: str = "") -> None:
-        """Raise SweepError if what a run's numbers depend on is not what those of the finished runs do."""
+        """Raise SweepError if a run's numbers depend on something else than those of the finished runs do.
+
+        Runs of one method differ in seed and learning rate only; those of methods that differ in rule and adapter only have the
+        same base and data; all have the same versions.
+        """
         for other, trial in self._last.items():
+            if "identity" not in trial.user_attrs:
+                raise SweepError(
+                    f"{other} was trained by an earlier version of this package, which did not note on what data and with which "
+                    "versions: choose another `output_dir`."
+                )
             parts = ("versions",)
             if trial.user_attrs["method"] == method:
                 parts = ONE_SETTING
-            elif self.sweep.differ_in_adapter_only(trial.user_attrs["method"], method):
+            elif method and self._beside_adapter(trial.user_attrs["method"]) == self._beside_adapter(method):
                 parts = ("base", "data", "versions")
             for difference in differences(trial.user_attrs["identity"], identity, parts):
-                if other != run and (difference.part, difference.field) != ("settings", "learning_rate"):
+                if difference.field != "learning_rate":
                     raise SweepError(
                         f"{run} cannot stand beside {other}: {difference}. Put it back and delete the folder of the one that "
                         "is wrong, or choose another `output_dir`."
                     )
+
+    def _beside_adapter(self, method: str) -> dict[str, Any]:
+        """Return a method's settings without those of its rule and adapter."""
+        settings = self.study.user_attrs[f"{method}: "]
+        return {name: value for name, value in settings.items() if name not in _OF_ADAPTER}
 
     # Doing it
 
@@ -247,9 +267,12 @@ class Queue:
 
     def _begin(self, job: Job) -> optuna.Trial:
         """Return a new trial for a job, which is this process's; it has the lock."""
-        trial = self.study.ask()
         facts = {"worker": f"{socket.gethostname()}:{os.getpid()}", "run": job.run, **job._asdict()}
-        for name, value in {**facts, "run_name": self.sweep.recipe(job)["run_name"]}.items():
+        facts["run_name"] = self.sweep.recipe(job)["run_name"]
+        # Whose folder is gone is trained anew: what its earlier trials say is of another training.
+        facts["anew"] = not any((self.output_dir / job.run / name).exists() for name in (RESULTS_FILE, DIVERGED_FILE))
+        trial = self.study.ask()
+        for name, value in facts.items():
             trial.set_user_attr(name, value)
         return trial
 

@@ -22,24 +22,26 @@ from transformers.utils.logging import disable_progress_bar
 
 from loopdropout_trainer import diagnostics
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
+from loopdropout_trainer.errors import user_supplied
 from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.evaluation.subject import run_as
+from loopdropout_trainer.processes import from_main_process
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log, title_of
 from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE, read_results, write_results
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields, save_card
 from loopdropout_trainer.saving.files import sha256, write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
+from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.command import library_versions, user_supplied
 from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
-from loopdropout_trainer.settings.secrets import public_settings
+from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
-from loopdropout_trainer.training.distributed import from_main_process, shards_weights
+from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.memory import device_name, memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config

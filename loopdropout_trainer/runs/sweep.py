@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.arguments import AdapterArguments, BenchmarkArguments, RunArguments
-from loopdropout_trainer.settings.command import user_supplied
+from loopdropout_trainer.secrets import public_settings
+from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe
-from loopdropout_trainer.settings.secrets import public_settings
 
 
 _ONE_TRAINING = {"compare_with", "dry_run"}  # what makes several of a training, or none
@@ -31,7 +31,6 @@ _MEASURED = {f.name for f in fields(RunArguments)} - _ONE_TRAINING
 _ONLY_FINAL = _MEASURED - {f.name for f in fields(BenchmarkArguments)}
 # A sweep sets these itself; those of a base recipe are ignored.
 _SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", *_ONE_TRAINING}
-_OF_ADAPTER = {"rule", "p", "rule_args", *(f.name for f in fields(AdapterArguments))}
 
 Scores = Mapping[str, float | None]
 """The scores that choose the learning rate, by run, in percent; None: it diverged."""
@@ -49,7 +48,8 @@ class PartArguments:
     seeds: list[int] = HfArg(default_factory=lambda: [101, 102, 103], help="The first ones choose the learning rate.")
     full_grid: bool = HfArg(default=False, help="Train every seed at every rate; so it is with one rate.")
     extend_grid: bool = HfArg(
-        default=False, help="While a method's best rate is the smallest or largest of its grid, add the next one there."
+        default=False,
+        help="While a method's best rate is the smallest or largest of its grid, add the next one there.",
     )
     max_extensions: int = HfArg(default=4, help="How many rates `extend_grid` adds to a method's grid at most.")
     settings: dict[str, Any] | None = HfArg(
@@ -64,7 +64,7 @@ class PartArguments:
         for name in ("learning_rates", "methods", "seeds"):
             values = list(getattr(self, name))
             if not values or len(set(map(str, values))) != len(values):
-                raise ValueError(f"`{name}` must be one or more different values; got {values!r}.")
+                raise UserError(f"`{name}` must be one or more different values; got {values!r}.")
         for rate in self.learning_rates:
             check_number("learning_rates", rate, above=True)
         for seed in self.seeds:
@@ -221,12 +221,6 @@ class Sweep:
         settings = self.settings(job.method, job.selects)
         run_name = f"{job.run} {sha256_of_json(settings)[:16]}"
         return {**settings, "learning_rate": job.learning_rate, "seed": job.seed, "run_name": run_name}
-
-    def differ_in_adapter_only(self, method: str, other: str) -> bool:
-        """Say whether two methods train on the same data and the same base, as far as their recipes say."""
-        recipes = [self.settings(name, selects=True) for name in (method, other) if name in self.methods]
-        rest = [{name: value for name, value in recipe.items() if name not in _OF_ADAPTER} for recipe in recipes]
-        return len(rest) == 2 and rest[0] == rest[1]
 
     # Learning rates
 

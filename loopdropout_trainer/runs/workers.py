@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.settings.command import is_user_error, run_command, sentence
+from loopdropout_trainer.errors import is_user_error, run_command, sentence
 from loopdropout_trainer.settings.recipe import RecipeError, settings_yaml
 
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from loopdropout_trainer.adapters import attach_adapter, check_peft_config
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.cards import is_hub_name
 from loopdropout_trainer.saving.files import sha256_of_weights
-from loopdropout_trainer.settings.command import user_supplied
 from loopdropout_trainer.settings.ranges import shown
 
 
@@ -120,7 +120,7 @@ def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, fold
     if before != now if now else names_differ and is_hub_name(base) and is_hub_name(trained_on):
         name = f"{'' if names_differ else 'other weights than those of '}{trained_on or 'another base model'}"
         advice = "load that base, or pass `another_base=True` to `load_adapter`"
-        raise ValueError(f"The adapter in {folder} was trained on {name}, not on {base}: {advice}.")
+        raise UserError(f"The adapter in {folder} was trained on {name}, not on {base}: {advice}.")
     if names_differ and not now:
         logger.warning(f"The adapter in {folder} was trained on {trained_on}; it is put on {base}.")
 
@@ -138,10 +138,10 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
         old, new = getattr(saved, field), getattr(running, field)
         if old != new:
-            raise ValueError(f"The adapter in {folder} has `{field}` {old}, this run's has {new}.")
+            raise UserError(f"The adapter in {folder} has `{field}` {old}, this run's has {new}.")
     num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
     if trained not in (None, num_loops):
-        raise ValueError(
+        raise UserError(
             f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: set `num_loops` to "
             f"{trained}, or start a new run with `load_adapter`."
         )
@@ -156,14 +156,14 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     folder = Path(folder)
     path = folder / "adapter_config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
+        raise UserError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
     if not (folder / _WEIGHTS).is_file():
         pickled = "; a pickled .bin file is not read, since it could run code" if any(folder.glob("*.bin")) else ""
-        raise ValueError(f"{folder} holds no {_WEIGHTS}{pickled}.")
+        raise UserError(f"{folder} holds no {_WEIGHTS}{pickled}.")
     with user_supplied(f"{path} cannot be read"):
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
-            raise ValueError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
+            raise UserError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
         for given in (config.target_modules, config.rank_pattern, config.alpha_pattern):
             sorted(given or ())  # TypeError for what is no collection of names
     # PEFT matches regular expressions against every module's name; a malicious one takes hours.
@@ -175,5 +175,5 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     for given in (config.exclude_modules, config.layers_pattern, config.rank_pattern, config.alpha_pattern):
         for pattern in [given] if isinstance(given, str) else given or ():
             if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):
-                raise ValueError(f"{path} holds the regular expression {shown(pattern)}: give plain names of modules.")
+                raise UserError(f"{path} holds the regular expression {shown(pattern)}: give plain names of modules.")
     return config

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from huggingface_hub import HfApi
@@ -17,9 +18,11 @@ from peft.tuners.lora.layer import LoraLayer
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
+from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
 MERGED = "merged.json"
@@ -32,10 +35,14 @@ class PushError(RuntimeError):
 
 
 @torch.no_grad()
-def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
+def merged_state_dict(model: PeftModel, folder: Path | None = None) -> dict[str, torch.Tensor]:
     """Return the base model's state dict with the adapter added at unit gates; the model is left as it is.
 
     W + Delta is summed in float32 and rounded once to the base's dtype.
+
+    Args:
+        model: PEFT model over a looped model.
+        folder: for the merged weights, so that they need no memory: files that these tensors map; None: in memory.
 
     Raises:
         ValueError: if the adapter cannot be merged (learned gates, a pair of factors for each loop), or the base weights
@@ -51,6 +58,7 @@ def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
             module_name = module_name.removesuffix(".base_layer")
             if parameter == "weight":
                 tensor = _merged_weight(module_name, layers[module_name], adapter, tensor)
+                tensor = tensor if folder is None else _in_file(tensor, folder / module_name)
         elif ".lora_" in f".{name}":
             continue
         merged[f"{module_name}.{parameter}"] = tensor
@@ -60,17 +68,23 @@ def merged_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
 def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tensor) -> torch.Tensor:
     if type(layer) is not LoraLinear or not weight.is_floating_point():
         kind = f"a {type(layer).__name__} over {weight.dtype} weights"
-        raise ValueError(
+        raise UserError(
             f"`{name}` is {kind}: load the base model unquantised, put the saved adapter on it, and merge that."
         )
     delta = merged_update(layer, adapter)
     if weight.shape != delta.shape:
         held = f"{list(weight.shape)} of a {list(delta.shape)} weight"
-        raise ValueError(f"`{name}` is sharded over processes, {held}: save the adapter, and merge it in one process.")
+        raise UserError(f"`{name}` is sharded over processes, {held}: save the adapter, and merge it in one process.")
     merged = (weight.float() + delta.float()).to(weight.dtype)
     if not torch.isfinite(merged).all():
-        raise ValueError(f"The adapter cannot be merged: `{name}` would hold NaN or infinity in {weight.dtype}.")
+        raise UserError(f"The adapter cannot be merged: `{name}` would hold NaN or infinity in {weight.dtype}.")
     return merged
+
+
+def _in_file(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """Return a copy of a tensor that maps a file, so that the system may drop it from memory and read it again."""
+    path.write_bytes(tensor.contiguous().cpu().view(torch.uint8).numpy())
+    return torch.from_file(str(path), size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
 
 
 def merge_and_save(
@@ -100,17 +114,17 @@ def merge_and_save(
     """
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
-    weights = merged_state_dict(model)
     base, fields = model.get_base_model(), card_fields(model, facts)
     with staged_files(output_dir, "The merged model") as partial:
-        base.save_pretrained(partial, state_dict=weights)
+        with TemporaryDirectory(dir=partial) as files:
+            base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))
         code = _bring_code(base.config, base.config.name_or_path or fields.base_model, partial)
         config = {**json.loads((partial / "config.json").read_text(encoding="utf-8")), "auto_map": code}
         config |= {"use_cache": True} if "use_cache" in config else {}  # off for training only
         config = {key: value for key, value in config.items() if key != "auto_map" or value}
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            as_in_its_file(tokenizer).save_pretrained(partial)
         (partial / MERGED).write_text(_merged_into(model), encoding="utf-8")
         save_card(model, partial, repo_id or output_dir.name, fields, merged=True, has_code=bool(code))
     return output_dir
@@ -121,7 +135,7 @@ def check_merge_target(folder: str | Path, model: PeftModel) -> None:
     weights = sorted(file.name for file in Path(folder).glob("*") if file.suffix in _WEIGHTS)
     before = Path(folder, MERGED)
     if weights and not (before.is_file() and before.read_bytes() == _merged_into(model).encode()):
-        raise ValueError(f"{folder} holds other weights ({weights[0]}): choose another folder for the merged model.")
+        raise UserError(f"{folder} holds other weights ({weights[0]}): choose another folder for the merged model.")
 
 
 def _merged_into(model: PeftModel) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.settings.ranges import check_distinct, check_integer, check_list
 
@@ -29,7 +30,7 @@ class ModelArguments:
 
     def __post_init__(self):
         if not str(self.model_name_or_path).strip():
-            raise ValueError("`model_name_or_path` must be a Hub name or a folder; got ''.")
+            raise UserError("`model_name_or_path` must be a Hub name or a folder; got ''.")
         if self.num_loops is not None:
             check_integer("num_loops", self.num_loops, 1, MOST_LOOPS)
         if self.model_name_or_path == "tiny-ouro":

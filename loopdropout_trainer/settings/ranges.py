@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import os
 import reprlib
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from loopdropout_trainer.errors import UserError
 
 
 _repr = reprlib.Repr()
@@ -24,8 +29,8 @@ def _is_number(value: Any, *kinds: type) -> bool:
 def check_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
     """Raise ValueError unless a setting is an integer in [least, most]."""
     if not _is_number(value, int) or value < least or (most is not None and value > most):
-        valid = f"of at least {least}" if most is None else f"from {least} to {most:,}"
-        raise ValueError(f"`{name}` must be an integer {valid}; got {shown(value)}.")
+        valid = f"of at least {least}" if most is None else f"from {least:,} to {most:,}"
+        raise UserError(f"`{name}` must be an integer {valid}; got {shown(value)}.")
 
 
 def check_number(
@@ -37,20 +42,21 @@ def check_number(
         valid = f"in {'(' if above else '['}{least:g}, {most:g}{')' if below else ']'}"
         if math.isinf(most):
             valid = f"above {least:g}" if above else f"of at least {least:g}"
-        raise ValueError(f"`{name}` must be a number {valid}; got {shown(value)}.")
+        valid = "finite number" if math.isinf(least) else f"number {valid}"
+        raise UserError(f"`{name}` must be a {valid}; got {shown(value)}.")
 
 
 def check_choice(name: str, value: Any, valid: Sequence[str | None]) -> None:
     """Raise ValueError unless a setting is one of the valid values; None among them: it may be left out."""
     if value not in valid:
-        raise ValueError(f"`{name}` must be one of {', '.join(filter(None, valid))}; got {shown(value)}.")
+        raise UserError(f"`{name}` must be one of {', '.join(filter(None, valid))}; got {shown(value)}.")
 
 
 def check_list(name: str, value: Any) -> None:
     """Raise ValueError unless a setting is None or a list of different strings."""
     good = isinstance(value, (list, tuple)) and all(isinstance(item, str) and item.strip() for item in value)
     if value is not None and not good:
-        raise ValueError(f"`{name}` must be a list of strings, such as [a, b]; got {shown(value)}.")
+        raise UserError(f"`{name}` must be a list of strings, such as [a, b]; got {shown(value)}.")
     check_distinct(name, value or ())
 
 
@@ -58,15 +64,111 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
     """Raise ValueError for a list that names something twice."""
     for index, value in enumerate(values):
         if value in values[:index]:
-            raise ValueError(f"`{name}` must name each of its values once; got {shown(value)} twice.")
+            raise UserError(f"`{name}` must name each of its values once; got {shown(value)} twice.")
 
 
 def check_folder(name: str, value: Any) -> None:
     """Raise ValueError if a setting names no folder that files can be written to; nothing is made."""
     if not isinstance(value, (str, os.PathLike)) or not str(value).strip() or "\0" in str(value):
-        raise ValueError(f"`{name}` must be the path of a folder; got {shown(value)}.")
+        raise UserError(f"`{name}` must be the path of a folder; got {shown(value)}.")
     folder = next(folder for folder in (Path(value), *Path(value).parents) if folder.exists())
     if not folder.is_dir():
-        raise ValueError(f"`{name}` must be the path of a folder; {folder} is a file.")
+        raise UserError(f"`{name}` must be the path of a folder; {folder} is a file.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"`{name}` must be a folder that can be written to; {folder} cannot.")
+        raise UserError(f"`{name}` must be a folder that can be written to; {folder} cannot.")
+
+
+# The numbers in TRL's and transformers' configurations.
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The finite numbers in [least, most]; `above` and `below` leave out an end."""
+
+    least: float = 0
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+
+_RANGES = (  # fields, what they may hold, and why not more; any other number: finite, and at least 0
+    ("per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
+     "precompute_ref_batch_size generation_batch_size steps_per_generation num_iterations num_generations_eval "
+     "completion_slots pad_to_multiple_of max_steps max_length max_completion_length ref_model_sync_steps "
+     "dataset_num_proc dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout torch_empty_cache_steps "
+     "vllm_max_model_length vllm_tensor_parallel_size", Range(1)),  # counts: none of these things is no training
+    ("num_generations", Range(2)),  # a completion is compared with the others of its prompt
+    ("num_train_epochs save_steps eval_steps logging_steps", Range(above=True)),  # lengths and intervals
+    ("adam_epsilon", Range(above=True)),  # A's first gradient is zero, B being zero, and 0 / 0 is NaN
+    ("adam_beta1 adam_beta2", Range(most=1, below=True)),  # at 1 an average never learns
+    ("label_smoothing_factor ref_model_mixup_alpha min_p", Range(most=1)),  # shares
+    ("ld_alpha", Range(most=1)),
+    ("label_smoothing", Range(most=0.5, below=True)),  # at a half of wrong labels nothing can be learned
+    ("top_p top_entropy_quantile vllm_gpu_memory_utilization", Range(most=1, above=True)),  # shares of something
+    ("temperature", Range(1e-6)),  # logits are divided by it
+    ("discopop_tau sapo_temperature_pos sapo_temperature_neg repetition_penalty", Range(above=True)),  # so by these
+    ("delta vllm_importance_sampling_clip_max", Range(above=True)),  # upper ends of a ratio: at 0 no gradient is left
+    ("neftune_noise_alpha", Range(most=1e6)),  # beyond it the noise overflows
+    ("loraplus_lr_ratio", Range(1)),  # B's rate as a multiple of A's
+    ("f_alpha_divergence_coef entropy_coef reward_weights", Range(-math.inf)),  # either sign has a meaning
+    ("seed data_seed", Range(0, 2**32 - 1)),  # of numpy's generators
+    ("gate_seed", Range(-(2**63), 2**63 - 1)),  # of the gates' own
+    ("vllm_server_port vllm_group_port", Range(1, 65_535)),
+)  # fmt: skip
+RANGES: dict[str, Range] = {name: valid for names, valid in _RANGES for name in names.split()}
+_WEIGHTS = ("loss_weights", "reward_weights")  # of which one must count
+
+
+def check_numbers(settings: Any, **own: Range) -> None:
+    """Raise ValueError for a number in a dataclass with which nothing can be trained; `own`: ranges of this class alone.
+
+    A field's default is always valid: it may stand for "not given", as -1 does. Inside of mappings numbers must be finite,
+    and those for a schedule are checked as fields are.
+    """
+    ranges = {**RANGES, **own}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, Mapping):
+            is_schedule = field.name == "lr_scheduler_kwargs"
+            for name, number in _numbers_in(value):
+                valid = ranges.get(name, Range()) if is_schedule else Range(-math.inf)
+                _check_in(f"{name}` in `{field.name}", number, valid)
+            continue
+        kinds = _field_kinds(type(settings))[field.name]
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        for number in numbers if {int, float} & kinds else ():
+            if number != field.default and type(number) not in kinds - {int, float}:
+                _check_in(field.name, number, ranges.get(field.name, Range()), float not in kinds)
+        if field.name in _WEIGHTS and value is not None and not any(numbers):
+            raise UserError(f"`{field.name}` must hold a number other than 0; got {shown(value)}.")
+
+
+def _check_in(name: str, number: Any, valid: Range, is_integer: bool = False) -> None:
+    if is_integer:
+        check_integer(name, number, valid.least, None if math.isinf(valid.most) else valid.most)
+    else:
+        check_number(name, number, **vars(valid))
+
+
+def _numbers_in(settings: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield each number inside of a mapping, however deep, with its key."""
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            yield from _numbers_in(value, str(key))
+    elif isinstance(settings, (list, tuple)):
+        for value in settings:
+            yield from _numbers_in(value, name)
+    elif isinstance(settings, (int, float)) and not isinstance(settings, bool):
+        yield name, settings
+
+
+@functools.cache
+def _field_kinds(cls: type) -> dict[str, set[Any]]:
+    """Return the types that each field of a dataclass takes."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: _kinds(hints[field.name]) for field in dataclasses.fields(cls)}
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """Return the types that a hint is made of: int and NoneType of `list[int] | None`."""
+    return {kind for part in typing.get_args(hint) for kind in _kinds(part)} or {hint}

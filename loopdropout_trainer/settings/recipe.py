@@ -17,12 +17,12 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
+from loopdropout_trainer.errors import one_line
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.settings.command import one_line
+from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.parser import RecipeError as RecipeError
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import shown
-from loopdropout_trainer.settings.secrets import public_settings
 
 
 PACKAGE = Path(__file__).parents[1]

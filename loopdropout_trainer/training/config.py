@@ -4,48 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from itertools import accumulate
+from typing import Any, ClassVar
 
+import pyarrow
 import torch
+from datasets import Dataset
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, SFTConfig, pack_dataset
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.settings.ranges import check_integer, check_number
+from loopdropout_trainer.settings.ranges import Range, check_numbers
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler, make_choice
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 from loopdropout_trainer.training.loop_loss import LOOP_LOSSES, LoopLoss
 
 
-def check_fields(
-    args: Any,
-    integers: Mapping[int, str],
-    numbers: Mapping[str, Mapping[str, Any]],
-    choices: Mapping[str, tuple[Any, ...]] | None = None,
-) -> None:
-    """Raise ValueError for a field that nothing can be trained with; None is for the trainer to fill in.
-
-    Args:
-        integers: names of fields by their least value.
-        numbers: limits of fields, as for `check_number`.
-        choices: valid values of fields, of each item where one holds a list.
-    """
-    for least, names in integers.items():
-        for name in names.split():
-            if (value := getattr(args, name, None)) is not None:
-                check_integer(name, value, least)
-    for name, limits in numbers.items():
-        if (value := getattr(args, name, None)) is not None:
-            check_number(name, value, **limits)
-    for name, valid in (choices or {}).items():
+def check_choices(args: Any, choices: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError for a field that is not among its valid values, nor, where it holds a list, each of its items."""
+    for name, valid in choices.items():
         value = getattr(args, name)
         values = value if isinstance(value, list) else [value]
-        if not values or any(each not in valid for each in values):
-            raise ValueError(f"`{name}` must be among {', '.join(map(str, valid))}; got {value!r}.")
+        if not values or any(value not in valid for value in values):
+            raise UserError(f"`{name}` must be among {', '.join(map(str, valid))}; got {value!r}.")
 
 
 @dataclass
@@ -57,6 +43,8 @@ class LoopDropoutArguments:
     Raises:
         ValueError: for an unknown rule, a field that it does not take, or a value that it refuses.
     """
+
+    _RANGES: ClassVar[Mapping[str, Range]] = {}  # of numbers, where this class has its own
 
     rule: str = HfArg(
         default="loop_dropout",
@@ -111,14 +99,14 @@ class LoopDropoutArguments:
     )
 
     def __post_init__(self):
-        check_fields(self, {}, {"loraplus_lr_ratio": {"least": 1}})
         if isinstance(self.p, list) and len(self.p) == 1:
             self.p = self.p[0]
         # Here already: transformers keeps an incomplete DeepSpeed configuration, which would fail the process's next model.
         if self.deepspeed and find_spec("deepspeed") is None:
-            raise ValueError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
+            raise UserError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
         p = getattr(self.make_rule(), "p", None)
         self.p = list(p) if isinstance(p, tuple) else p
+        self.check_numbers()  # before TRL calculates with them
         # TRL asks for bfloat16 by default, which transformers refuses on a machine without an accelerator unless told so.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         unsaid = [name for name in CHECKPOINTING_FIELDS if getattr(self, name) is None]
@@ -131,12 +119,50 @@ class LoopDropoutArguments:
         """Build the gate rule that these arguments describe."""
         fields = self.rule_args or {}
         if not isinstance(fields, Mapping):
-            raise ValueError(f"`rule_args` must be a mapping of the rule's fields; got {fields!r}.")
+            raise UserError(f"`rule_args` must be a mapping of the rule's fields; got {fields!r}.")
         if "p" in fields:
-            raise ValueError("Give `p` as a field of its own, not inside `rule_args`.")
+            raise UserError("Give `p` as a field of its own, not inside `rule_args`.")
         if self.p is not None:
             fields = {"p": self.p, **fields}
         return make_rule(self.rule, **fields)
+
+    def check_numbers(self) -> None:
+        """Raise ValueError for a number with which nothing can be trained."""
+        check_numbers(self, **self._RANGES)
+
+    def num_rows(self, lengths: Sequence[int]) -> int:
+        """Return how many rows the trainer makes of examples of these lengths in tokens."""
+        return len(lengths)
+
+    @property
+    def batches_at_once(self) -> int:
+        """Micro-batches that all processes take together, each one of them; with `split_batches` each a part of one."""
+        return 1 if self.accelerator_config.split_batches else self.world_size
+
+    @property
+    def examples_per_step(self) -> int:
+        """Rows of an optimizer step in all processes."""
+        return self.train_batch_size * self.gradient_accumulation_steps * self.batches_at_once
+
+    def micro_batches(self, num_rows: int) -> int:
+        """Return the number of micro-batches of an epoch in each process, as accelerate deals them out."""
+        rounded = math.floor if self.dataloader_drop_last else math.ceil
+        return rounded(rounded(num_rows / self.train_batch_size) / self.batches_at_once)
+
+    def num_steps(self, num_rows: int) -> tuple[int, int]:
+        """Return the optimizer steps of one epoch and of the whole run, as transformers' Trainer counts them.
+
+        Raises:
+            ValueError: if there would be none.
+        """
+        batches = self.micro_batches(num_rows)
+        if batches == 0:
+            raise UserError(
+                f"No step would be taken: `dataloader_drop_last` drops {num_rows:,} rows, fewer than {self.batches_at_once:,} "
+                f"batches of {self.train_batch_size:,}: leave it out, or lower `per_device_train_batch_size`."
+            )
+        steps_per_epoch = math.ceil(batches / self.gradient_accumulation_steps)
+        return steps_per_epoch, max(self.max_steps, 0) or math.ceil(self.num_train_epochs * steps_per_epoch)
 
     def depth_limits(self, num_loops: int) -> tuple[int, int]:
         """Return the least and the greatest depth of a training step, for a model whose own depth is `num_loops`."""
@@ -155,7 +181,7 @@ class LoopDropoutArguments:
             return args
         trl_class = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
         if not isinstance(args, trl_class) and type(args) is not TrainingArguments:
-            raise ValueError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
+            raise UserError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
         # Not `to_dict`, which puts words such as <PAD_TOKEN> in the place of all tokens.
         return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
 
@@ -212,11 +238,19 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
         scores_all = self.make_loop_loss().scores_all
         for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
             if scores_all and getattr(self, name) != usual:
-                raise ValueError(
+                raise UserError(
                     f"`{name}` {getattr(self, name)!r} is defined for one loop's loss: set it to {usual!r}, or `loop_loss` to "
                     "'final' or 'random'."
                 )
         super().__post_init__()
+
+    def num_rows(self, lengths: Sequence[int]) -> int:
+        if not self.packing:
+            return len(lengths)
+        tokens, ends = pyarrow.nulls(sum(lengths), pyarrow.int8()), list(accumulate(lengths, initial=0))
+        rows = Dataset(pyarrow.table({"input_ids": pyarrow.LargeListArray.from_arrays(ends, tokens)}))
+        rows = rows.shuffle(seed=self.seed) if self.shuffle_dataset else rows
+        return len(pack_dataset(rows, self.max_length, self.packing_strategy, {"num_proc": self.dataset_num_proc}))
 
     def make_depth_sampler(self) -> DepthSampler:
         """Build the depth sampler that these arguments describe."""
@@ -236,13 +270,6 @@ _DPO_CHOICES = {
     ),
     "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
 }
-_DPO_NUMBERS = {
-    "beta": {"above": True},
-    "f_alpha_divergence_coef": {"least": -math.inf},
-    "label_smoothing": {"most": 0.5, "below": True},
-    "ld_alpha": {"most": 1},
-    "discopop_tau": {"above": True},
-}
 
 
 @dataclass
@@ -251,7 +278,8 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
 
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
 
+    _RANGES: ClassVar[Mapping[str, Range]] = {"beta": Range(above=True)}  # at 0 no answer is preferred
+
     def __post_init__(self):
-        check_fields(self, {1: "precompute_ref_batch_size"}, _DPO_NUMBERS)
         super().__post_init__()
-        check_fields(self, {}, {}, _DPO_CHOICES)  # TRL makes `loss_type` a list
+        check_choices(self, _DPO_CHOICES)  # TRL makes `loss_type` a list

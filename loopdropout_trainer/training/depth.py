@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.rule import check_range, field_names
 from loopdropout_trainer.gates.streams import uniforms
@@ -33,12 +34,12 @@ def make_choice(field: str, choices: Mapping[str, type], name: str, fields: Mapp
         ValueError: for an unknown name, a field that the choice does not take, or a value that it refuses.
     """
     if name not in choices:
-        raise ValueError(f"`{field}` must be one of {', '.join(sorted(choices))}; got {name!r}.")
+        raise UserError(f"`{field}` must be one of {', '.join(sorted(choices))}; got {name!r}.")
     valid = field_names(choices[name])
     for key in fields or {}:
         if key not in valid:
             takes = f"takes {', '.join(valid)}" if valid else "takes no fields"
-            raise ValueError(f"`{field}: {name}` has no field {key!r} in `{field}_args`; it {takes}.")
+            raise UserError(f"`{field}: {name}` has no field {key!r} in `{field}_args`; it {takes}.")
     return choices[name](**(fields or {}))
 
 
@@ -51,7 +52,7 @@ def relative_weights(weights: Sequence[float] | None, name: str) -> tuple[float,
     values = list(weights) if isinstance(weights, Sequence) and not isinstance(weights, str) else []
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     if not numbers or any(not 0 <= value < math.inf for value in values) or not sum(values) > 0:
-        raise ValueError(f"`{name}` must be a list of numbers of at least 0, one of them above 0; got {weights!r}.")
+        raise UserError(f"`{name}` must be a list of numbers of at least 0, one of them above 0; got {weights!r}.")
     return tuple(value / sum(values) for value in values)
 
 
@@ -90,7 +91,7 @@ class UniformDepth(DepthSampler):
     def limits(self, num_loops: int) -> tuple[int, int]:
         high = num_loops if self.high is None else self.high
         if self.low > high:
-            raise ValueError(f"`low` of `depth_sampling: uniform` is {self.low}, above the greatest depth {high}.")
+            raise UserError(f"`low` of `depth_sampling: uniform` is {self.low}, above the greatest depth {high}.")
         return self.low, high
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
@@ -141,12 +142,12 @@ class WeightedDepth(DepthSampler):
     def __post_init__(self):
         depths = self.depths
         if not isinstance(depths, Sequence) or isinstance(depths, str) or not depths or len({*depths}) != len(depths):
-            raise ValueError(f"`depths` must be a list of different numbers of loops; got {depths!r}.")
+            raise UserError(f"`depths` must be a list of different numbers of loops; got {depths!r}.")
         for depth in depths:
             check_range(depth, "depths", 1, MOST_LOOPS, integer=True)
         weights = relative_weights([1] * len(depths) if self.weights is None else self.weights, "weights")
         if len(weights) != len(depths):
-            raise ValueError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")
+            raise UserError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")
         used = {depth: weight for depth, weight in zip(depths, weights, strict=True) if weight > 0}
         object.__setattr__(self, "depths", [*used])
         object.__setattr__(self, "weights", [*used.values()])
@@ -176,7 +177,7 @@ def check_rule_at_depths(rule: GateRule, limits: tuple[int, int], num_loops: int
     kind = ADAPTER_KINDS[rule.adapter]
     what = kind.description if kind.one_depth else "an estimate for each loop" if rule.wants_sensitivity else None
     if what is not None:
-        raise ValueError(
+        raise UserError(
             f"The rule {rule.name!r} has {what}, which belongs to the model's {num_loops} loops: leave `depth_sampling` at "
             "'fixed', or use a rule with a shared adapter and no memory."
         )

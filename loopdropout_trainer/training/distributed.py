@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, gather_object
 from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import example_starts
 
 
@@ -31,39 +28,6 @@ CHECKPOINTING_FIELDS = tuple(
     if name in TrainingArguments.__dataclass_fields__
 )
 """The names that the installed transformers has for the field that computes layers twice."""
-
-
-def all_processes() -> PartialState:
-    """Return this process's view of all of them, and set up their group if nobody has."""
-    # Without `cpu`, every process of a group without accelerators takes itself for the only one. Outside of trainings, which
-    # set up the group themselves, the first process may wait long for the last one.
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
-
-
-def from_main_process(compute: Callable[[], Any]) -> Any:
-    """Return in all processes what the main one computes, or raise what it raises."""
-    outcome: list[Any] = [None]
-    if all_processes().is_main_process:
-        try:
-            outcome = [compute()]
-        except (OSError, RuntimeError, ValueError) as error:
-            outcome = [error]
-    (value,) = broadcast_object_list(outcome)
-    if isinstance(value, Exception):
-        raise value
-    return value
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Put Python's, NumPy's and torch's random states back after the block."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -80,25 +44,25 @@ def check_arguments(args: TrainingArguments) -> None:
          "gradients: leave it out."),
     ):  # fmt: skip
         if refused:
-            raise ValueError(reason)
+            raise UserError(reason)
 
 
 def check_processes(accelerator: Accelerator) -> None:
     """Raise ValueError for a launch whose processes would train on their own, each to another result."""
     launched, kind = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type
     if launched != accelerator.num_processes:
-        raise ValueError(
+        raise UserError(
             f"This is one of {launched} launched processes, but it found {accelerator.num_processes}: they would train "
             "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe; for a single "
             "process unset WORLD_SIZE."
         )
     if _asks_for_fsdp() and kind != DistributedType.FSDP:
-        raise ValueError(
+        raise UserError(
             f"FSDP was asked for, but accelerate runs {kind.value}, whose processes would not share gradients: FSDP needs "
             "several processes with an accelerator each."
         )
     if _asks_for_fsdp() and "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
-        raise ValueError(
+        raise UserError(
             "`fsdp_state_dict_type` SHARDED_STATE_DICT would save no adapter that can be loaded: set FULL_STATE_DICT."
         )
 
@@ -299,7 +263,7 @@ def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tenso
     """Raise ValueError for a micro-batch with several examples in a row that would see one another; None: not packed."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if example_ids is not None and (positions is None or mask is not None):
-        raise ValueError(
+        raise UserError(
             "A packed micro-batch needs `position_ids` and no `attention_mask`: attention would run across its examples."
         )
     if example_ids is not None or positions is None:
@@ -308,7 +272,7 @@ def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tenso
     if mask is not None and mask.dim() == 2:
         starts = starts & mask[:, 1:].bool() & mask[:, :-1].bool()  # padding is no token
     if bool(starts.any()):
-        raise ValueError(
+        raise UserError(
             "`position_ids` start again inside a row, so it holds several examples, but which gates are theirs is not "
             "known: pack with `packing: true` or `padding_free: true` instead of a collator of your own."
         )
@@ -319,7 +283,7 @@ def check_quantised_base(model: nn.Module, accelerator: Accelerator) -> None:
     states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
     packed = any(getattr(state, "packing_format_for_cpu", False) for state in states)
     if packed and accelerator.device.type == "cpu":
-        raise ValueError(
+        raise UserError(
             "bitsandbytes packed the 4-bit weights for inference on a CPU during an evaluation, and gives no gradients "
             "through them: set `eval_strategy: no`, or train on a GPU."
         )

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
 from loopdropout_trainer.adapters.reference import references_like_the_policy
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import GatePlan, TrainingPolicy, find_looped_model
 from loopdropout_trainer.saving.cards import save_card
+from loopdropout_trainer.settings.tokenizer import as_in_its_file, read_tokenizer
 from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.memory import choose_checkpointing, leaves_checkpointing_open
@@ -63,15 +65,23 @@ class GateSamplingMixin:
         if not given.get("formatting_func"):
             check_dataset(given.get("train_dataset"), self.dataset_formats(args))
         given["args"], given["peft_config"] = args, peft_config
+        if isinstance(tokenizer := given.get("processing_class"), PreTrainedTokenizerBase):
+            given["processing_class"] = as_in_its_file(tokenizer)
+        elif tokenizer is None:
+            revision = (args.model_init_kwargs or {}).get("revision") if isinstance(model, str) else None
+            with user_supplied(f"The tokenizer of {name} cannot be loaded"):
+                given["processing_class"] = read_tokenizer(name, revision, trust_remote_code=args.trust_remote_code)
         chooses_checkpointing = leaves_checkpointing_open(args)
 
         with references_like_the_policy(model, self.rule, getattr(args, "reference_gates", "unit") == "same"):
             super().__init__(*call.args, **call.kwargs)
 
         distributed.check_processes(self.accelerator)
+        if hasattr(self.train_dataset, "__len__"):
+            self.args.num_steps(len(self.train_dataset))  # there must be one
         distributed.float32_adapter(self.model, before)
         if self.rule.passes > 1 and self.is_deepspeed_enabled:
-            raise ValueError(
+            raise UserError(
                 f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
                 "after each: use DDP or FSDP."
             )
@@ -167,7 +177,10 @@ class GateSamplingMixin:
 
     def train(self, *args, **kwargs):
         self.training_policy = self._find_training_policy()  # again: what is trained may have changed
-        return super().train(*args, **kwargs)
+        trained = super().train(*args, **kwargs)
+        if self.state.global_step == 0:  # a stream, whose length nobody knew
+            raise UserError("No step was taken: `train_dataset` has not a single batch.")
+        return trained
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Keep the adapter's own card: TRL's knows neither its base model nor its rule."""

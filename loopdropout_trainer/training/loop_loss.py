@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.rule import check_range
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.training.depth import relative_weights
@@ -98,7 +99,7 @@ class WeightedLoss(LoopLoss):
     def check(self, limits: tuple[int, int]) -> None:
         if limits != (len(self.loop_weights),) * 2:
             depths = limits[0] if limits[0] == limits[1] else f"{limits[0]} to {limits[1]}"
-            raise ValueError(
+            raise UserError(
                 f"`loop_weights` has {len(self.loop_weights)} values, but a step runs {depths} loops: give one for each loop "
                 "of a fixed depth, or choose `loop_loss: uniform` or `progressive`."
             )
@@ -120,7 +121,7 @@ class ExitWeighted(LoopLoss):
 
     def check_model(self, model: LoopedModelMixin) -> None:
         if not hasattr(model.base_model, "exit_distribution"):
-            raise ValueError(
+            raise UserError(
                 f"`loop_loss: exit` needs a model with an exit gate, and {type(model).__name__} has none: choose `uniform`, "
                 "`progressive`, `weighted` or `random`."
             )

@@ -19,36 +19,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.optimization import get_scheduler
 
 from loopdropout_trainer.adapters import add_gates, check_adapter, check_peft_config
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
 from loopdropout_trainer.models.strict_loading import checkpoint_names
-from loopdropout_trainer.settings.command import user_supplied
-from loopdropout_trainer.settings.ranges import check_folder, check_integer, shown
-from loopdropout_trainer.training.config import LoopDropoutArguments, check_fields
+from loopdropout_trainer.settings.ranges import check_folder, shown
+from loopdropout_trainer.training.config import LoopDropoutArguments, check_choices
 from loopdropout_trainer.training.depth import check_rule_at_depths
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, IGNORED, check_arguments
 
 
-_INTEGERS = {  # by their least value
-    0: "dataloader_num_workers save_total_limit",
-    1: "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length dataset_num_proc "
-    "eval_accumulation_steps ddp_bucket_cap_mb ddp_timeout pad_to_multiple_of dataloader_prefetch_factor",
-}
-_NUMBERS = {
-    "learning_rate": {},
-    "weight_decay": {},
-    "warmup_steps": {},
-    "max_grad_norm": {},
-    "adam_beta1": {"most": 1, "below": True},
-    "adam_beta2": {"most": 1, "below": True},
-    "adam_epsilon": {},
-    "label_smoothing_factor": {"most": 1},
-    "num_train_epochs": {"above": True},
-    "neftune_noise_alpha": {"most": 1e6},
-    "eval_delay": {},
-    **dict.fromkeys(("save_steps", "logging_steps", "eval_steps"), {"above": True}),
-}
 _CHOICES = {"include_num_input_tokens_seen": ("all", "non_padding", "no", True, False)}
 
 
@@ -112,14 +93,10 @@ def check_run(
         NotLoopedError: for a model without loops.
         ValueError: for a depth, rule, adapter or layout that cannot be trained.
     """
-    check_fields(args, _INTEGERS, _NUMBERS, _CHOICES)
-    for name in ("seed", "data_seed"):
-        if getattr(args, name) is not None:
-            check_integer(name, getattr(args, name), 0, 2**32 - 1)
-    if args.max_steps != -1:  # which leaves it to `num_train_epochs`
-        check_integer("max_steps", args.max_steps)
+    args.check_numbers()
+    check_choices(args, _CHOICES)
     if 0 < args.max_steps < args.warmup_steps:
-        raise ValueError(
+        raise UserError(
             f"`warmup_steps` must be at most `max_steps`, {args.max_steps}, or a share of the run below 1; got "
             f"{shown(args.warmup_steps)}."
         )
@@ -136,7 +113,7 @@ def check_run(
     elif isinstance(model, PeftModel):
         check_adapter(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError("The adapter is frozen, so nothing would be trained: load it with `is_trainable=True`.")
+            raise UserError("The adapter is frozen, so nothing would be trained: load it with `is_trainable=True`.")
     return config
 
 
@@ -148,7 +125,7 @@ def _check_targets(peft_config: LoraConfig, model: PreTrainedModel | PreTrainedC
     for target in sorted(peft_config.target_modules):
         if not any(name == target or name.endswith(f".{target}") for name in linears):
             valid = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-            raise ValueError(
+            raise UserError(
                 f"`target_modules` (`lora_target_modules`) must name linear projections of the recurrent block ({valid}); got "
                 f"{shown(target)}."
             )
@@ -164,9 +141,15 @@ def _check_parts(args: TrainingArguments) -> None:
             optimizer = optimizer_class(layer.parameters(), **fields)
     with user_supplied(f"`lr_scheduler_type` {schedule} with `lr_scheduler_kwargs` {shown(keywords)} cannot be used"):
         scheduler = get_scheduler(schedule, optimizer, 2, 8, scheduler_specific_kwargs=keywords)
+        follows_loss = schedule in ("reduce_lr_on_plateau", "greedy")
         for _ in range(8):
             optimizer.step()
-            scheduler.step(*[1.0] * (schedule in ("reduce_lr_on_plateau", "greedy")))  # which look at the loss
+            scheduler.step(*[1.0] * follows_loss)
+            rate = optimizer.param_groups[0]["lr"]  # None: the optimizer's own
+            if rate is not None and not follows_loss and rate > 1.001 * args.learning_rate:
+                raise UserError(
+                    f"`lr_scheduler_kwargs` {shown(keywords)} raise the rate above `learning_rate`, {args.learning_rate:g}."
+                )
     with user_supplied("The `dataloader_...` fields describe no data loader"):
         names = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
         DataLoader([0], **{name: getattr(args, f"dataloader_{name}") for name in names})
@@ -178,9 +161,10 @@ def _check_parts(args: TrainingArguments) -> None:
     with user_supplied(f"`report_to` {shown(args.report_to)} cannot be used"):
         for tracker in get_reporting_integration_callbacks(args.report_to):
             tracker()
-    for field in (f"{name}_kwargs" for name in CHECKPOINTING_FIELDS):
-        with user_supplied(f"`{field}` {shown(getattr(args, field))} cannot be used"):
-            keywords = {**(getattr(args, field) or {}), "use_reentrant": False}
+    names = [f"{name}_kwargs" for name in CHECKPOINTING_FIELDS]  # transformers makes both the same
+    for value in (getattr(args, name) for name in names):
+        with user_supplied(f"`{'` or `'.join(names)}` {shown(value)} cannot be used"):
+            keywords = {**(value or {}), "use_reentrant": False}
             others = {"every_n_layers", "offload"}  # transformers' own; TRL's `selective` does nothing over PEFT
             checkpoint(nn.Identity(), torch.zeros(1), **{key: keywords[key] for key in keywords.keys() - others})
     kernel = str((args.model_init_kwargs or {}).get("attn_implementation"))
@@ -195,7 +179,7 @@ def _check_parts(args: TrainingArguments) -> None:
          f"`attn_implementation` {kernel} needs the Python package `flash_attn` (or `kernels`): use sdpa."),
     ):  # fmt: skip
         if refused:
-            raise ValueError(reason)
+            raise UserError(reason)
 
 
 def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTrainedConfig:
@@ -204,7 +188,7 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
         return find_looped_model(model).config
     given = {key: value for key, value in (args.model_init_kwargs or {}).items() if key != "trust_remote_code"}
     for name in {"config", "state_dict"} & given.keys():
-        raise ValueError(f"`model_init_kwargs` cannot hold `{name}`: the model's own is read; leave it out.")
+        raise UserError(f"`model_init_kwargs` cannot hold `{name}`: the model's own is read; leave it out.")
     num_loops = given.pop("num_loops", None)
     if num_loops is not None:
         check_num_loops(num_loops)
@@ -230,13 +214,13 @@ def check_dataset(dataset: Any, formats: list[set[str]]) -> None:
     try:
         columns = set(next(iter(dataset)))
     except StopIteration:
-        raise ValueError("`train_dataset` is empty: there is no example to train on.") from None
+        raise UserError("`train_dataset` is empty: there is no example to train on.") from None
     except Exception as error:  # whatever the file format's reader raises
-        raise ValueError(f"`train_dataset` cannot be read ({type(error).__name__}: {error}).") from error
+        raise UserError(f"`train_dataset` cannot be read ({type(error).__name__}: {error}).") from error
     if not any(wanted <= columns for wanted in formats):
         valid = " or ".join(" and ".join(map(repr, sorted(wanted))) for wanted in formats)
         found = ", ".join(map(repr, sorted(columns)))
-        raise ValueError(f"`train_dataset` has the columns {found}; it needs {valid}.")
+        raise UserError(f"`train_dataset` has the columns {found}; it needs {valid}.")
 
 
 def check_labels(dataset: Any, name: str) -> None:
@@ -244,7 +228,7 @@ def check_labels(dataset: Any, name: str) -> None:
     if not isinstance(dataset, Dataset) or "labels" not in dataset.column_names:
         return
     if not any(label != IGNORED for labels in dataset["labels"] for label in labels):
-        raise ValueError(
+        raise UserError(
             f"{name} has no token to train on: every label is masked. Look at one example with "
             "`python -m loopdropout_trainer.data RECIPE.yaml`, and at `max_length`, `completion_only_loss` and "
             "`assistant_only_loss`."

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer
 
 from loopdropout_trainer.data.boundary import tokenise
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutConfig
@@ -67,7 +68,7 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
              f"`compute_loss_func` is given one loop's logits: leave it out with `loop_loss: {self.loop_loss.name}`."),
         ):  # fmt: skip
             if refused:
-                raise ValueError(reason)
+                raise UserError(reason)
         self.loop_loss.check_model(looped)
 
     def draw_depth(self, seed: int) -> tuple[int, int]:

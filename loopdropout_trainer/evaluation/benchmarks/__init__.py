@@ -7,6 +7,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
@@ -30,7 +31,7 @@ def find_task(name: str) -> Task:
     if name.startswith(LM_EVAL) and name != LM_EVAL:
         return LmEvalTask(name.removeprefix(LM_EVAL))
     if name not in BENCHMARKS:
-        raise ValueError(f"`benchmarks` must be among {', '.join(BENCHMARKS)} or `{LM_EVAL}TASK`; got {name!r}.")
+        raise UserError(f"`benchmarks` must be among {', '.join(BENCHMARKS)} or `{LM_EVAL}TASK`; got {name!r}.")
     return BENCHMARKS[name]
 
 
@@ -60,7 +61,7 @@ def load_benchmark(
 def development_benchmark(rows: Dataset | None, preparation: str | None, limit: int | None = None):
     """Return held-out rows (`load_data(...).eval`) as a benchmark, with prompts and metric of the preparation's test set."""
     if preparation not in _SCORED_LIKE or not rows:
-        raise ValueError(
+        raise UserError(
             f"The benchmark `{DEVELOPMENT}` needs held-out rows (`num_eval_examples`) of a `preparation` with questions and "
             f"answers ({', '.join(_SCORED_LIKE)}); got {preparation!r} with {len(rows or ())}."
         )

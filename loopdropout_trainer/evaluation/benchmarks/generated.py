@@ -19,8 +19,8 @@ from loopdropout_trainer.evaluation.metrics import AnswerMetric
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_greedy
+from loopdropout_trainer.processes import all_processes
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.training.distributed import all_processes
 
 
 Row = dict[str, Any]

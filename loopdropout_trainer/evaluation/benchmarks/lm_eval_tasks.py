@@ -22,14 +22,15 @@ import torch
 from datasets import Dataset
 
 from loopdropout_trainer.data.rows import DataError, read_files
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks.generated import Row, read_problems
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.processes import random_states_kept
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.command import library_versions, user_supplied
-from loopdropout_trainer.training.distributed import random_states_kept
+from loopdropout_trainer.settings.versions import library_versions
 
 
 # lm-eval gives this advice for each task of local rows.
@@ -79,7 +80,7 @@ class LmEvalTask(Task):
             if self.folder is not None and self.tasks not in manager.all_subtasks:
                 names = [task for task in manager.all_subtasks if task.startswith(f"{self.tasks}_")]
             elif self.tasks not in manager.all_tasks:  # the path of a YAML file, which can run code, is no name
-                raise ValueError(
+                raise UserError(
                     f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
                 )
             specs = {task: {"task": task, **self.overrides} for task in splits or names}
@@ -93,7 +94,7 @@ class LmEvalTask(Task):
         self.check_scorer()
         for task in tasks:
             if getattr(task, "UNSAFE_CODE", False) and not confirmed:
-                raise ValueError(
+                raise UserError(
                     f"`{name}` runs programs that the model has written, and lm-eval does not contain them: give "
                     "`--confirm_run_unsafe_code true` on the command line to run them with your own rights."
                 )
@@ -239,7 +240,7 @@ class LmEvalBenchmark(Benchmark):
             elif key in of_all:  # no share of the problems, such as a perplexity: as lm-eval gives it
                 metrics[name] = Metric(of_all[key], None, None, len(predictions))
         if not metrics:
-            raise ValueError(f"lm-eval gives `{self.name}` no finite number for {', '.join(wanted) or 'any metric'}.")
+            raise UserError(f"lm-eval gives `{self.name}` no finite number for {', '.join(wanted) or 'any metric'}.")
         return BenchmarkResult(self.name, predictions, metrics, {"lm_eval": table})
 
 

@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
+from loopdropout_trainer.errors import user_supplied
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Task
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.evaluation.code.sandbox import check_allowed, check_program, run_scorer
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.settings.command import user_supplied
-from loopdropout_trainer.training.distributed import all_processes
+from loopdropout_trainer.processes import all_processes
 
 
 MAX_NEW_TOKENS = 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
 
 
@@ -30,7 +31,7 @@ def check_punkt() -> None:
     try:
         nltk.data.find("tokenizers/punkt_tab")
     except LookupError:
-        raise ValueError(
+        raise UserError(
             "`ifeval` needs NLTK's data `punkt_tab`, which is not on this machine: get it with `python -m nltk.downloader "
             "punkt_tab`, or let NLTK_DATA name the folder that has it."
         ) from None

@@ -23,6 +23,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.code.score import VERDICTS
 
 
@@ -137,7 +138,7 @@ def check_allowed(benchmark: str, confirmed: bool) -> bool:
     """Return whether bubblewrap contains programs here; raise ValueError if not, unless the user has confirmed to run them."""
     fault = sandbox_fault()
     if fault is not None and not confirmed:
-        raise ValueError(
+        raise UserError(
             f"`{benchmark}` runs programs that the model has written, and bubblewrap cannot contain them here ({fault}): "
             "install it (`apt-get install bubblewrap`) on a system that allows namespaces, or give "
             "`--confirm_run_unsafe_code true` on the command line to run them with your own rights."

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
 
 
@@ -124,7 +126,7 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
         for name, implemented in _IMPLEMENTED.items():
             if (value := getattr(self, name, implemented[0])) not in implemented:
                 valid = " or ".join(repr(value) for value in implemented if value is not None)
-                raise ValueError(f"`{name}` of a Huginn model must be {valid}; got {value!r}.")
+                raise UserError(f"`{name}` of a Huginn model must be {valid}; got {value!r}.")
         self._check_equal("n_layers", layers, "the sum of prelude, recurrent block and coda")
         self._check_equal("num_attention_heads", self.n_heads, "`n_heads`")
         self._check_equal("tie_word_embeddings", self.tie_embeddings, "`tie_embeddings`")
@@ -133,7 +135,7 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
 
     def _check_equal(self, name: str, value: float | bool, meaning: str) -> None:
         if getattr(self, name) != value:
-            raise ValueError(f"`{name}` must be {value} ({meaning}); got {getattr(self, name)}.")
+            raise UserError(f"`{name}` must be {value} ({meaning}); got {getattr(self, name)}.")
 
     def set_layout(self, layout: str | None = None) -> None:
         """Settle whose blocks the model has, and check the fields that depend on it.
@@ -146,7 +148,7 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
         """
         layout = layout or self.block_layout
         if layout is None and self.rope_parameters is not None:
-            raise ValueError(
+            raise UserError(
                 "This configuration is of a Llama or OLMo-2 model converted to Huginn's frame, and does not say of which: "
                 "set `block_layout` to 'llama' or 'olmo', or load the model with `from_pretrained`, which finds out."
             )
@@ -158,9 +160,9 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
             return
         self._check_equal("qk_bias", False, "converted models have none")
         if "rope_theta" not in (self.rope_parameters or {}):
-            raise ValueError("`rope_theta` is missing: a converted model has that of the model it was made of.")
+            raise UserError("`rope_theta` is missing: a converted model has that of the model it was made of.")
         if self.n_heads % (groups := self.num_key_value_heads):
-            raise ValueError(f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads}, {groups}.")
+            raise UserError(f"`n_heads` must be a multiple of `num_key_value_heads`; got {self.n_heads}, {groups}.")
         drop_huginn_ids(self)
 
     def complete(self, weight_names: Callable[[], Collection[str] | None]) -> None:
@@ -174,9 +176,8 @@ class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
     def num_recurrent_layers(self) -> int:
         return self.n_layers_in_recurrent_block
 
-    def to_diff_dict(self) -> dict:
-        """Return what is saved: what the published code knows, under its names, and whose blocks these are."""
-        fields = super().to_diff_dict()
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return what the published code knows, under its names, and whose blocks these are."""
         fields["architectures"] = ["RavenForCausalLM"]
         # The published class derives it from `tie_embeddings`, and stops at a second value.
         fields.pop("tie_word_embeddings", None)

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.huginn.blocks import RavenAttention, RavenBlock
 from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig, drop_huginn_ids
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
@@ -162,10 +163,28 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         self.config.padded_vocab_size = len(embeddings.weight)
         return embeddings
 
+    def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, initial_state=None, **kwargs):
+        """Also cut this call's tokens out of `initial_state` [B, at least the final length - 1, E], indexed by column."""
+        # `inputs_embeds` has a name here, since transformers reads the signature to know whether it is taken.
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        if initial_state is None:
+            return inputs
+        tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+        total = input_ids.shape[1] + (0 if inputs_embeds is None else inputs_embeds.shape[1])
+        if initial_state.shape[1] < total:
+            raise UserError(
+                f"`initial_state` has {initial_state.shape[1]} columns, but generation has reached {total} tokens: give one "
+                "for each token of the prompt and of the answer."
+            )
+        return {**inputs, "initial_state": initial_state[:, total - tokens.shape[1] : total]}
+
     # The checkpoint holds a table of rotations. It is recomputed in float32, never read: a model cast to bfloat16 would
-    # cast its table as well, and every position would be off. The tied head may be stored or left out.
+    # cast its table as well, and every position would be off. The published file holds the tied head twice, and readers
+    # other than transformers want it there; it may be left out all the same.
 
     def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.config.tie_word_embeddings:  # a copy: safetensors refuses tensors that share memory
+            weights = {**weights, "lm_head.weight": weights["transformer.wte.weight"].clone()}
         if self.config.block_layout != "huginn":
             return weights
         angles = rotary_angles(self.config, torch.arange(self.config.block_size))

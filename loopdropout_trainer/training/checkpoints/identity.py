@@ -76,7 +76,7 @@ def run_identity(args: TrainingArguments, model: PeftModel, dataset: Any, unshar
             **{name: getattr(args, name) for name in fields},
             "data_seed": args.seed if args.data_seed is None else args.data_seed,
             "gate_seed": args.seed if args.gate_seed is None else args.gate_seed,
-            "examples_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "examples_per_step": args.examples_per_step,
         },
         # How long the run is; of the two fields the one that does not count is None.
         "length": {

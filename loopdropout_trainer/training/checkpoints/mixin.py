@@ -18,12 +18,13 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from loopdropout_trainer.errors import one_line
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.processes import from_main_process
 from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_metadata
 from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.saving.files import folder_lock, is_about_files, staged_files
 from loopdropout_trainer.saving.hub import PushError, push_error
-from loopdropout_trainer.settings.command import one_line
 from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.checkpoints import sealing
 from loopdropout_trainer.training.checkpoints.identity import continues, differences, run_identity
@@ -91,16 +92,16 @@ class CheckpointsMixin:
         vars(self).pop("run_identity", None)  # arguments may have been changed since
         self._complete, self._stopping = False, None
         with self.only_run_in_output_dir(wanted):
-            if wanted is True and distributed.from_main_process(self._is_complete):
+            if wanted is True and from_main_process(self._is_complete):
                 return self._load_complete_training()
-            checkpoint, self._goes_on_changed = distributed.from_main_process(lambda: self._choose_checkpoint(wanted))
+            checkpoint, self._goes_on_changed = from_main_process(lambda: self._choose_checkpoint(wanted))
             with StopSignals() as self._signals:
                 output = super().train(checkpoint, *args, **kwargs)
                 self._note_totals()
                 if not self._stopping:  # after the last step: in an evaluation, or while saving
                     self._sum_over_processes()
                     last = self._checkpoint_folder()
-                    if self._stopping and not distributed.from_main_process((last / sealing.MANIFEST).exists):
+                    if self._stopping and not from_main_process((last / sealing.MANIFEST).exists):
                         self._save_checkpoint(self.model, trial=None)
         if self._stopping:
             raise TrainingInterrupted(
@@ -119,8 +120,8 @@ class CheckpointsMixin:
             LockedError, CheckpointError: if another run is at work there, or has left what this one would spoil.
         """
         with ExitStack() as lock:
-            distributed.from_main_process(lambda: lock.enter_context(folder_lock(self.args.output_dir)))
-            distributed.from_main_process(lambda: self._check_output_dir(wanted))
+            from_main_process(lambda: lock.enter_context(folder_lock(self.args.output_dir)))
+            from_main_process(lambda: self._check_output_dir(wanted))
             yield
 
     def _check_output_dir(self, wanted: str | bool | None) -> None:

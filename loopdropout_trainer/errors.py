@@ -1,4 +1,4 @@
-"""The one place of every script that turns a user error into one sentence and exit code 2.
+"""User errors, and the one place of every script that turns them into one sentence and exit code 2.
 
 Faults of this package keep their traceback.
 """
@@ -6,20 +6,29 @@ Faults of this package keep their traceback.
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from loopdropout_trainer.settings.secrets import hide_secrets
+from loopdropout_trainer.secrets import hide_secrets
 
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = "loopdropout_trainer"
+# Libraries that raise ValueError for what they are given, and not for what is wrong with their caller.
+_REFUSING_LIBRARIES = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "huggingface_hub",
+    "lm_eval",
+    "peft",
+    "transformers",
+    "trl",
+)
 _EXTRAS = {
     "eval": ("lm_eval", "evalplus", "langdetect", "immutabledict", "nltk"),
     "reports": ("pandas", "plotnine", "jinja2", "tabulate"),
@@ -35,7 +44,11 @@ def program_name() -> str:
     return _typed[0] if _typed else Path(sys.argv[0]).name
 
 
-class SetupError(ValueError):
+class UserError(ValueError):
+    """Something that the user can mend, in one sentence: what this package raises for a value that it does not take."""
+
+
+class SetupError(UserError):
     """Something of the user's that a library could not work with, in one sentence."""
 
 
@@ -77,8 +90,7 @@ def user_supplied(what: str) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:
-        raised_in = _raised_in(error)
-        if _is_own(error) or isinstance(error, ValueError) and raised_in and _PACKAGE in raised_in.parents:
+        if _is_own(error):
             raise
         raise SetupError(f"{what}: {sentence(error)}") from error
 
@@ -86,18 +98,24 @@ def user_supplied(what: str) -> Iterator[None]:
 def is_user_error(error: BaseException) -> bool:
     """Say whether an error is the user's, rather than a fault of this package.
 
-    That is: an error class of this package, a ValueError that somebody raised on purpose (`int("x")` is none), and what the
+    That is: an error class of this package, a ValueError from inside a library that refuses what it was given, and what the
     system says about files, memory, other processes and missing packages.
     """
     if isinstance(error, ImportError):
-        return not (error.name or "").startswith(_PACKAGE.name)
-    is_raised = isinstance(error, ValueError) and _raised_in(error) is not None
+        return not (error.name or "").startswith(_PACKAGE)
+    is_refusal = isinstance(error, ValueError) and _raised_in(error) in _REFUSING_LIBRARIES
     is_systems = _is_memory(error) or _is_about_processes(error) or isinstance(error, OSError)
-    return is_raised or is_systems or _is_own(error)
+    return _is_own(error) or is_refusal or is_systems
 
 
 def _is_own(error: BaseException) -> bool:
-    return type(error).__module__.split(".")[0] == _PACKAGE.name
+    return type(error).__module__.split(".")[0] == _PACKAGE
+
+
+def _raised_in(error: BaseException) -> str | None:
+    """Return the package whose code was running when an error was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__", "").split(".")[0] if frames else None
 
 
 def _is_memory(error: BaseException) -> bool:
@@ -109,12 +127,6 @@ def _is_about_processes(error: BaseException) -> bool:
     """Return whether the communication with another process failed: torch's class of error, or gloo's text."""
     is_torchs = any(each.__name__ == "DistError" for each in type(error).__mro__)
     return is_torchs or isinstance(error, RuntimeError) and "third_party/gloo" in str(error)
-
-
-def _raised_in(error: BaseException) -> Path | None:
-    """Return the file with the `raise` that was an error's origin; None if Python itself or compiled code raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    return Path(last[0].filename).resolve() if last and str(last[0].line).startswith("raise ") else None
 
 
 def sentence(error: BaseException) -> str:
@@ -149,20 +161,3 @@ def _say_once(text: str) -> None:
         time.sleep(5)  # still here: the error was this process's alone
     sys.stdout.flush()  # else what is still in its buffer would come after the error
     print(text, file=sys.stderr, flush=True)
-
-
-LIBRARIES = (
-    *("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate"),
-    *("datasets", "evaluate", "tokenizers", "lm-eval", "evalplus"),
-)
-
-
-def library_versions() -> dict[str, str | None]:
-    """Return the version of Python and of each library; None for one that is not installed."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return versions

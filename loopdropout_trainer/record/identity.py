@@ -1,0 +1,292 @@
+"""What a number depends on: its identity, in parts, made in one place and compared in one place.
+
+A training, an evaluation and a diagnosis each have one, with the parts that apply; it is plain JSON, and lies beside what it
+is about. Which parts must agree depends on the question: `ONE_RUN` for going on where a run stopped, `ONE_SETTING` for runs
+whose results may be averaged, `ALIKE` for results that may be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow
+import pyarrow.compute
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.files import sha256_of_json
+from loopdropout_trainer.settings.versions import library_versions
+
+
+Identity = dict[str, dict[str, Any]]
+"""Fields by part, as JSON values."""
+
+PARTS = ("base", "adapter", "weights", "data", "settings", "loops", "seeds", "length", "versions")
+"""The parts of an identity.
+
+base: weights, every field of the configuration, tokenizer, chat template, what ends a completion.
+adapter: PEFT's configuration of it. weights: the hash of what was trained, where something trained is measured.
+data: the rows of a training, or the problems or rows of a measurement.
+settings: all others with effect. loops: how many run, with which gates, read out after which.
+seeds, length: of a training. versions: of libraries.
+"""
+
+ONE_RUN = ("base", "adapter", "weights", "data", "settings", "loops", "seeds")
+"""What is the same before and after an interruption: all but how long a run is, and versions, which are worth a warning."""
+
+ONE_SETTING = ("base", "adapter", "data", "settings", "loops", "length", "versions")
+"""What the seeds of one setting share: all but seeds, and the weights that came of them."""
+
+ALIKE = ("data", "settings")
+"""What results on one benchmark share that stand beside one another: problems, and how they are asked and scored."""
+
+WITHOUT_EFFECT = {
+    "where things are written, and their names": """
+        output_dir run_name project logging_dir trackio_space_id trackio_bucket_id trackio_static_space_id""",
+    "what is printed and logged": """
+        logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica
+        disable_tqdm report_to debug include_num_input_tokens_seen skip_memory_metrics log_completions
+        num_completions_to_print log_unique_prompts log_multimodal log_completions_hub_repo""",
+    "what is evaluated during the training, which leaves its weights as they are": """
+        do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_packing
+        eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size prediction_loss_only include_for_metrics
+        batch_eval_metrics bf16_full_eval fp16_full_eval live_diagnostics_steps live_diagnostics_rows""",
+    "what is measured and made of a trained adapter": """
+        benchmarks benchmark_files benchmark_limit benchmark_batch_size decoding apply_chat_template system_instruction
+        max_new_tokens confirm_run_unsafe_code compare_with evaluate_base single_loop_batches single_loop_accuracy depths
+        merge push_merged_to_hub dry_run""",
+    "when checkpoints are saved, and how a run is resumed from them": """
+        save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint
+        restore_callback_states_from_checkpoint resume_from_checkpoint resume_with_changed_settings""",
+    "what is pushed": """
+        push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision""",
+    "how the work is spread over devices: any layout gives each example the same gates, and the same weights": """
+        use_cpu local_rank parallelism_config deepspeed fsdp fsdp_config full_determinism auto_find_batch_size
+        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
+        ds3_gather_for_generation""",
+    "how rows are fetched": """
+        dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+        dataloader_multiprocessing_context dataloader_in_order dataset_num_proc remove_unused_columns""",
+    "memory and speed: the same numbers up to rounding": """
+        torch_empty_cache_steps activation_offloading activation_checkpointing activation_checkpointing_kwargs use_cache
+        gradient_checkpointing gradient_checkpointing_kwargs use_liger_kernel liger_kernel_config torch_compile
+        torch_compile_backend torch_compile_mode steps_per_generation completion_slots remove_padding skip_frozen_loops
+        fused_lora compile_layers""",
+    "it can only end a run": "stop_on_nan",
+    "counted as `examples_per_step`": "per_device_train_batch_size gradient_accumulation_steps",
+    "counted in the part `base`, by what they make of the model": "model_init_kwargs trust_remote_code",
+}
+"""The settings that leave every result as it is, by the reason. All others count: what nobody thought of is compared."""
+
+_WITHOUT_EFFECT = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
+_LENGTH, _SEEDS = ("max_steps", "num_train_epochs"), ("seed", "data_seed", "gate_seed")
+# Of a base's configuration: what says how it is stored and what it returns, labels of other tasks, and tokens, which count as
+# the tokenizer's and as `end_tokens`.
+_OF_NO_MODEL = (
+    *("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "problem_type"),
+    *("output_hidden_states", "output_attentions", "id2label", "label2id", "chunk_size_feed_forward"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),
+)
+_OF_NO_ADAPTER = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type")
+_NAMES = {
+    ("data", "rows"): "the number of training rows",
+    ("data", "sha256"): "the training data",
+    ("data", "problems"): "the problems",
+    ("base", "weights"): "the base weights",
+    ("base", "tokenizer"): "the tokenizer",
+    ("base", "chat_template"): "the chat template",
+    ("weights", "adapter"): "the adapter's weights",
+    ("settings", "examples_per_step"): "the examples in a step",
+}
+"""What a sentence calls a field whose name says too little."""
+_HASHES = {*(name for name in _NAMES if name[0] != "settings")} - {("data", "rows")}
+_MAY_BE_UNKNOWN = {("base", "weights"), ("data", "sha256"), ("data", "rows")}
+
+
+class Difference(NamedTuple):
+    """One field in which two identities differ; as a string the words for a sentence."""
+
+    part: str
+    field: str
+    before: Any
+    after: Any
+
+    @property
+    def name(self) -> str:
+        return _NAMES.get((self.part, self.field), f"`{self.field}`")
+
+    def __str__(self) -> str:
+        if (self.part, self.field) in _HASHES:
+            return f"{self.name} {'are others' if self.name.endswith(('s', 'data')) else 'is another'}"
+        return f"{self.name} was {self.before!r} and is {self.after!r}"
+
+
+def make_identity(
+    model: nn.Module | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    data: Any = None,
+    settings: TrainingArguments | Mapping[str, Any] | None = None,
+    unsharded: bool = True,
+    **parts: Mapping[str, Any],
+) -> Identity:
+    """Return the identity of a training or a measurement, with the parts that are given.
+
+    Args:
+        model: looped model, before its first step, with its adapter if any: `base`, `adapter`, and of `loops` the depth.
+        tokenizer: of the model.
+        data: rows, whose content counts; or facts of them as a mapping.
+        settings: of a training: `settings`, `seeds` and `length`; or a mapping of fields with values.
+        unsharded: whether this process holds all of the base's weights; they stay out of it otherwise.
+        parts: others, and fields beside those above.
+    """
+    identity: dict[str, dict[str, Any]] = {"versions": _versions()}
+    if model is not None:
+        looped = find_looped_model(model)
+        identity |= {"base": _base(looped, tokenizer, unsharded), "loops": {"num_loops": looped.config.num_loops}}
+    if isinstance(model, PeftModel):
+        config = model.peft_config[model.active_adapters[0]].to_dict()
+        identity["adapter"] = {
+            key: value for key, value in config.items() if key not in _OF_NO_ADAPTER and value is not None
+        }
+    if data is not None:
+        identity["data"] = dict(data) if isinstance(data, Mapping) else _data(data)
+    if settings is not None:
+        identity |= _settings(settings)
+    for name, fields in parts.items():
+        identity[name] = {**identity.get(name, {}), **fields}
+    identity = {name: identity[name] for name in PARTS if name in identity}
+    return json.loads(json.dumps(identity, default=_plain, sort_keys=True))
+
+
+def identity_key(identity: Identity) -> str:
+    """Return a short name of an identity: equal for equal ones."""
+    return sha256_of_json(identity)[:16]
+
+
+def read_identity(content: Any) -> Identity:
+    """Return what `json.loads` has read as an identity; ValueError, one sentence without a subject, if it is none."""
+    if not isinstance(content, dict) or not all(isinstance(fields, dict) for fields in content.values()):
+        raise UserError("holds no identity: a mapping of parts with fields")
+    if strange := [name for name in content if name not in PARTS]:
+        raise UserError(f"was written by another version of this package (its identity has a part `{strange[0]}`)")
+    return content
+
+
+def differences(before: Identity | None, now: Identity | None, parts: Iterable[str] = PARTS) -> list[Difference]:
+    """Return what two identities differ in, of these parts; nothing where one of them is not known.
+
+    They are compared in the fields that both name, since a younger version of a library may know more; and a hash that was not
+    taken, as of sharded weights, says nothing.
+    """
+    found = []
+    for part in parts:
+        old, new = ((identity or {}).get(part, {}) for identity in (before, now))
+        for name in sorted(old.keys() & new.keys()):
+            is_unknown = (part, name) in _MAY_BE_UNKNOWN and None in (old[name], new[name])
+            if old[name] != new[name] and not is_unknown:
+                found.append(Difference(part, name, old[name], new[name]))
+    return found
+
+
+def _versions() -> dict[str, str | None]:
+    """Return the versions of what computes; scorers' are among the settings of their benchmarks."""
+    names = ("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate", "tokenizers")
+    return {name: version for name, version in library_versions().items() if name in names}
+
+
+def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharded: bool) -> dict[str, Any]:
+    """Return what tells a base model and its tokenizer from any other, whatever adapter is on it."""
+    config = looped.config
+    depth = type(config).attribute_map.get("num_loops", "num_loops")
+    frozen = {name: weight for name, weight in looped.named_parameters() if ".lora_" not in name}
+    own = getattr(looped, "generation_config", None)
+    generation = {} if own is None else {f"generation.{name}": value for name, value in own.to_diff_dict().items()}
+    facts = {
+        name: value
+        for name, value in _flat({**config.to_dict(), **generation})
+        if name != depth and name.split(".")[-1] not in _OF_NO_MODEL and "_" not in (name[0], name.split(".")[-1][0])
+    }
+    facts["dtype"] = str(next(iter(frozen.values())).dtype).removeprefix("torch.")
+    facts["attn_implementation"] = getattr(config, "_attn_implementation", None)
+    facts["weights"] = _weights_sha256(frozen) if unsharded else None
+    ends = getattr(own, "eos_token_id", None)
+    ends = ends if isinstance(ends, list) else [ends]
+    if tokenizer is not None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        rules = json.loads(backend.to_str()) if backend is not None else {"vocabulary": tokenizer.get_vocab()}
+        rules |= {"truncation": None, "padding": None}  # as the last call left them
+        facts["tokenizer"] = sha256_of_json(rules)
+        facts |= {name: str(text) for name, text in tokenizer.special_tokens_map.items() if name != "pad_token"}
+        facts["chat_template"] = tokenizer.chat_template and sha256_of_json(tokenizer.chat_template)
+        ends.append(tokenizer.eos_token_id)
+    facts["end_tokens"] = sorted({token for token in ends if token is not None})
+    return facts
+
+
+def _settings(settings: TrainingArguments | Mapping[str, Any]) -> Identity:
+    """Return the parts `settings`, `seeds` and `length`."""
+    if isinstance(settings, Mapping):
+        given, facts, length = dict(settings), {}, {name: settings[name] for name in _LENGTH if name in settings}
+    else:
+        given = {name: getattr(settings, name) for name, of in type(settings).__dataclass_fields__.items() if of.init}
+        given |= {name: given["seed"] if given.get(name) is None else given[name] for name in _SEEDS}
+        in_step = (settings.train_batch_size, settings.gradient_accumulation_steps, settings.world_size)
+        facts = {"examples_per_step": in_step[0] * in_step[1] * in_step[2]}
+        by_steps = settings.max_steps > 0
+        length = {  # of the two the one that does not count is None
+            "max_steps": settings.max_steps if by_steps else None,
+            "num_train_epochs": None if by_steps else float(settings.num_train_epochs),
+        }
+    facts |= {name: value for name, value in given.items() if name not in {*_WITHOUT_EFFECT, *_LENGTH, *_SEEDS}}
+    return {"settings": facts, "seeds": {name: given[name] for name in _SEEDS if name in given}, "length": length}
+
+
+def _flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of nested mappings under dotted names."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and str(name) not in _OF_NO_MODEL:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
+
+
+def _weights_sha256(parameters: Mapping[str, nn.Parameter]) -> str:
+    """Return a hash of the names, shapes and all numbers of weights."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted((name.replace(".base_layer.", "."), each) for name, each in parameters.items()):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+def _data(rows: Any) -> dict[str, Any]:
+    """Return the number of rows and a hash of all of them in their order; of streamed ones what they are called."""
+    if not isinstance(rows, datasets.Dataset):
+        info = getattr(rows, "info", None)
+        name = {"name": getattr(info, "dataset_name", None), "version": getattr(info, "version", None)}
+        return {"rows": len(rows) if hasattr(rows, "__len__") else None, "sha256": None, **name}
+    digest = hashlib.sha256()
+    for table in rows.with_format("arrow").iter(batch_size=1000):
+        for name in sorted(table.column_names):
+            column, types = table.column(name), pyarrow.types
+            digest.update(name.encode())
+            if types.is_list(column.type) or types.is_large_list(column.type):
+                digest.update(pyarrow.compute.list_value_length(column).to_numpy().tobytes())
+                column = pyarrow.compute.list_flatten(column)
+            is_plain = types.is_integer(column.type) and not column.null_count
+            digest.update(column.to_numpy().tobytes() if is_plain else repr(column.to_pylist()).encode())
+    return {"rows": len(rows), "sha256": digest.hexdigest()}

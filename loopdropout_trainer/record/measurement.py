@@ -1,0 +1,205 @@
+"""Measurements: one row for each number, in a file of JSON lines, beside the identities of what they depend on.
+
+Whoever measures writes rows (a training, an evaluation, a diagnosis), and whoever shows numbers reads them; nothing else does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from filelock import FileLock
+
+from loopdropout_trainer.record.identity import Identity, identity_key, read_identity
+from loopdropout_trainer.saving.files import write_atomically
+from loopdropout_trainer.settings.ranges import shown
+
+
+MEASUREMENTS_FILE, IDENTITIES_FILE = "measurements.jsonl", "identities.json"
+
+ALL, NONE = "all", "none"
+"""Gates: unit gates, and the model without its adapter's update."""
+
+
+class RecordError(ValueError):
+    """A row or a file that holds no measurements, in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One number, what it is, and where it was measured.
+
+    Attributes:
+        writer: what wrote it, `training`, `evaluation/ROW` or `diagnostics/NAME`: written again, its rows are replaced.
+        family: what is drawn together, such as `accuracy` or the name of a diagnostic.
+        metric, value, unit: the number. Accuracies are in percent, losses in nats for each target token.
+        benchmark: what it was measured on: a benchmark, `held_out` rows, or `training`.
+        method: what was trained, as people call it; `base` for the model alone.
+        seed, steps: of its training: its seed, and the steps that it had taken.
+        model: name of the base.
+        depth: loops that ran. gates: `all` (1 in each loop), `none`, or one for each, such as `1-0-0-0`.
+        loop: the one loop that has the adapter, or is read out. other_loop: the column of a matrix of loops.
+        readout: the loop after which the model was read out, if it is not the last one.
+        dose: the gate of all loops. group: a part of the benchmark. step: of a learning curve.
+        total: number of problems.
+        verdicts: [problems] what each problem counts, from 0 to 1. answered: [problems] 1 if its completion holds an answer.
+        identity: key of what the number depends on. run: key of the training's identity, if it is known.
+
+    Raises:
+        RecordError: for a field of another type, or a number that is not finite.
+    """
+
+    writer: str
+    family: str
+    metric: str
+    value: float
+    identity: str
+    unit: str = ""
+    benchmark: str = ""
+    method: str = "base"
+    model: str | None = None
+    seed: int | None = None
+    steps: int | None = None
+    run: str | None = None
+    depth: int | None = None
+    gates: str = ALL
+    loop: int | None = None
+    other_loop: int | None = None
+    readout: int | None = None
+    dose: float | None = None
+    group: str | None = None
+    step: int | None = None
+    total: int | None = None
+    verdicts: list | None = None
+    answered: list | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                words = str(kind).replace("<class '", "").replace("'>", "")
+                raise RecordError(f"`{name}` must be of type `{words}`; got {shown(value)}")
+            if isinstance(value, int | float) and not abs(value) < 1e300:
+                raise RecordError(f"`{name}` must be a finite number; got {shown(value)}")
+        for name in ("verdicts", "answered"):
+            values = getattr(self, name)
+            if values is not None and not (
+                len(values) == self.total and all(type(each) in (int, float) and 0 <= each <= 1 for each in values)
+            ):
+                raise RecordError(f"`{name}` must be a number from 0 to 1 for each of {self.total} problems")
+        if self.verdicts is not None and not math.isclose(
+            100 * sum(self.verdicts), self.value * self.total, abs_tol=1e-6
+        ):
+            mean = 100 * sum(self.verdicts) / self.total
+            raise RecordError(f"`value` must be {mean:g}, as its `verdicts` say; got {self.value:g}")
+
+
+_TYPES = {
+    name: kind | int if kind in (float, float | None) else kind for name, kind in get_type_hints(Measurement).items()
+}
+PLACES = ("depth", "gates", "loop", "other_loop", "readout", "dose", "group", "step")
+"""The fields that say where in a measurement a number is."""
+
+
+def write_measurements(
+    folder: str | Path, rows: Iterable[Measurement], identities: Sequence[Identity], writer: str | None = None
+) -> None:
+    """Write rows into a folder, in the place of those of the same writers, and of `writer`, which may have none now.
+
+    Several processes may write at once. Of identities that no row refers to any more nothing is kept.
+
+    Raises:
+        RecordError: if the folder's identities cannot be read.
+    """
+    folder, rows = Path(folder), list(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    replaced = {row.writer for row in rows} | ({writer} if writer else set())
+    with FileLock(folder / f".{MEASUREMENTS_FILE}.lock"):
+        # Lines that somebody has damaged stay as they are: what was measured for hours is written all the same.
+        before = [(text, _fields(text) or {}) for text in _text(folder / MEASUREMENTS_FILE).splitlines()]
+        new = [as_json(row) for row in rows]
+        kept = [(text, line) for text, line in before if line.get("writer") not in replaced]
+        used = {line.get(name) for line in [*new, *(line for _, line in kept)] for name in ("identity", "run")}
+        known = {**read_identities(folder), **{identity_key(each): each for each in identities}}
+        named = {key: identity for key, identity in known.items() if key in used}
+        write_atomically(folder / IDENTITIES_FILE, json.dumps(named, indent=1, ensure_ascii=False) + "\n")
+        lines = [*(text for text, _ in kept), *(json.dumps(line, ensure_ascii=False) for line in new)]
+        write_atomically(folder / MEASUREMENTS_FILE, "".join(f"{line}\n" for line in lines))
+
+
+def as_json(row: Measurement) -> dict[str, Any]:
+    """Return the fields of a row that are not as by default."""
+    return {name: value for name, value in asdict(row).items() if value != _DEFAULTS.get(name, ...)}
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Measurement)}
+
+
+def read_measurements(folder: str | Path) -> tuple[list[Measurement], dict[str, Identity], list[str]]:
+    """Return a folder's rows, its identities by key, and a sentence about each line that is left out.
+
+    Raises:
+        RecordError: if a file cannot be read at all.
+    """
+    folder, faults, rows = Path(folder), [], []
+    identities = read_identities(folder)
+    for number, text in enumerate(_text(folder / MEASUREMENTS_FILE).splitlines(), start=1):
+        try:
+            rows.append(_row(_fields(text), identities))
+        except RecordError as error:
+            faults.append(f"{folder / MEASUREMENTS_FILE}, line {number}: {error}.")
+    return rows, identities, faults
+
+
+def _row(line: Mapping[str, Any] | None, identities: Mapping[str, Identity]) -> Measurement:
+    if line is None:
+        raise RecordError("it is no JSON mapping")
+    if strange := sorted(line.keys() - _TYPES.keys()):
+        raise RecordError(f"`{strange[0]}` is no field of a measurement")
+    if missing := [name for name in ("writer", "family", "metric", "value", "identity") if name not in line]:
+        raise RecordError(f"`{missing[0]}` is missing")
+    row = Measurement(**line)
+    for name in ("identity", "run"):
+        key = getattr(row, name)
+        if key is not None and key not in identities:
+            raise RecordError(f"`{name}` {shown(key)} is not in {IDENTITIES_FILE}")
+    return row
+
+
+def _fields(text: str) -> dict[str, Any] | None:
+    """Return the fields of a line; None if it is no JSON mapping."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def read_identities(folder: str | Path) -> dict[str, Identity]:
+    """Return the identities of a folder by key; {} without a file of them.
+
+    Raises:
+        RecordError: if the file holds none, or one that does not belong to its key.
+    """
+    path = Path(folder) / IDENTITIES_FILE
+    try:
+        found = {key: read_identity(each) for key, each in json.loads(_text(path) or "{}").items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        reason = str(error) if str(error).startswith(("holds", "was written")) else "cannot be read as JSON"
+        raise RecordError(f"{path} {reason}") from None
+    if changed := [key for key, each in found.items() if identity_key(each) != key]:
+        raise RecordError(f"{path} has been changed: `{changed[0]}` is not the key of what stands there")
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path} is not text: {error.reason}") from None
