@@ -31,7 +31,7 @@ _REFUSING_LIBRARIES = (
 )
 _EXTRAS = {
     "eval": ("lm_eval", "evalplus", "langdetect", "immutabledict", "nltk"),
-    "reports": ("pandas", "plotnine", "jinja2", "tabulate"),
+    "reports": ("pandas", "plotnine", "jinja2", "tabulate", "statsmodels"),
     "rewards": ("math_verify",),
     "sweeps": ("optuna", "psutil"),
     "deepspeed": ("deepspeed",),

@@ -1,5 +1,6 @@
 """Chat templates: what is rendered, what is trained, where generation stops, and that a trained model keeps all of it."""
 
+import copy
 from itertools import groupby
 
 import pytest
@@ -99,7 +100,7 @@ def test_trls_chat_template_path_is_another_name_for_a_jinja_file(tmp_path):
     model = ModelArguments(str(TINY_OURO_PATH))
     own = load_tokenizer(model, chat_template_path=str(tmp_path / "own.jinja"))
     assert own.chat_template == (tmp_path / "own.jinja").read_text()
-    with pytest.raises(ValueError, match="`chat_template` must be .*tulu2, or the path of a Jinja file; got 'x/y'"):
+    with pytest.raises(ValueError, match="A chat template must be .*tulu2, or the path of a Jinja file; got 'x/y'"):
         load_tokenizer(model, chat_template_path="x/y")
     model.chat_template = "ouro"
     with pytest.raises(ValueError, match="`chat_template` and `chat_template_path` exclude each other"):
@@ -140,3 +141,14 @@ def test_a_trained_model_keeps_template_and_end_of_turn(config, chat_tokenizer, 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ends = torch.tensor(model.generation_config.eos_token_id).flatten().tolist()
     assert 2 in ends and model.generation_config.pad_token_id == 0
+
+
+def test_a_tokenizer_as_template_whose_tokens_the_model_lacks_is_refused(tokenizer, make_sft, tmp_path):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    other.save_pretrained(tmp_path / "padded")
+    other.add_tokens(["<turn>"])
+    other.save_pretrained(tmp_path / "longer")
+    for name, what in (("padded", "as many tokens as divide by 64"), ("longer", "its <turn>")):
+        with pytest.raises(ValueError, match=f"{name} is a tokenizer, and TRL would give the model {what}, untrained"):
+            make_sft(chat_template_path=str(tmp_path / name))

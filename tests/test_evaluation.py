@@ -389,6 +389,16 @@ BAD_ROWS = [
         '{"question": "?", "mc2_targets": {"choices": ["a", "b"], "labels": [1]}}',
         "Problem 1 .* scored",
     ),
+    (
+        "ifeval",
+        '{"key": 1, "prompt": "?", "instruction_id_list": ["made:up"], "kwargs": [{}]}',
+        "Problem 1 .* 'made:up'",
+    ),
+    (
+        "mmlu",
+        '{"question": "?", "subject": "anatomy", "choices": ["a", "b", "c", "d"], "answer": -1}',
+        "said to be -1",
+    ),
     ("gsm8k", '{"quest', "row 1 is .* broken JSON"),
     ("metamath_gsm8k", '{"question": "1 + 1?", "answer": "two"}', "row 1 is .* no `#### `"),
     ("mmlu", '{"question": "?", "choices": ["a"], "answer": 0}', "rows.jsonl, row 1 .*'subject'"),

@@ -18,7 +18,7 @@ import yaml
 from conftest import ROOT, load_script, with_adapter
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, errors
 from loopdropout_trainer.data.__main__ import main as data_main
@@ -61,6 +61,12 @@ def adapter_of_another_base(folder, patch):
     save_file({name: torch.zeros(2, 7) for name in load_file(path)}, path)
 
 
+def token_beyond_the_embedding(folder, patch):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(folder / "model")
+
+
 def adapter(folder, **config):
     base = AutoModelForCausalLM.from_pretrained(TINY_OURO_PATH, dtype=torch.float32)
     with_adapter(base, r=2).save_pretrained(folder / "adapter")
@@ -76,7 +82,7 @@ MAKE = {
     "jsonl_of_long_numbers": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "9" * 5000 + "}\n"),
     "jsonl_of_brackets": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "[" * 200_000 + "\n"),
     **{make.__name__: make for make in (locked_folder, without_optional_packages, damaged_parquet)},
-    "adapter_of_another_base": adapter_of_another_base,
+    **{make.__name__: make for make in (adapter_of_another_base, token_beyond_the_embedding)},
 }
 
 

@@ -12,8 +12,8 @@
     value                                  in percent; losses in nats per token
     verdicts                               of an accuracy: one bit for each test problem, as hexadecimal digits
 
-Intervals are 95% of a bootstrap that draws seeds and problems, each with replacement (10,000 draws, percentiles); methods are
-paired by seed and problem.
+Intervals and p-values are of loopdropout_trainer/reports/statistics.py: methods are paired by seed and problem, and both are
+drawn from more of their kind; where a seed gives one number, Student's t. Verdicts are corrected for their number (Holm).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from statsmodels.stats.multitest import multipletests
 
-from loopdropout_trainer.reports.averaging import interval
+from loopdropout_trainer.reports.statistics import Estimate, estimate, of_numbers
 from loopdropout_trainer.runs.sweep import load_runs
 
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs.csv.gz"
-DOCUMENT = HERE.parent / "replication.md"
+DOCUMENT, WHEN = HERE.parent / "replication.md", HERE.parent / "when.md"
 TEST = "arithmetic_easy_test"
-DRAWS = 10_000
 
 
 # From runs to rows.
@@ -65,8 +65,11 @@ def rows_of(run: dict, study: str) -> Iterator[dict]:
         yield {**known, "metric": "development", "depth": trained["num_loops"], "value": run["selection_score"]}
     if not run["final"]:
         return
-    for measured in results["benchmarks"].values():
-        yield {**known, "metric": "accuracy", "depth": trained["num_loops"], **counted(measured)}
+    for name, measured in results["benchmarks"].items():
+        if name != TEST:  # held-out problems, of runs at one rate more than a sweep had
+            yield {**known, "metric": "development", "depth": trained["num_loops"], "value": measured["score"]}
+        else:
+            yield {**known, "metric": "accuracy", "depth": trained["num_loops"], **counted(measured)}
     for depth, measured in results["by_depth"].items():
         if int(depth) != trained["num_loops"]:
             yield {**known, "metric": "accuracy", "depth": int(depth), **counted(measured)}
@@ -116,15 +119,29 @@ def verdicts(row: pd.Series) -> np.ndarray:
 
 
 class Study:
-    """The rows of one study, each method at the learning rate that its development accuracy on the first seed chooses."""
+    """The rows of one study, each method at the learning rate that its development accuracy on the first seed chooses.
+
+    `grids` holds that accuracy by method and rate. A method without any was trained at one rate.
+    """
 
     def __init__(self, rows: pd.DataFrame) -> None:
         self.rows = rows
         development = rows[rows["metric"] == "development"]
         first = development[development["seed"] == development.groupby("method")["seed"].transform("min")]
-        first = first.sort_values("learning_rate")  # the smaller rate of equals
-        best = first.loc[first.groupby("method", sort=False)["value"].idxmax()]
-        self.rates = dict(zip(best["method"], best["learning_rate"], strict=True))
+        self.grids = {
+            method: part.groupby("learning_rate")["value"].first() for method, part in first.groupby("method")
+        }
+        self.rates = {method: grid.idxmax() for method, grid in self.grids.items()}  # the smaller rate of equals
+        for method, part in rows.groupby("method"):
+            if method not in self.rates and part["learning_rate"].nunique() == 1:
+                self.rates[method] = part["learning_rate"].iloc[0]
+
+    def edge(self, method: str) -> str | None:
+        """Return `lowest` or `highest` if the chosen rate is so in its grid; None if it lies inside, or was not chosen."""
+        rates = list(self.grids.get(method, pd.Series(dtype=float)).index)
+        if len(rates) < 2 or self.rates[method] not in (rates[0], rates[-1]):
+            return None
+        return "lowest" if self.rates[method] == rates[0] else "highest"
 
     def of(
         self, method: str, metric: str, depth: int | None = None, loop: int | None = None, rate: float | None = None
@@ -171,19 +188,22 @@ class Claim:
     unit: str = "points"
     study: str = "small"
 
-    def row(self, studies: dict[str, Study]) -> str | None:
-        """Return the row of the table; None if nothing was measured for it."""
-        study = studies.get(self.study)
-        gains = self.gains(study) if study is not None else np.empty((0, 1))
-        if not len(gains):
-            return None
-        digits = 1 if self.unit == "points" else 3
-        mean = f"{gains.mean():+.{digits}f}"
-        if len(gains) < 2:
-            return f"| {self.words} | {self.paper} | {mean} | 1 | one seed |"
-        low, high = interval(gains, DRAWS)
-        verdict = "**seen**" if low > 0 else "**opposite**" if high < 0 else "undecided"
-        return f"| {self.words} | {self.paper} | {mean} [{low:+.{digits}f}, {high:+.{digits}f}] | {len(gains)} | {verdict} |"
+    @property
+    def digits(self) -> int:
+        return 1 if self.unit == "points" else 3
+
+
+def verdict(mean: float, p: float) -> str:
+    """Return the word for a difference with this p-value."""
+    return "undecided" if p >= 0.05 else "seen" if mean > 0 else "opposite"
+
+
+def with_interval(found: Estimate, digits: int = 1) -> str:
+    return f"{found.mean:+.{digits}f} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
+
+
+def shown_p(p: float) -> str:
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def against(other: str, ours: str = "loop_dropout", **where) -> Callable[[Study], np.ndarray]:
@@ -275,13 +295,64 @@ def paired(ours: np.ndarray, others: np.ndarray) -> np.ndarray:
     return ours[:seeds] - others[:seeds] if seeds else np.empty((0, 1))
 
 
-def claims_table(studies: dict[str, Study]) -> str:
-    """Return the claims with what they come to here, and those for which nothing was measured yet."""
-    rows = {claim.words: claim.row(studies) for claim in CLAIMS}
-    head = "| claim | paper | here, 95% interval | seeds | verdict |\n|---|---|---|---|---|\n"
-    measured = list(filter(None, rows.values()))
-    missing = [words for words, row in rows.items() if row is None]
-    return head + "\n".join(measured) + (f"\n\nNot measured yet: {'; '.join(missing)}." if missing else "")
+def claims_found(studies: dict[str, Study]) -> tuple[pd.DataFrame, dict[str, list[str]]]:
+    """Return what the claims come to, and the words of those that have no row: by the reason why.
+
+    A claim whose gains are another's to the last problem is the same comparison, and listed once.
+    """
+    rows, seen = [], []
+    left_out: dict[str, list[str]] = {"Not measured": [], "One seed": [], "The same comparison as a row above": []}
+    for claim in CLAIMS:
+        gains = claim.gains(studies[claim.study]) if claim.study in studies else np.empty((0, 1))
+        found = estimate(gains)
+        if found is None:
+            left_out["One seed" if len(gains) else "Not measured"].append(claim.words)
+        elif any(np.array_equal(gains, other) for other in seen):
+            left_out["The same comparison as a row above"].append(claim.words)
+        else:
+            seen.append(gains)
+            rows.append({"claim": claim, "found": found, "seeds": len(gains), "alone": verdict(found.mean, found.p)})
+    table = pd.DataFrame(rows)
+    corrected = multipletests([found.p for found in table["found"]], method="holm")[1]
+    table["verdict"] = [verdict(found.mean, p) for found, p in zip(table["found"], corrected, strict=True)]
+    return table, left_out
+
+
+def claims_table(table: pd.DataFrame, left_out: dict[str, list[str]]) -> str:
+    """Return the claims as a table, with what has no row below it."""
+    lines = ["| claim | paper | here, 95% interval | seeds | p | alone | of all |", "|---|---|---|---|---|---|---|"]
+    for row in table.itertuples():
+        numbers = f"{with_interval(row.found, row.claim.digits)} | {row.seeds} | {shown_p(row.found.p)}"
+        word = row.verdict if row.verdict == "undecided" else f"**{row.verdict}**"
+        lines.append(f"| {row.claim.words} | {row.claim.paper} | {numbers} | {row.alone} | {word} |")
+    for reason, words in left_out.items():
+        if words:
+            lines += ["", f"{reason}: {'; '.join(words)}."]
+    return "\n".join(lines)
+
+
+def rates_text(studies: dict[str, Study]) -> str:
+    """Return which chosen rates are the lowest or highest of their grids, and how many lie inside."""
+    lines, inside = [], 0
+    for name, study in studies.items():
+        for method, rate in study.rates.items():
+            inside += len(study.grids.get(method, ())) > 1 and study.edge(method) is None
+            if edge := study.edge(method):
+                grid = ", ".join(f"{value:.1f}% at {each:g}" for each, value in study.grids[method].items())
+                lines.append(f"| {name} | {method} | {rate:g}, {edge} | {grid} |")
+    head = "| study | method | rate | held-out accuracy by rate |\n|---|---|---|---|"
+    return f"{inside} chosen rates lie inside their grids, {len(lines)} at an edge:\n\n" + "\n".join([head, *lines])
+
+
+def depths_table(study: Study, depths: Iterable[int], ours: str = "loop_dropout", other: str = "lora") -> str:
+    """Return two methods' accuracies by depth, and their difference."""
+    lines = ["| K at inference | LoRA | Loop Dropout | difference, 95% interval | p |", "|---|---|---|---|---|"]
+    for depth in depths:
+        found = estimate(study.gains(ours, other, depth=depth))
+        if found is not None:
+            means = (mean_sd(study.of(each, "accuracy", depth=depth)) for each in (other, ours))
+            lines.append(f"| {depth} | {' | '.join(means)} | {with_interval(found)} | {shown_p(found.p)} |")
+    return "\n".join(lines)
 
 
 def methods_table(studies: dict[str, Study]) -> pd.DataFrame:
@@ -368,15 +439,49 @@ def effect_figure(study: Study) -> None:
     save_figure(plot, HERE / "effect", width=11, height=3.6)
 
 
-def map_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return accuracies and Loop Dropout's gain of each cell of the map, means over its seeds."""
+def map_table(rows: pd.DataFrame, ours: str = "loop_dropout") -> pd.DataFrame:
+    """Return accuracies and a method's gain over LoRA of each cell of the map, means over its seeds, and the gain's word.
+
+    `ahead` and `behind`: the 95% interval over the test problems, with the seeds as they are, leaves out zero; else `level`.
+    """
     cells = rows[(rows["metric"] == "accuracy") & rows["depth"].isin((4, 8))].copy()
-    cells["rule"] = np.where(cells["method"].str.startswith("lora"), "lora", "loop_dropout")
+    cells["rule"] = cells["method"].str.replace(r"(@|_\d).*", "", regex=True)
     cells["epochs"] = (cells["steps"] * 16 / cells["examples"]).round().astype(int)
-    table = cells.pivot_table(
-        index=["difficulty", "examples", "epochs", "depth"], columns="rule", values="value", aggfunc="mean"
-    ).dropna()
-    return table.assign(gain=table["loop_dropout"] - table["lora"]).reset_index()
+    table = []
+    for place, cell in cells.groupby(["difficulty", "examples", "epochs", "depth"]):
+        sides = [cell[cell["rule"] == rule].drop_duplicates("seed").set_index("seed") for rule in (ours, "lora")]
+        seeds = sides[0].index.intersection(sides[1].index)
+        if len(seeds):
+            answers = [np.array([verdicts(side.loc[seed]) for seed in seeds]) for side in sides]
+            found = of_numbers(100 * (answers[0] - answers[1]).mean(axis=0))
+            word = {"seen": "ahead", "opposite": "behind", "undecided": "level"}[verdict(found.mean, found.p)]
+            means = [100 * each.mean() for each in answers]
+            table.append((*place, *means, found.mean, len(seeds), word))
+    names = ["difficulty", "examples", "epochs", "depth", ours, "lora", "gain", "seeds", "word"]
+    return pd.DataFrame(table, columns=names)
+
+
+def map_counts(table: pd.DataFrame) -> str:
+    """Return in how many cells a method is ahead, level and behind, by difficulty, examples and depth."""
+    lines = [
+        "| problems | examples | depth | cells | ahead | level | behind | gain |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    size = np.where(
+        table["examples"] <= 128, "32 to 128", np.where(table["examples"] == 512, "512", "2,048 and 4,000")
+    )
+    order = {"32 to 128": 0, "512": 1, "2,048 and 4,000": 2}
+    groups = table.assign(size=size, place=[order[each] for each in size]).groupby(
+        ["depth", "difficulty", "place", "size"]
+    )
+    for (depth, difficulty, _, size), cells in groups:
+        counts = [int((cells["word"] == word).sum()) for word in ("ahead", "level", "behind")]
+        span = f"{cells['gain'].min():+.1f} to {cells['gain'].max():+.1f}"
+        where = f"K = {depth:.0f}" + ", twice the training depth" * (depth == 8)
+        lines.append(
+            f"| {difficulty} steps | {size} | {where} | {len(cells)} | {' | '.join(map(str, counts))} | {span} |"
+        )
+    return "\n".join(lines)
 
 
 def map_figure(rows: pd.DataFrame) -> None:
@@ -405,19 +510,28 @@ def map_figure(rows: pd.DataFrame) -> None:
 
 
 def write(rows: pd.DataFrame) -> None:
-    """Replace what stands between each pair of marks in the document."""
+    """Replace what stands between each pair of marks in the documents."""
     studies = {name: Study(part) for name, part in rows.groupby("study") if name != "map"}
-    small = studies["small"]
-    effect_figure(small)
-    map_figure(rows[rows["study"] == "map"])
+    cells = rows[rows["study"] == "map"]
+    effect_figure(studies["small"])
+    map_figure(cells)
     methods_table(studies).to_csv(HERE / "methods.csv", index=False)
-    tables = {"claims": claims_table(studies)}
-    text = DOCUMENT.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
-    DOCUMENT.write_text(text, encoding="utf-8")
+    claims, left_out = claims_found(studies)
+    tables = {
+        "claims": claims_table(claims, left_out),
+        "rates": rates_text(studies),
+        "map": map_counts(map_table(cells)),
+    }
+    if "fresh_seeds" in studies:
+        tables["fresh"] = depths_table(studies["fresh_seeds"], (2, 3, 4, 8))
+    for document in (DOCUMENT, WHEN):
+        text = document.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+            if begin in text:
+                before, rest = text.split(begin)
+                text = f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
+        document.write_text(text, encoding="utf-8")
 
 
 def main() -> None:

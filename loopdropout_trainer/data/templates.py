@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.rows import BadRow, present
 from loopdropout_trainer.errors import UserError, user_supplied
@@ -86,6 +86,36 @@ def load_tokenizer(
     return tokenizer
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:
+    """Raise ValueError for a tokenizer with a token that a model of this configuration has no embedding of."""
+    token, index = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    if index >= model.vocab_size:
+        raise UserError(
+            f"The tokenizer's token {token!r} has the id {index:,}, and the model's embedding has {model.vocab_size:,} rows: "
+            "give the tokenizer that belongs to the model, or first resize the model's embedding and save it."
+        )
+
+
+def check_template_source(path: str | None, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:
+    """Raise ValueError for a tokenizer, named by `chat_template_path`, for whose tokens TRL would change the embedding.
+
+    TRL adds the tokens that the model's tokenizer lacks, and others until their number divides by 64; their embeddings would
+    have to be trained, and only the adapter is.
+    """
+    if path is None or path.endswith((".jinja", ".j2")):
+        return
+    with user_supplied(f"`chat_template_path` {path} cannot be loaded"):
+        added = {str(token) for token in read_tokenizer(path).added_tokens_decoder.values()}
+    missing = sorted(added - tokenizer.get_vocab().keys())
+    if missing or not len(tokenizer.get_vocab()) == model.vocab_size == 64 * (model.vocab_size // 64):
+        what = f"its {', '.join(missing[:3])}" if missing else "as many tokens as divide by 64"
+        raise UserError(
+            f"`chat_template_path` {path} is a tokenizer, and TRL would give the model {what}, untrained, since only the "
+            "adapter is trained. Give a Jinja file with a template of tokens that the model has, or first extend the model by "
+            "these tokens and train it."
+        )
+
+
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> None:
     """Give a tokenizer a chat template, and the special tokens that belong to it; both are saved with the tokenizer.
 
@@ -107,7 +137,7 @@ def chat_template(name_or_path: str) -> str:
     path = packaged.get(name_or_path, Path(name_or_path))
     if not path.is_file():
         names = ", ".join(packaged)
-        raise UserError(f"`chat_template` must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
+        raise UserError(f"A chat template must be {names}, or the path of a Jinja file; got {name_or_path!r}.")
     with user_supplied(f"`chat_template` {name_or_path} cannot be read"):
         return path.read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import add_gates
-from loopdropout_trainer.data import load_tokenizer
+from loopdropout_trainer.data import check_vocabulary, load_tokenizer
 from loopdropout_trainer.errors import user_supplied
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving import adapter_files
@@ -28,7 +28,7 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
         base = AutoModelForCausalLM.from_pretrained(
             model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
         )
-    find_looped_model(base)
+    check_vocabulary(tokenizer, find_looped_model(base).config)
     if adapter is None:
         return base.eval(), tokenizer
     with user_supplied(f"The adapter {adapter} cannot be loaded"):

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import adapted_layers, use_gates
-from loopdropout_trainer.data.templates import apply_chat_template
+from loopdropout_trainer.data.templates import apply_chat_template, check_vocabulary
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json
@@ -53,6 +53,7 @@ class Subject:
     def __post_init__(self) -> None:
         self.looped = find_looped_model(self.model)
         self.tokenizer = as_in_its_file(self.tokenizer)
+        check_vocabulary(self.tokenizer, self.looped.config)
         self.num_loops = self.looped.config.num_loops
         if self.gates is not None:
             self.gates = parse_gates(self.gates, self.num_loops)

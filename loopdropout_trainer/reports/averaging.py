@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from loopdropout_trainer.reports.reading import OUTCOMES, PLACES, Missing, ReportError, check_column
+from loopdropout_trainer.reports.statistics import estimate
 
 
 FIRST = ("checkpoint", "model", "sweep", "num_loops", "rank", "p", "learning_rate", "total", "evaluation.num_rows")
@@ -112,7 +113,8 @@ def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = N
         ours, other = (np.stack(average(side, what, "answered")) for side in (b, a))
         gains = gains * {"both_extractable": ours & other, "missing_in_either": ~(ours & other)}[part]
     found = pd.Series(gains.mean(axis=1), values[0].index)
-    found.attrs["interval"] = interval(gains)
+    certainty = estimate(gains)
+    found.attrs["interval"] = (None, None) if certainty is None else (certainty.low, certainty.high)
     return found
 
 
@@ -124,18 +126,3 @@ def check_alike(rows: pd.DataFrame, what: str) -> None:
         if different := sorted(varying(part, names), key=lambda name: name == "problems"):
             how = listed(part, different[0])
             raise ReportError(f"{what} would compare results on {metric} that were evaluated differently ({how}).")
-
-
-def interval(gains: np.ndarray, draws: int = 2000) -> tuple[float | None, float | None]:
-    """Return the 95% percentile bootstrap interval of the mean of gains [seeds, problems]; Nones for a single seed.
-
-    Seeds and problems are resampled with replacement, independently (crossed): the interval is about the mean over other seeds
-    and other problems of the same kind. With one number for each seed, only seeds are drawn.
-    """
-    if len(gains) < 2 or not np.isfinite(gains).all():
-        return None, None
-    generator = np.random.default_rng(0)
-    weights = [generator.multinomial(n, np.full(n, 1 / n), size=draws) / n for n in gains.shape]
-    means = ((weights[0] @ gains) * weights[1]).sum(axis=1)  # [draws, seeds] @ [seeds, problems] -> [draws]
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)

@@ -192,7 +192,7 @@ def notes(cells: pd.DataFrame) -> list[str]:
     if counts := sorted(cells["count"].dropna().astype(int).unique()):
         lines.append(f"Mean ± SD over {' or '.join(map(str, counts))} training seed{'' if counts == [1] else 's'}.")
     if cells["low"].notna().any():
-        lines.append("In brackets: 95% bootstrap interval over seeds and problems.")
+        lines.append("In brackets: 95% interval over seeds and problems.")
     lines += cells.attrs["refused"]
     if spec.made_by and (missing := missing_of(cells)):
         commands = " ; ".join(each if " " in each else f"loopdropout sweep {each}" for each in spec.made_by)

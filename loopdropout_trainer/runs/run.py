@@ -21,7 +21,7 @@ from transformers import ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from loopdropout_trainer import diagnostics
-from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
+from loopdropout_trainer.data import DataArguments, check_vocabulary, load_data, load_tokenizer
 from loopdropout_trainer.errors import user_supplied
 from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
@@ -122,6 +122,7 @@ class Run:
         config = self.configs[0]
         template = getattr(config, "chat_template_path", None)  # SFT's
         self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, template)
+        check_vocabulary(self.tokenizer, self.base)
         disable_progress_bar()  # of loading weights
         if (self.data_args.num_train_examples or SHORT) < SHORT:
             datasets.disable_progress_bars()

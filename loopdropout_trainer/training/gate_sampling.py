@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
 from loopdropout_trainer.adapters.reference import references_like_the_policy
+from loopdropout_trainer.data.templates import check_template_source, check_vocabulary
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
@@ -73,6 +74,9 @@ class GateSamplingMixin:
                 given["processing_class"] = read_tokenizer(name, revision, trust_remote_code=args.trust_remote_code)
         chooses_checkpointing = leaves_checkpointing_open(args)
 
+        if isinstance(tokenizer := given["processing_class"], PreTrainedTokenizerBase):
+            check_vocabulary(tokenizer, config)
+            check_template_source(getattr(args, "chat_template_path", None), tokenizer, config)  # of SFT
         with references_like_the_policy(model, self.rule, getattr(args, "reference_gates", "unit") == "same"):
             super().__init__(*call.args, **call.kwargs)
 

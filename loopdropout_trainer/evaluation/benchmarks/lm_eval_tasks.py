@@ -104,10 +104,9 @@ class LmEvalTask(Task):
                 task.set_config(key="generation_kwargs", value=dict(self.generation), update=True)
             if splits is not None:
                 task.dataset.check_examples(name, task.config)
-            if splits is not None and self.metrics and task.OUTPUT_TYPE == "multiple_choice":
+            if splits is not None and self.metrics:
                 for number, doc in enumerate(task.eval_docs, start=1):
-                    with user_supplied(f"Problem {number} of `{task.task_name}` cannot be scored"):
-                        task.process_results(doc, [(-1.0, False)] * len(task.doc_to_choice(doc)))
+                    _check_problem(task, doc, f"Problem {number} of `{task.task_name}`")
         return LmEvalBenchmark(name, self, tasks, manager, limit, confirmed)
 
     def _local_splits(self, name: str, files: list[Path]) -> dict[str, LocalSplits]:
@@ -267,6 +266,17 @@ def _prediction(sample: dict, scored: dict[str, float], value: float | None, tas
         group=task,
         log_likelihoods=log_likelihoods,
     )
+
+
+def _check_problem(task: Any, doc: Row, place: str) -> None:
+    """Raise ValueError for a problem whose answers could not be scored, by scoring one that nobody gave."""
+    chooses = task.OUTPUT_TYPE == "multiple_choice"
+    with user_supplied(f"{place} cannot be scored"):
+        answers = [(-1.0, False)] * len(task.doc_to_choice(doc)) if chooses else ["text"]
+        task.process_results(doc, answers)
+    right = task.doc_to_target(doc) if chooses else None
+    if isinstance(right, int) and not 0 <= right < len(answers):
+        raise DataError(f"{place} has {len(answers)} choices, from 0, and the right one is said to be {right}.")
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,0 +1,60 @@
+"""How certain a mean over seeds is: of one number a seed, or of what each seed gives on the same problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95% interval, and the two-sided p-value of its being zero."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def estimate(gains: np.ndarray) -> Estimate | None:
+    """Return the mean of gains [seeds, problems], or [seeds, 1] where a seed gives one number; None for a single seed.
+
+    The interval is about the mean over other seeds and other problems of the same kind.
+    """
+    if len(gains) < 2 or not np.isfinite(gains).all():
+        return None
+    return of_numbers(gains[:, 0]) if gains.shape[1] == 1 else of_seeds_and_problems(gains)
+
+
+def of_numbers(values: np.ndarray) -> Estimate:
+    """Return the mean of independent numbers, such as one a seed, by Student's t."""
+    return _of_t(values.mean(), values.var(ddof=1) / len(values), len(values) - 1)
+
+
+def of_seeds_and_problems(gains: np.ndarray) -> Estimate:
+    """Return the mean of gains [seeds, problems] where each seed met the same problems, both drawn from more of their kind.
+
+    The mean squares of the two-way analysis of variance give the mean's variance, (MS_seeds + MS_problems - MS_rest) / (S P);
+    its degrees of freedom are Satterthwaite's. Where seeds differ by no more than chance, they add nothing to it.
+    """
+    num_seeds, num_problems = gains.shape
+    of_seed, of_problem, mean = gains.mean(axis=1, keepdims=True), gains.mean(axis=0, keepdims=True), gains.mean()
+    rest = gains - of_seed - of_problem + mean
+    free = np.array([num_seeds - 1, num_problems - 1, (num_seeds - 1) * (num_problems - 1)])
+    squares = np.array(
+        [num_problems * ((of_seed - mean) ** 2).sum(), num_seeds * ((of_problem - mean) ** 2).sum(), (rest**2).sum()]
+    )
+    seeds, problems, rest = squares / free
+    parts = np.array([seeds, problems, -rest]) if seeds > rest else np.array([0.0, problems, 0.0])
+    variance, spread = parts.sum(), (parts**2 / free).sum()
+    return _of_t(mean, variance / gains.size, variance**2 / spread if spread else np.inf)
+
+
+def _of_t(mean: float, variance: float, degrees_of_freedom: float) -> Estimate:
+    if variance == 0:  # all the same
+        return Estimate(float(mean), float(mean), float(mean), float(mean == 0))
+    error = np.sqrt(variance)
+    low, high = stats.t.interval(0.95, degrees_of_freedom, mean, error)
+    return Estimate(float(mean), float(low), float(high), float(2 * stats.t.sf(abs(mean) / error, degrees_of_freedom)))
