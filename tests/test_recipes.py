@@ -89,8 +89,8 @@ def test_sweep_recipe_parses(path, monkeypatch):
     shared = Path(arguments.output_dir).name
     assert shared == path.stem or f"in the folder of {shared}.yaml" in " ".join(head.split("\n# ")), path
     assert Path(arguments.output_dir).parent == Path("outputs") / path.parent.name
-    sweep = Sweep(arguments, RECIPES)  # reads the recipe of every method
-    trainings = len(set().union(*map(sweep.planned, sweep.parts.values())))
+    sweep = Sweep(arguments)  # reads the recipe of every method
+    trainings = len(set().union(*map(sweep.trainings, sweep.parts.values())))
     assert f"{trainings} trainings" in head
     preparation = load_recipe(arguments.recipe)["preparation"]
     if preparation == "arithmetic":

@@ -41,6 +41,7 @@ from loopdropout_trainer.settings.recipe import settings_yaml
 
 HEARTBEAT, GRACE = 10, 60  # seconds; of a process on this machine it is known at once that it has died
 _OF_ADAPTER = {"rule", "p", "rule_args", *(f.name for f in fields(AdapterArguments))}
+_OF_RUN = ("learning_rate", "seed", "data_seed", "gate_seed")
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # results that are not there or not complete
 
 Outcome = dict[str, Any]
@@ -175,14 +176,14 @@ class Queue:
     def _check_alike(self, run: str, identity: Identity, method: str = "") -> None:
         """Raise SweepError if a run's numbers depend on something else than those of the finished runs do.
 
-        Runs of one method differ in seed and learning rate only; those of methods that differ in rule and adapter only have the
-        same base and data; all have the same versions.
+        Runs of one method differ in seed and learning rate only; methods that differ in rule and adapter only have one base
+        and one data set; and all runs have the same versions.
         """
         for other, trial in self._last.items():
             if "identity" not in trial.user_attrs:
                 raise SweepError(
-                    f"{other} was trained by an earlier version of this package, which did not note on what data and with which "
-                    "versions: choose another `output_dir`."
+                    f"{other} was trained by an earlier version of this package, which did not note its data and versions: "
+                    "choose another `output_dir`."
                 )
             parts = ("versions",)
             if trial.user_attrs["method"] == method:
@@ -190,7 +191,7 @@ class Queue:
             elif method and self._beside_adapter(trial.user_attrs["method"]) == self._beside_adapter(method):
                 parts = ("base", "data", "versions")
             for difference in differences(trial.user_attrs["identity"], identity, parts):
-                if difference.field != "learning_rate":
+                if difference.field not in _OF_RUN:
                     raise SweepError(
                         f"{run} cannot stand beside {other}: {difference}. Put it back and delete the folder of the one that "
                         "is wrong, or choose another `output_dir`."
