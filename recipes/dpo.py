@@ -24,9 +24,10 @@ class DPORun(Run):
     trainer_class = LoopDropoutDPOTrainer
 
     def check(self) -> None:
-        for name in ("single_loop_batches", "live_diagnostics_steps"):
-            if getattr(self.script, name):
-                raise RecipeError(f"`{name}` measures losses of single answers, and DPO has pairs: leave it out.")
+        if self.script.single_loop_batches:
+            raise RecipeError(
+                "`single_loop_batches` measures losses of single answers, and DPO has pairs: leave it out."
+            )
 
     def longest_row(self, config: LoopDropoutDPOConfig) -> None:
         return None  # each example is two rows

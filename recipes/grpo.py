@@ -52,9 +52,10 @@ class GRPORun(Run):
                 raise RecipeError(f"`rewards` must be among {', '.join(REWARDS)}; got {name!r}.")
         if self.configs[0].remove_unused_columns:
             raise RecipeError("`remove_unused_columns` would take the references from the rewards: leave it at false.")
-        for name in ("single_loop_batches", "live_diagnostics_steps"):
-            if getattr(self.script, name):
-                raise RecipeError(f"`{name}` measures losses of examples, which GRPO has none of: leave it out.")
+        if self.script.single_loop_batches:
+            raise RecipeError(
+                "`single_loop_batches` measures losses of examples, which GRPO has none of: leave it out."
+            )
 
     def examples(self, rows: Dataset | None) -> Dataset | None:
         if rows is None:

@@ -1,15 +1,24 @@
 """Chat templates: what is rendered, what is trained, where generation stops, and that a trained model keeps all of it."""
 
 import copy
+import json
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_ouro
+from conftest import byte_tokenizer, load_script, tiny_ouro
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
+from loopdropout_trainer import (
+    LoopDropoutConfig,
+    LoopDropoutDPOConfig,
+    LoopDropoutDPOTrainer,
+    LoopDropoutSFTTrainer,
+    load_adapter,
+    merge_and_save,
+)
 from loopdropout_trainer.data import load_tokenizer, set_chat_template
 from loopdropout_trainer.data.templates import CHAT_TOKENS, apply_chat_template, check_turn_end
 from loopdropout_trainer.errors import SetupError
@@ -119,6 +128,89 @@ def test_missing_tokens_roles_and_an_end_that_does_not_stop_are_refused(tokenize
     chat_tokenizer.eos_token = "<|endoftext|>"
     with pytest.raises(ValueError, match=r"turn with '<\|im_end\|>', and generation stops at '<\|endof"):
         check_turn_end(chat_tokenizer)
+
+
+OWN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OWN += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+MARKED = OWN.replace("{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
+TURNS = {"messages": [USER, ANSWER]}
+CONVERSATIONS = {
+    "messages": (OWN, TURNS, {}),
+    "marked": (MARKED, TURNS, {"assistant_only_loss": True}),
+    "prompt and completion": (OWN, {"prompt": [USER], "completion": [ANSWER]}, {}),
+    "chosen and rejected": (
+        OWN,
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "3"}]},
+        None,
+    ),
+    "template by path": (None, TURNS, {"chat_template_path": "own.jinja"}),
+    "texts": (None, {"prompt": "1+1?", "completion": " 2"}, {}),
+    "texts with another end": (None, {"prompt": "1+1?", "completion": " 2"}, {"eos_token": "<|im_end|>"}),
+}
+
+
+@pytest.mark.parametrize("way", CONVERSATIONS)
+def test_generation_stops_at_what_is_trained_as_the_end(config, chat_tokenizer, tmp_path, monkeypatch, way):
+    """Ouro's shape: text ends with <|endoftext|>, turns with <|im_end|>."""
+    template, row, fields = CONVERSATIONS[way]
+    monkeypatch.chdir(tmp_path)
+    Path("own.jinja").write_text(OWN)
+    tiny_ouro(vocab_size=280, eos_token_id=0, bos_token_id=0, pad_token_id=0).save_pretrained("base")
+    chat_tokenizer.chat_template = template
+    cls, config_class = LoopDropoutSFTTrainer, LoopDropoutConfig
+    if fields is None:
+        cls, config_class, fields = LoopDropoutDPOTrainer, LoopDropoutDPOConfig, {}
+    rows = Dataset.from_list([row] * 8)
+    args = config(config_class, max_steps=1, **fields)
+    trainer = cls("base", args=args, train_dataset=rows, processing_class=chat_tokenizer)
+    trained = trainer.train_dataset[0].get("chosen_ids") or trainer.train_dataset[0]["input_ids"]
+    end = [token for token in trained if token < len(SPECIAL)][-1]
+    assert end == (0 if way == "texts" else 2)
+    trainer.save_model("adapter")
+    merge_and_save(trainer.model, "merged", chat_tokenizer)
+    again = load_adapter(AutoModelForCausalLM.from_pretrained("base"), "adapter")
+    merge_and_save(again, "merged_again", chat_tokenizer)
+    for folder in ("merged", "merged_again"):
+        ends = AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id
+        assert ends == 0 if way == "texts" else sorted(ends) == [0, 2], folder
+
+
+def test_an_end_that_cannot_stop_generation_is_refused(config, chat_tokenizer):
+    rows = Dataset.from_list([TURNS] * 8)
+
+    def train(template, **fields):
+        chat_tokenizer.chat_template = template
+        model = tiny_ouro(vocab_size=280, eos_token_id=0, bos_token_id=0, pad_token_id=0)
+        LoopDropoutSFTTrainer(model, config(**fields), train_dataset=rows, processing_class=chat_tokenizer)
+
+    with pytest.raises(ValueError, match=r"turn with ' END\\n', without a special token .*: let it write `eos_token`"):
+        train(OWN.replace("<|im_end|>", " END"))
+    late = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    with pytest.raises(ValueError, match=r"generation marks leave out <\|im_end\|>"):
+        train(late, assistant_only_loss=True)
+    train(late)  # all tokens are targets
+
+
+def test_the_end_of_a_recipes_turns_is_saved_and_can_be_named(chat_tokenizer, tmp_path):
+    tiny_ouro(vocab_size=280, eos_token_id=0, bos_token_id=0, pad_token_id=0).save_pretrained(tmp_path / "base")
+    chat_tokenizer.chat_template = OWN
+    chat_tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(TURNS) + "\n")
+    (tmp_path / "marked.jinja").write_text(MARKED)
+    command = ["--model_name_or_path", tmp_path / "base", "--train_files", tmp_path / "rows.jsonl", "--max_steps", 1]
+    command += ["--dtype", "float32", "--bf16", "false", "--report_to", "none", "--merge", "true"]
+    marked = ["--chat_template", tmp_path / "marked.jinja", "--assistant_only_loss", "true"]
+    sft = load_script("recipes/sft.py")
+    for name, more in {"own": [], "named": [*marked, "--eos_token", "<|im_end|>"]}.items():
+        sft.main([*map(str, [*command, *more, "--output_dir", tmp_path / name])])
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / name / "merged")
+        assert 2 in merged.generation_config.eos_token_id
+        saved = AutoTokenizer.from_pretrained(tmp_path / name / "merged")
+        assert saved.eos_token_id == (2 if name == "named" else 0)
+    with pytest.raises(ValueError, match=r"generation stops at '<\|endoftext\|>': set `eos_token` to the template's"):
+        sft.main([*map(str, [*command, *marked, "--output_dir", tmp_path / "refused"])])
+    with pytest.raises(ValueError, match=r"`eos_token` <\|none\|> is no token of the tokenizer"):
+        sft.main([*map(str, [*command, "--eos_token", "<|none|>", "--output_dir", tmp_path / "refused"])])
 
 
 def test_a_trained_model_keeps_template_and_end_of_turn(config, chat_tokenizer, tmp_path):

@@ -18,7 +18,6 @@ from test_sweep import RECIPE
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.diagnostics import (
     DIAGNOSTICS,
-    LiveDiagnosticsCallback,
     readout_losses,
     single_loop_activation,
 )
@@ -214,10 +213,8 @@ def test_two_processes_find_what_one_finds(diagnose, saved, tmp_path):
 
 @pytest.fixture
 def train(make_trainer):
-    def run(model, every_steps=None, **fields):
+    def run(model, **fields):
         trainer = make_trainer(model, save_strategy="no", **fields)
-        if every_steps is not None:
-            trainer.add_callback(LiveDiagnosticsCallback(trainer, every_steps))
         trainer.train()
         return trainer
 
@@ -236,8 +233,8 @@ def test_training_is_the_same_to_the_last_bit(train, make_tiny, fields):
     if fields and make_tiny is not tiny_ouro:
         pytest.skip("one family is enough for the layouts of a batch")
     runs = []
-    for every in (None, 2):
-        trainer = train(make_tiny(), max_steps=5, **fields, every_steps=every)
+    for every in (0, 2):
+        trainer = train(make_tiny(), max_steps=5, **fields, live_diagnostics_steps=every)
         losses = [
             {k: v for k, v in log.items() if "time" not in k and "second" not in k}
             for log in trainer.state.log_history
@@ -250,7 +247,7 @@ def test_training_is_the_same_to_the_last_bit(train, make_tiny, fields):
 
 
 def test_what_is_logged_is_what_the_saved_adapter_shows(train):
-    trainer = train(tiny_ouro(), max_steps=3, every_steps=3, learning_rate=0.05)
+    trainer = train(tiny_ouro(), max_steps=3, live_diagnostics_steps=3, learning_rate=0.05)
     (log,) = live_logs(trainer)  # the end falls on a step that was measured
     batch = trainer.data_collator([trainer.eval_dataset[index] for index in range(4)])
     activation = single_loop_activation(trainer.model, [batch])
@@ -264,12 +261,12 @@ def test_what_is_logged_is_what_the_saved_adapter_shows(train):
 
 
 def test_what_it_cannot_measure_is_refused(tokenizer, dataset, config):
-    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
+    args = config(live_diagnostics_steps=1)
     with pytest.raises(ValueError, match="evaluation rows.*`num_eval_examples`"):
-        LiveDiagnosticsCallback(trainer)
-    for name in ("every_steps", "num_rows"):
-        with pytest.raises(ValueError, match=f"`{name}`"):
-            LiveDiagnosticsCallback(trainer, **{name: 0})
+        LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
+    for fields in ({"live_diagnostics_steps": -1}, {"live_diagnostics_rows": 0}):
+        with pytest.raises(ValueError, match=f"`{next(iter(fields))}`"):
+            config(**fields)
 
 
 def test_a_recipe_asks_for_it(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 
 import numpy as np
@@ -352,7 +353,7 @@ def test_correct_answers_are_counted_by_the_columns_of_the_rows():
     assert result.as_json()["groups"] == {"num_steps": want}
 
 
-def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_turn(tokenizer):
+def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_no_stop_but_the_models_own(tokenizer):
     model = steady()
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
@@ -361,11 +362,22 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_ends_with_the_tu
     model.resize_token_embeddings(len(tokenizer))
     benchmark = GeneratedBenchmark("own", ["Question: 1 + 1?\nAnswer:"], ["#### 2"], "gsm8k_strict", 256)
     subject = Subject(model, tokenizer, apply_chat_template=True, system_instruction="Be brief.", max_new_tokens=12)
-    assert subject.stops(["\n"], in_turns=True) == ("\n", "<|end|>")
     (prediction,) = evaluate_subject(subject, benchmark, progress=False).predictions
     assert prediction.prompt == "[system]Be brief.<|end|>[user]Question: 1 + 1?\nAnswer:<|end|>[assistant]"
     (plain,) = generate_greedy(model, tokenizer, [prediction.prompt], 12, progress=False)
     assert prediction.completion == plain != ""
+    # A token that the model writes, and that the template ends turns with, is no end unless the model says so.
+    (free,) = generate_greedy(model, tokenizer, ["Why?<|end|>"], 12, progress=False)
+    ends_turns = next(character for character in free[1:] if character.isascii())
+    subject.system_instruction = None
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + ends_turns + "{% endfor %}"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", ends_turns]})
+    (prediction,) = evaluate_subject(subject, replace(benchmark, prompts=["Why?<|end|>"]), progress=False).predictions
+    (plain,) = generate_greedy(model, tokenizer, [f"Why?<|end|>{ends_turns}"], 12, progress=False)
+    assert prediction.completion == plain
+    model.generation_config.eos_token_id = [0, tokenizer.convert_tokens_to_ids(ends_turns)]
+    (prediction,) = evaluate_subject(subject, replace(benchmark, prompts=["Why?<|end|>"]), progress=False).predictions
+    assert len(prediction.completion) < len(plain)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
         evaluate_subject(subject, benchmark, progress=False)

@@ -1,6 +1,5 @@
 """Merging at unit gates, model cards, adapters of other bases, and pushes that lose nothing."""
 
-import ast
 import json
 import runpy
 import shutil
@@ -12,7 +11,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, SAMPLES, contents, python, randomise, tiny_ouro, with_adapter
+from conftest import (
+    ENVIRONMENT,
+    ROOT,
+    SAMPLES,
+    contents,
+    python,
+    randomise,
+    tiny_huginn,
+    tiny_nanbeige,
+    tiny_ouro,
+    with_adapter,
+)
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
@@ -127,7 +137,13 @@ def test_a_merged_ouro_has_the_tensors_and_fields_that_vllm_reads(tmp_path, toke
     table = "Training rule | Loop Dropout;Drop probability p | 0.5;LoRA rank / alpha | 16 / 32;Recurrence depth K | 4;"
     table += "Training data | GSM8K;Benchmark | Score | n | Base model;gsm8k | 61.5 | 1319 | 40.25;mine | 0.5 |  | "
     rows = [f"| {row} |" for row in table.split(";")]
-    for stated in (*rows, "base_model: ByteDance/Ouro-1.4B", "    p: 0.5", '("someone/ouro-gsm8k"', "vllm serve"):
+    for stated in (
+        *rows,
+        "base_model: ByteDance/Ouro-1.4B",
+        "    p: 0.5",
+        '("someone/ouro-gsm8k"',
+        "arXiv 2609.34218",
+    ):
         assert stated in card_of(folder)
 
 
@@ -141,18 +157,27 @@ def test_an_adapter_has_the_names_by_which_vllm_serves_it_unmerged(tmp_path):
     assert tensors_of(tmp_path / "adapter_model.safetensors") == factors
 
 
-def code_of(folder):
-    """The code of a card, with a last line that prints the sum of the logits."""
-    code = card_of(folder).split("```python\n")[1].split("\n```")[0]
-    return code + "\nimport torch\nprint(model(torch.arange(2, 42).view(4, 10)).logits.double().sum().item())"
+def blocks_of(folder, language="python"):
+    """The blocks of code in a card."""
+    return [part.split("\n```")[0] for part in card_of(folder).split(f"```{language}\n")[1:]]
+
+
+def run_in(folder, code):
+    """Lines that run a card's code in its folder, and print the sum of the model's logits."""
+    logits = "model(torch.arange(2, 42).view(4, 10)).logits"
+    return f"import os, torch\nos.chdir({str(folder)!r})\n{code}\nprint({logits}.double().sum().item())\n"
 
 
 def test_the_code_of_cards_runs_in_a_fresh_process(tmp_path, base, trained, tokenizer):
     model = load_adapter(load(base), trained).eval()
-    merged = merge_and_save(model, tmp_path / "merged", tokenizer, repo_id=str(tmp_path / "merged"))
-    printed = python("-c", f"{code_of(merged)}\ndel model\n{code_of(trained)}", cwd=tmp_path)
+    merged = merge_and_save(model, tmp_path / "merged", tokenizer)
+    bare = merge_and_save(model, tmp_path / "bare")
+    (adapter,) = blocks_of(trained)
+    printed = python("-c", "".join(run_in(*each) for each in [(merged, *blocks_of(merged)), (trained, adapter)]))
     want = pytest.approx(model(IDS).logits.double().sum().item(), abs=1e-2)
     assert [float(line) for line in printed.split()] == [want, want]
+    assert config_of(trained / "merged") == config_of(merged)  # the adapter's card merges
+    assert "AutoTokenizer" in card_of(merged) and "AutoTokenizer" not in card_of(bare)
     for card in map(card_of, (merged, trained)):  # a local base is named without its path
         assert "license: apache-2.0" in card and "| Base model | base |" in card and "\nbase_model:" not in card
         assert str(base) not in card
@@ -236,10 +261,20 @@ def test_a_push_uploads_the_merged_folder_and_a_refused_one_says_why_without_the
 
     answer("create_repo", repo_id="someone/model")
     answer("upload_folder", repo_url="hub/someone/model")
+    answer("upload_file")
+    card = folder / "README.md"
+    card.write_text(card_of(folder).replace("## Loading", "Mine, too.\n\n## Loading"))
+    before = card_of(folder)
     assert push_merged_to_hub(folder, "someone/model", private=True) == "hub/someone/model"
-    (created, uploaded) = calls
+    created, (_, uploaded), (_, rewritten) = calls
     assert created == (("someone/model",), {"private": True, "exist_ok": True})
-    assert (uploaded[1]["repo_id"], uploaded[1]["folder_path"]) == ("someone/model", folder)
+    assert (
+        (uploaded["repo_id"], uploaded["folder_path"]) == (rewritten["repo_id"], folder) == ("someone/model", folder)
+    )
+    assert uploaded["ignore_patterns"] == rewritten["path_in_repo"] == "README.md"
+    on_hub = rewritten["path_or_fileobj"].decode()
+    assert "# someone/model\n" in on_hub and '_pretrained("someone/model", ' in on_hub and "Mine, too." in on_hub
+    assert '"."' in before and '"."' not in on_hub and card_of(folder) == before
     nothing = SimpleNamespace(headers={}, request=None)
     refusal = HfHubHTTPError(f"403 Forbidden for {TOKEN}\nsome more lines", response=nothing)
     monkeypatch.setattr(HfApi, "upload_folder", Mock(side_effect=refusal))
@@ -255,7 +290,7 @@ CLASSES = {"AutoConfig": "PlainOuroConfig", "AutoModelForCausalLM": "PlainOuroFo
 AUTO_MAP = {key: f"{HUB_CODE.stem}.{name}" for key, name in CLASSES.items()}
 
 
-def test_the_auto_map_finds_the_code_of_the_base_and_the_model_in_hand_keeps_its_own(tmp_path):
+def test_the_auto_map_finds_the_code_of_the_base_and_the_model_in_hand_keeps_its_own(tmp_path, log):
     model = adapted()
     config = model.get_base_model().config
     config.auto_map = dict(AUTO_MAP)
@@ -263,11 +298,16 @@ def test_the_auto_map_finds_the_code_of_the_base_and_the_model_in_hand_keeps_its
     on_hub = merge("on_hub", "ByteDance/Ouro-1.4B")
     found = {key: f"ByteDance/Ouro-1.4B--{value}" for key, value in AUTO_MAP.items()}
     assert config_of(on_hub)["auto_map"] == found and config.auto_map == AUTO_MAP
-    assert "trust_remote_code=True" in card_of(on_hub)
+    assert "trust_remote_code=True" in card_of(on_hub) and "does not load it" not in card_of(on_hub)
+    assert "beside the base" not in log.text
     for base in (None, "no-such-folder"):
+        log.clear()
         folder = merge(f"of {base}", base)
         assert "auto_map" not in config_of(folder)
-        assert "trust_remote_code" not in card_of(folder) and "it needs the package" in card_of(folder)
+        assert "trust_remote_code" not in card_of(folder) and "transformers alone does not load it" in card_of(folder)
+        assert (
+            "names modeling_plain_ouro.PlainOuroConfig for AutoConfig, whose file is not beside the base" in log.text
+        )
     config.auto_map = found  # a model that was merged from a merged one still finds the first one's code
     assert config_of(merge("again", "someone/merged"))["auto_map"] == found
 
@@ -278,15 +318,44 @@ def test_a_model_merged_from_a_folder_with_code_loads_without_this_package(tmp_p
     model = adapted()
     model.get_base_model().config.auto_map = dict(AUTO_MAP)
     folder = merge_and_save(model, tmp_path / "merged", facts=ModelCardFields(str(tmp_path / "base")))
-    code = f"""
-import sys, torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True).eval()
+    code = f"""{run_in(folder, blocks_of(folder)[1])}
+import sys
 assert type(model).__name__ == "PlainOuroForCausalLM" and "loopdropout_trainer" not in sys.modules
-torch.save(model(torch.arange(2, 42).view(4, 10)).logits, {str(tmp_path / "logits.pt")!r})
+torch.save(model.eval()(torch.arange(2, 42).view(4, 10)).logits, {str(tmp_path / "logits.pt")!r})
 """
-    python("-c", code, env={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}, cwd=tmp_path)
+    python("-c", code, env={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""})
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(IDS).logits, atol=2e-5, rtol=1e-4)
+
+
+VLLM, MLX = "vllm serve . --trust-remote-code", "mlx_lm.generate --model . "
+SERVED = [  # family, with the base's code, with a tokenizer; what the card's lines begin with
+    (tiny_ouro, True, True, [VLLM]),
+    (tiny_ouro, True, False, []),
+    (tiny_ouro, False, True, []),
+    (tiny_nanbeige, False, True, [MLX, "python llama.cpp/convert_hf_to_gguf.py . --outfile"]),
+    (tiny_nanbeige, False, False, []),
+    (tiny_huginn, True, True, []),
+]
+
+
+@pytest.mark.parametrize(("make", "with_code", "with_tokenizer", "lines"), SERVED)
+def test_a_card_has_a_line_for_another_program_only_where_it_runs(
+    tmp_path, tokenizer, make, with_code, with_tokenizer, lines
+):
+    model = adapted(make())
+    if with_code:
+        model.get_base_model().config.auto_map = {key: f"x/y--{name}" for key, name in AUTO_MAP.items()}
+    folder = merge_and_save(model, tmp_path / "merged", tokenizer if with_tokenizer else None)
+    found = blocks_of(folder, "bash")
+    assert len(found) == len(lines) and all(map(str.startswith, found, lines))
+    assert ("does not load it" in card_of(folder)) == (not with_code)
+
+
+def test_the_card_of_an_adapter_that_cannot_be_merged_or_has_no_named_base_says_so(tmp_path, train):
+    train(tiny_ouro(), rule="independent", p=None)
+    card = card_of(tmp_path / "run")
+    assert "parameters of its own for each loop" in card and "merge_and_save" not in card
+    assert "Load the base model with transformers" in card and "```" not in card
 
 
 def test_cards_say_base_rule_p_depths_and_loss(tmp_path, train, tokenizer, caplog):
@@ -328,7 +397,21 @@ def test_nothing_that_a_card_quotes_breaks_out_of_its_place(tmp_path):
     assert block.strip("\n") == recipe.replace("\n", "\n    ").replace("    \n", "\n").join(("    ", ""))
     for harmful in ("<script", "<img", "<b>", "[a](javascript", 'y"); import os'):
         assert harmful not in before.partition("## Loading")[0].partition("# x/y")[2]
-    assert """vllm serve 'x/y"); import os # ```'""" in before
-    code = before.split("```python\n")[1].split("\n```")[0]
-    names = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
-    assert names.count(name) == 2  # all of it is one string, twice
+    assert name not in "".join(blocks_of(folder))  # which is no name on the Hub
+
+
+def test_a_card_has_no_local_paths(tmp_path):
+    recipe = (
+        "model_name_or_path: /home/me/models/Ouro-1.4B\ndata: ~/rows/a.jsonl\nurl: https://a.b/c/d\nname: user/model\n"
+    )
+    facts = ModelCardFields("/home/me/models/Ouro-1.4B", data="/home/me/rows.jsonl", recipe=recipe)
+    card = card_of(merge_and_save(adapted(), tmp_path / "merged", facts=facts))
+    assert "/home" not in card and "~" not in card and str(tmp_path) not in card
+    for kept in (
+        "name_or_path: Ouro-1.4B",
+        "data: a.jsonl",
+        "url: https://a.b/c/d",
+        "name: user/model",
+        "| rows.jsonl |",
+    ):
+        assert kept in card

@@ -26,7 +26,7 @@ from loopdropout_trainer import merge_and_save
 
 def merged(model, folder, tokenizer=None):
     """Merge an adapter with random factors into a model; return the folder."""
-    return merge_and_save(with_adapter(model, scale=0.1).eval(), folder, tokenizer, repo_id=str(folder))
+    return merge_and_save(with_adapter(model, scale=0.1).eval(), folder, tokenizer)
 
 
 OLD = "transformers==4.51.0 huggingface_hub==0.36.2 tokenizers==0.21.4"
@@ -133,7 +133,8 @@ def nanbeige(request, tmp_path):
 
 def commands_of(card, program):
     """The lines that a card gives for a program, each split into words."""
-    block = (card / "README.md").read_text().split(f"{program}:\n\n```bash\n")[1].split("```")[0]
+    text = (card / "README.md").read_text().split(f"\n{program}")[1]
+    block = text.split("```bash\n")[1].split("```")[0]
     return [shlex.split(line) for line in block.strip().splitlines()]
 
 
@@ -148,7 +149,7 @@ def test_mlx_lm_gives_the_logits_of_a_merged_nanbeige_and_the_cards_line_runs(na
     torch.testing.assert_close(torch.tensor(logits.tolist()), want, atol=1e-4, rtol=1e-4)
     ((program, *words),) = commands_of(folder, "MLX-LM")
     assert program == "mlx_lm.generate"
-    assert "4 tokens" in python("-m", "mlx_lm", "generate", *words, "--max-tokens", "4", env=None)
+    assert "4 tokens" in python("-m", "mlx_lm", "generate", *words, "--max-tokens", "4", env=None, cwd=folder)
 
 
 @pytest.mark.peer
@@ -158,9 +159,10 @@ def test_llama_cpp_gives_the_probabilities_of_a_merged_nanbeige(nanbeige, tmp_pa
         pytest.skip("LLAMA_CPP does not name the folder of llama.cpp's source")
     folder, tokenizer = nanbeige
     (convert, _) = commands_of(folder, "llama.cpp")
-    assert convert[:3] == ["python", "convert_hf_to_gguf.py", str(folder)]
-    file = tmp_path / "model.gguf"
-    python(*convert[1:3], "--outfile", file, "--outtype", "f32", env=None, cwd=os.environ["LLAMA_CPP"])
+    assert convert[0] == "python"
+    (folder / "llama.cpp").symlink_to(os.environ["LLAMA_CPP"])
+    python(*convert[1:], "--outtype", "f32", env=None, cwd=folder)
+    file = folder / "model.gguf"
 
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(file), 256, 1, False

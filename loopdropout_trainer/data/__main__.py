@@ -27,7 +27,6 @@ class ShowArguments:
 
     index: int = HfArg(default=0, help="Number of the example, from 0.")
     held_out: bool = HfArg(default=False, help="Show a held-out example instead.")
-    chat_template_path: str | None = HfArg(default=None, help="As in `SFTConfig`.")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     (show, model, data_args, loss), _ = parse_recipe(
         types, argv, description=__doc__, unread_types=(RunArguments, AdapterArguments, LoopDropoutConfig)
     )
-    tokenizer = load_tokenizer(model, chat_template_path=show.chat_template_path)
+    tokenizer = load_tokenizer(model, chat_template_path=loss.chat_template_path, eos_token=loss.eos_token)
     data = load_data(data_args, tokenizer, loss.max_length)
     examples = data.eval if show.held_out else data.train
     if examples is None or not 0 <= show.index < len(examples):

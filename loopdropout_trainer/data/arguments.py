@@ -87,3 +87,5 @@ class LossArguments:
     max_length: int | None = HfArg(default=1024, help="As in training: longer examples are dropped.")
     completion_only_loss: bool | None = HfArg(default=None, help="As in training: whether only completions count.")
     assistant_only_loss: bool = HfArg(default=False, help="As in training: whether only the assistant's turns count.")
+    chat_template_path: str | None = HfArg(default=None, help="As in training: another name for `chat_template`.")
+    eos_token: str | None = HfArg(default=None, help="As in training: the token that ends answers.")

@@ -14,6 +14,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl import get_training_chat_template
+from trl.chat_template_utils import has_generation_markers
 
 from loopdropout_trainer.data.rows import DataError
 from loopdropout_trainer.data.templates import apply_chat_template
@@ -47,7 +48,7 @@ def tokenise(
         if tokenizer.chat_template is None:
             raise DataError("The rows are conversations, and the tokenizer has no chat template: set `chat_template`.")
         options: dict[str, Any] = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
-        if assistant_only_loss and "generation" not in tokenizer.chat_template:
+        if assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
             options["chat_template"] = get_training_chat_template(tokenizer)
         turns = texts if prompts is None else [first + rest for first, rest in zip(prompts, texts, strict=True)]
         found = apply_chat_template(tokenizer, turns, return_assistant_tokens_mask=assistant_only_loss, **options)

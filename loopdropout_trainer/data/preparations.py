@@ -19,6 +19,7 @@ import numpy as np
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import has_generation_markers
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, fields_of, present
@@ -361,7 +362,7 @@ class Tulu2(Preparation):
         return json.dumps([(turn["role"], turn["content"]) for turn in turns], ensure_ascii=False)
 
     def split(self, examples, ranks, tokenizer, report):
-        if "generation" not in (tokenizer.chat_template or ""):
+        if not has_generation_markers(tokenizer.chat_template or ""):
             raise DataError("The chat template does not mark what the assistant says: set `chat_template: tulu2`.")
         order, num_drawn = np.argsort(ranks, kind="stable"), self.args.num_train_examples
         num_left = len(order) - self.num_held_out

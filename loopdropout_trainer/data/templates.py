@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from trl import get_training_chat_template
+from trl.chat_template_utils import has_generation_markers
 
 from loopdropout_trainer.data.rows import BadRow, present
 from loopdropout_trainer.errors import UserError, user_supplied
@@ -36,6 +38,8 @@ CHAT_TOKENS = {
     "huginn": {"bos_token": "<|begin_text|>", "eos_token": "<|end_turn|>", "pad_token": "<|pad|>"},
 }
 
+_TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]  # to look at templates
+
 _FIELD = re.compile(r"\{(\w+)\}")  # braces around anything but a plain name are text
 
 
@@ -61,7 +65,10 @@ def render_prompt(template: str, row: Mapping[str, Any]) -> str:
 
 
 def load_tokenizer(
-    model: ModelArguments, trust_remote_code: bool = False, chat_template_path: str | None = None
+    model: ModelArguments,
+    trust_remote_code: bool = False,
+    chat_template_path: str | None = None,
+    eos_token: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, with the recipe's chat template if it names one, and with a padding token.
 
@@ -71,19 +78,31 @@ def load_tokenizer(
     Args:
         model: whose tokenizer.
         trust_remote_code: whether the tokenizer may run code of its own; nobody is asked.
-        chat_template_path: of `SFTConfig`: another name for `chat_template`.
+        chat_template_path, eos_token: of `SFTConfig`: another name for `chat_template`; the token that ends answers.
+
+    Raises:
+        OSError, ValueError: if there is no such tokenizer or template, or no token that ends answers.
     """
     with user_supplied(f"The tokenizer of {model.model_name_or_path} cannot be loaded"):
         tokenizer = read_tokenizer(model.model_name_or_path, model.model_revision, trust_remote_code=trust_remote_code)
     if model.chat_template and chat_template_path:
         raise UserError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
     if template := model.chat_template or chat_template_path:
-        set_chat_template(tokenizer, template)
+        set_chat_template(tokenizer, template, eos_token)
+    _set_end_token(tokenizer, eos_token)
     if tokenizer.eos_token is None:
         raise UserError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _set_end_token(tokenizer: PreTrainedTokenizerBase, eos_token: str | None) -> None:
+    if eos_token is not None and eos_token not in tokenizer.get_vocab():
+        raise UserError(
+            f"`eos_token` {eos_token} is no token of the tokenizer of {tokenizer.name_or_path or 'the model'}."
+        )
+    tokenizer.eos_token = tokenizer.eos_token if eos_token is None else eos_token
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:
@@ -116,8 +135,13 @@ def check_template_source(path: str | None, tokenizer: PreTrainedTokenizerBase, 
         )
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> None:
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, eos_token: str | None = None) -> None:
     """Give a tokenizer a chat template, and the special tokens that belong to it; both are saved with the tokenizer.
+
+    Args:
+        tokenizer: to be changed.
+        name_or_path: of the template; see `chat_template`.
+        eos_token: that ends its turns, if neither the template's nor the tokenizer's own.
 
     Raises:
         ValueError: if the template is broken, the tokenizer lacks a token of it, or its turns do not end with the end token.
@@ -128,6 +152,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> 
             owner = tokenizer.name_or_path or "the model"
             raise UserError(f"`chat_template: {name_or_path}` needs {token}, which the tokenizer of {owner} lacks.")
         setattr(tokenizer, role, token)
+    _set_end_token(tokenizer, eos_token)
     check_turn_end(tokenizer)
 
 
@@ -158,16 +183,58 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: list, **optio
 def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError unless a template shows both turns, and trains the token that generation stops at in the second.
 
-    Of a template without generation marks the end is left unchecked.
+    Of a template without generation marks the end is left to `answer_end`.
     """
-    marks = "generation" in (tokenizer.chat_template or "")
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    text = apply_chat_template(tokenizer, turns, tokenize=False)
+    marks = has_generation_markers(tokenizer.chat_template or "")
+    text = apply_chat_template(tokenizer, _TURNS, tokenize=False)
     if not re.search("question.*answer", text, re.DOTALL):
-        raise UserError(f"The chat template does not show what is said: {shown(turns)} becomes {shown(text)}.")
-    encoded = apply_chat_template(tokenizer, turns, return_dict=True, return_assistant_tokens_mask=marks)
-    masks = encoded.get("assistant_masks", [])
-    trained = [id for id, mask in zip(encoded["input_ids"], masks, strict=False) if mask]
+        raise UserError(f"The chat template does not show what is said: {shown(_TURNS)} becomes {shown(text)}.")
+    trained = _trained_ids(tokenizer) if marks else []
     if marks and trained[-1:] != [tokenizer.eos_token_id]:
         ends = f"{tokenizer.decode(trained[-1:])!r}, and generation stops at {tokenizer.eos_token!r}"
         raise UserError(f"The chat template ends an assistant's turn with {ends}: set `eos_token` to the template's.")
+
+
+def answer_end(
+    tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], assistant_only_loss: bool = False
+) -> int | None:
+    """Return the id of the token that ends every answer of rows like this one, so that generation can stop there.
+
+    In conversations that is the first special token which the template writes after what the assistant says; elsewhere the
+    end token, which is put after every text (None: the tokenizer names none).
+
+    Args:
+        tokenizer: with the chat template that training uses.
+        row: in one of TRL's formats.
+        assistant_only_loss: whether targets are what the template marks as the assistant's.
+
+    Raises:
+        ValueError: if the template ends no turn with such a token, or does not mark it as a target.
+    """
+    answers = [row[name] for name in ("messages", "conversations", "completion", "chosen") if name in row]
+    if not (answers and isinstance(answers[0], list) and tokenizer.chat_template):
+        return tokenizer.eos_token_id
+    rest = apply_chat_template(tokenizer, _TURNS, tokenize=False).rpartition("answer")[2]
+    special = {tokenizer.eos_token, *tokenizer.get_added_vocab()}
+    end = min((token for token in special if token in rest), key=rest.find, default=None)
+    if end is None:
+        raise UserError(
+            f"The chat template ends an assistant's turn with {shown(rest)}, without a special token at which generation "
+            "could stop: let it write `eos_token` there, or choose another one (`chat_template`)."
+        )
+    end_id = tokenizer.convert_tokens_to_ids(end)
+    if assistant_only_loss and end_id not in _trained_ids(tokenizer):
+        raise UserError(
+            f"The chat template's generation marks leave out {end}, so that answers would be trained without an end: put it "
+            "inside of them, or choose another template (`chat_template`)."
+        )
+    return end_id
+
+
+def _trained_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a conversation that the template, or TRL's variant of one without marks, marks as targets."""
+    own = tokenizer.chat_template
+    template = own if has_generation_markers(own) else get_training_chat_template(tokenizer)
+    options = {"return_dict": True, "return_assistant_tokens_mask": True, "chat_template": template}
+    encoded = apply_chat_template(tokenizer, _TURNS, **options)
+    return [id for id, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]

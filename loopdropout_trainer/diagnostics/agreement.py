@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
-from loopdropout_trainer.diagnostics.scores import Batch, over_batches, split_batch
+from loopdropout_trainer.training.scores import Batch, over_batches, split_batch
 
 
 class Agreement(Diagnostic):

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from loopdropout_trainer.adapters import ADAPTER_KINDS
-from loopdropout_trainer.diagnostics.scores import Batch, Scores, score
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.training.scores import Batch, Scores, score
 
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {}

@@ -7,8 +7,8 @@ from itertools import combinations
 from typing import Any
 
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
-from loopdropout_trainer.diagnostics.scores import Scores, reduction, score_readouts, single_loop_activation
 from loopdropout_trainer.evaluation.subject import run_as
+from loopdropout_trainer.training.scores import Scores, reduction, score_readouts, single_loop_activation
 
 
 class SingleLoop(Diagnostic):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -15,11 +14,10 @@ from loopdropout_trainer.data import DataArguments, DataError, load_data
 from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.data.preparations import without_calculator
-from loopdropout_trainer.diagnostics.scores import Batch
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.ranges import check_integer
+from loopdropout_trainer.training.scores import Batch
 
 
 HELD_OUT = "held_out"
@@ -65,20 +63,6 @@ def batched(found: Mapping[str, list], batch_size: int, pad_token_id: int | None
     rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
     collate = DataCollatorForLanguageModeling(pad_token_id or 0)
     return [collate(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
-
-
-def evaluation_batches(trainer: Trainer, num_rows: int) -> list[Batch]:
-    """Return a trainer's first evaluation rows, each once, collated as the trainer does; the same in each process."""
-    rows = trainer.eval_dataset
-    if isinstance(rows, Mapping):
-        rows = next(iter(rows.values()), None)
-    if rows is None:
-        raise UserError("Diagnostics of a training need evaluation rows: set `num_eval_examples` or `eval_files`.")
-    rows, size = list(islice(iter(rows), num_rows)), trainer.args.per_device_eval_batch_size
-    batches = [trainer.data_collator(rows[start : start + size]) for start in range(0, len(rows), size)]
-    for batch in batches:
-        batch.pop("example_ids", None)  # for the gates of training
-    return batches
 
 
 def load_rows_to_score(

@@ -45,7 +45,8 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
     with processes.main_process_first():
         models = find_models(arguments, model, rows)
         with user_supplied("The rows cannot be loaded"):
-            batches, row_facts = load_rows_to_score(rows, load_tokenizer(model))
+            tokenizer = load_tokenizer(model, chat_template_path=rows.chat_template_path, eos_token=rows.eos_token)
+            batches, row_facts = load_rows_to_score(rows, tokenizer)
     log = AnswerLog(folder / "parts", processes.process_index)
     log.found = from_main_process(lambda: log.read({}))
     runs, left_out = ({each.name: [] for each in diagnostics} for _ in range(2))

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from loopdropout_trainer.adapters import use_gates
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
-from loopdropout_trainer.diagnostics.scores import Batch, over_batches, split_batch
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models.looped_modeling import LoopedBackbone
+from loopdropout_trainer.training.scores import Batch, over_batches, split_batch
 
 
 MOST_TOKENS = 500

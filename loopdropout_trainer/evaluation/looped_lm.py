@@ -130,8 +130,7 @@ class LoopedLM(HFLM):
             [prompt or [self.prefix_token_id] for prompt in prompts],
             budget,
             self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
-            # Some models' files do not name the end of a turn as an end token (Ouro's do not): their answers would run on.
-            self.subject.stops(handle_stop_sequences(options["until"], eos=None), self.in_turns),
+            handle_stop_sequences(options["until"], eos=None),
             progress=not disable_tqdm and self.rank == 0,
             decoding=self.subject.decoding,
             keep=lambda index, text: self.cache_hook.add_partial("generate_until", requests[index].args, text),

@@ -96,11 +96,6 @@ class Subject:
         turns = [*system, {"role": "user", "content": prompt}]
         return apply_chat_template(self.tokenizer, turns, tokenize=False, add_generation_prompt=True)
 
-    def stops(self, stop_strings: Sequence[str], in_turns: bool) -> tuple[str, ...]:
-        """Return the strings that end a completion: these, and in a chat the end-of-turn token."""
-        end = end_of_turn(self.tokenizer) if in_turns else None
-        return tuple(stop_strings) if end is None else (*stop_strings, end)
-
     def tokenize(self, text: str, in_turns: bool) -> list[int]:
         """Return the token ids of a text; a chat template writes its special tokens itself."""
         return self.tokenizer(text, add_special_tokens=not in_turns)["input_ids"]
@@ -146,11 +141,3 @@ def parse_gates(gates: str | float | Sequence[float], num_loops: int) -> list[fl
     except (TypeError, ValueError):
         raise UserError(f"`gates` must be one for each of {num_loops} loops, as 1-0-0-0; got {gates!r}.") from None
     return None if all(number == 1 for number in numbers) else numbers
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the first added token that the chat template puts after an assistant's content; None without one."""
-    turns = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said"}]
-    rest = apply_chat_template(tokenizer, turns, tokenize=False).rpartition("said")[2]
-    added = tokenizer.get_added_vocab()
-    return min((token for token in added if token in rest), key=rest.find, default=None)

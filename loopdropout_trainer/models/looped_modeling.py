@@ -149,7 +149,8 @@ class LoopedConfigMixin:
     # TRL reads it when it loads a model by name whose class is not transformers' own; a class attribute is never saved.
     auto_map = {}
     base_model_pp_plan = {}
-    # Other programs that read the family's checkpoints, and how: a command with {name}, for the card of a merged model.
+    # Other programs that read the family's checkpoints, and how, for the card of a merged model: a command with {name}, and
+    # {remote} where a name on the Hub needs an option. All of them read the tokenizer.
     served_by: ClassVar[dict[str, str]] = {}
 
     def __setattr__(self, name, value):
@@ -434,7 +435,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     """A looped backbone with its head. Loss and logits are always the final loop's.
 
     Class attributes:
-        float32_logits: whether logits are returned in float32 whatever the model's dtype.
+        float32_logits: whether logits are returned in float32 at least, whatever the model's dtype.
     """
 
     float32_logits = False
@@ -497,7 +498,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])
         if self.float32_logits:
-            logits = logits.float()
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

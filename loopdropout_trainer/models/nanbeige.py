@@ -42,7 +42,9 @@ class NanbeigeConfig(DecoderConfigMixin, LlamaConfig):
     model_type = "nanbeige"
     served_by = {  # each was run: tests/test_hub_elsewhere.py
         "MLX-LM": "mlx_lm.generate --model {name} --prompt 'What is 7 times 8?'",
-        "llama.cpp": "python convert_hf_to_gguf.py {name} --outfile model.gguf\nllama-cli -m model.gguf",
+        "llama.cpp, with its source in the folder `llama.cpp`": (
+            "python llama.cpp/convert_hf_to_gguf.py {remote}{name} --outfile model.gguf\nllama-cli -m model.gguf"
+        ),
     }
 
     kv_channels: int | None = None

@@ -32,9 +32,7 @@ class OuroConfig(DecoderConfigMixin, Qwen2Config):
     attribute_map = {"num_loops": "total_ut_steps"}
     attention_bias = False  # Ouro has none
     default_theta = 1_000_000.0
-    served_by = {  # vLLM 0.27 has it no longer; its reader takes the config's class from the base's code
-        "vLLM, in releases up to 0.26": "vllm serve {name} --trust-remote-code"
-    }
+    served_by = {"vLLM 0.11 to 0.26": "vllm serve {name} --trust-remote-code"}  # later ones have it no longer
 
     vocab_size: int = 49152
     hidden_size: int = 2048

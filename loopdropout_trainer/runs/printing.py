@@ -14,9 +14,9 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
 
-from loopdropout_trainer.diagnostics.scores import reduction
 from loopdropout_trainer.evaluation.metrics import last_integer
 from loopdropout_trainer.settings.recipe import method_title
+from loopdropout_trainer.training.scores import reduction
 
 
 Results = dict[str, Any]  # of a run, or of a benchmark in it, as in results.json

@@ -16,9 +16,7 @@ from loopdropout_trainer.training.checkpoints.sealing import fault_of
 
 
 RESULTS_FILE, DIVERGED_FILE = "results.json", "diverged.json"
-_ASKED_FOR = {f.name for f in fields(RunArguments)} - {
-    *("compare_with", "benchmark_batch_size", "dry_run", "live_diagnostics_steps", "live_diagnostics_rows")
-}
+_ASKED_FOR = {f.name for f in fields(RunArguments)} - {"compare_with", "benchmark_batch_size", "dry_run"}
 """The settings that say what is to be measured and made of a trained adapter."""
 
 

@@ -120,8 +120,8 @@ class Run:
     def load(self) -> None:
         """Load tokenizer, data and benchmarks."""
         config = self.configs[0]
-        template = getattr(config, "chat_template_path", None)  # SFT's
-        self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, template)
+        of_sft = {name: getattr(config, name, None) for name in ("chat_template_path", "eos_token")}
+        self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, **of_sft)
         check_vocabulary(self.tokenizer, self.base)
         disable_progress_bar()  # of loading weights
         if (self.data_args.num_train_examples or SHORT) < SHORT:
@@ -177,9 +177,6 @@ class Run:
                 peft_config=self.peft_config,
                 **self.trainer_arguments(),
             )
-            if self.script.live_diagnostics_steps:
-                every, rows = self.script.live_diagnostics_steps, self.script.live_diagnostics_rows
-                trainer.add_callback(diagnostics.LiveDiagnosticsCallback(trainer, every, rows))
         checkpoint = self.checkpoint_for(config)
         if self.merges(config):  # before hours of training
             from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))

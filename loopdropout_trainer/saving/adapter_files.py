@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ def base_sha256(base: PreTrainedModel) -> str | None:
 
 
 def save_adapter_metadata(model: PeftModel, folder: str | Path, **facts: Any) -> None:
-    """Write what an adapter was trained with (`num_loops`, `rule`, `p`, ..., the hash of its base's files) beside it."""
+    """Write what an adapter was trained with beside it.
+
+    That is `num_loops`, `rule`, `p`, ..., the hash of its base's files, and the ids of the tokens that end its answers.
+    """
     facts["base_sha256"] = base_sha256(model.get_base_model())
+    facts["eos_token_id"] = end_tokens(model.get_base_model())
     (Path(folder) / ADAPTER_METADATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
@@ -61,7 +66,21 @@ def adapter_metadata(folder: str | Path) -> dict:
         metadata = dict(json.loads(file.read_text(encoding="utf-8")))
         type_validator("num_loops", metadata.get("num_loops"), int | None)
         type_validator("depths", tuple(metadata.get("depths") or (1, 1)), tuple[int, int])
+        type_validator("eos_token_id", metadata.get("eos_token_id"), list[int] | None)
     return metadata
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Return the ids of the tokens at which a model's `generation_config` lets generation stop."""
+    ids = model.generation_config.eos_token_id
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:
+    """Let generation stop at these tokens, too: those that the answers of a training end with."""
+    known = end_tokens(model)
+    if new := [id for id in ids if id not in (None, *known)]:
+        model.generation_config.eos_token_id = [*known, *new]
 
 
 def adapter_folder(adapter: str | Path) -> Path:
@@ -98,6 +117,7 @@ def load_adapter(
     if not another_base:
         _check_base(model, config, metadata, folder)
     looped.trained_with = {key: metadata[key] for key in ("rule", "p", "depths", "loop_loss") if key in metadata}
+    add_end_tokens(looped, metadata.get("eos_token_id") or ())
     num_loops, trained = looped.config.num_loops, metadata.get("num_loops")
     if trained is not None:
         low, high = metadata.get("depths") or (trained, trained)

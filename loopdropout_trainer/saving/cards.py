@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import html
+import json
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,13 +18,18 @@ from typing import Any, NamedTuple
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment
 from peft import PeftModel
+from transformers import CONFIG_MAPPING
 
+from loopdropout_trainer.adapters import ADAPTER_KINDS
 from loopdropout_trainer.looped import find_looped_model
+
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_hub_name(name: str | None) -> bool:
     """Say whether a model's name is one on the Hub (`user/model`), and no folder of this machine."""
-    return name is not None and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
+    return name is not None and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
 class CardScore(NamedTuple):
@@ -80,21 +85,22 @@ def _license_of(base_model: str | None) -> dict[str, str]:
 def save_card(
     model: PeftModel,
     folder: str | Path,
-    name: str | None = None,
+    repo_id: str | None = None,
     given: ModelCardFields | None = None,
+    title: str | None = None,
     merged: bool = False,
-    has_code: bool = False,
 ) -> None:
     """Write the card of an adapter or a merged model, over the one of PEFT or TRL, which knows neither base nor rule.
 
     Args:
         model: with the adapter.
-        folder: that the card lies in.
-        name: hub name or folder that the card's code loads; default: `folder`.
+        folder: that the card lies in; of a merged model it holds all files already.
+        repo_id: `user/model` that the card's code loads; without a user, or None, that code runs in the card's folder.
         given: beside what `model` itself tells.
-        merged, has_code: whether it is of a merged model, and one that finds its base's own code.
+        title: where there is no `repo_id`; default: the folder's name.
+        merged: whether it is of a merged model.
     """
-    fields, config = card_fields(model, given), find_looped_model(model).config
+    fields, folder = card_fields(model, given), Path(folder)
     base, license_fields = fields.base_model, _license_of(fields.base_model)
     on_hub = is_hub_name(base)
     metadata = ModelCardData(
@@ -114,23 +120,77 @@ def save_card(
         "Recurrence depth K": fields.num_loops,
         "Trained at depths": None if depths == [str(fields.num_loops)] else " to ".join(depths),
         "Loops in the loss": None if fields.loop_loss == "final" else fields.loop_loss,
-        "Training data": fields.data,
+        "Training data": _without_folders(fields.data),
     }
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 (see _text)
-    environment.filters |= {"text": _text, "shell_word": lambda name: shlex.quote(" ".join(name.split()))}
-    template = environment.from_string(Path(__file__).with_name("card.jinja").read_text(encoding="utf-8"))
-    text = template.render(
+    adapter = model.active_adapters[0]
+    shared = not any(kind.one_depth and kind.is_on(model, adapter) for kind in ADAPTER_KINDS.values())
+    text = _render(
+        "card",
         metadata=metadata.to_yaml(),
-        fields=fields,
+        title=repo_id or title or folder.resolve().name,
         facts=facts,
-        name=name or str(folder),
-        config=config,
+        results=fields.results,
+        recipe=_without_folders(fields.recipe),
         merged=merged,
-        has_code=has_code,
-        in_transformers=type(config).__module__.startswith("transformers."),
-        local_base=base is not None and not on_hub,
+        shared=shared,
+        loading=merged_loading(folder, repo_id) if merged else _adapter_loading(fields, repo_id, shared),
     )
-    ModelCard(text, ignore_metadata_errors=True).save(Path(folder) / "README.md")
+    ModelCard(text, ignore_metadata_errors=True).save(folder / "README.md")
+
+
+def _adapter_loading(fields: ModelCardFields, repo_id: str | None, shared: bool) -> str:
+    base, on_hub = fields.base_model, is_hub_name(fields.base_model)
+    name, base_line = _name_to_load(repo_id), json.dumps(base) if on_hub else None
+    if base is not None and Path(base).is_absolute():
+        # Its path stands in PEFT's file beside the weights; on the page it would help nobody.
+        base_line = f"PeftConfig.from_pretrained({json.dumps(name)}).base_model_name_or_path"
+    return _render("adapter_loading", name=name, base_line=base_line, on_hub=on_hub, fields=fields, shared=shared)
+
+
+def merged_loading(folder: Path, repo_id: str | None) -> str:
+    """Return the part of a merged model's card that says how to load it: only what its files make run.
+
+    Args:
+        folder: of the model.
+        repo_id: as for `save_card`.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own_code, model_type = config.get("auto_map", {}), config["model_type"]
+    config_class = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (`get` does not load)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    commands = getattr(config_class, "served_by", {}) if has_tokenizer else {}
+    runs = lambda command: "AutoConfig" in own_code or "--trust-remote-code" not in command
+    return _render(
+        "merged_loading",
+        name=_name_to_load(repo_id),
+        has_tokenizer=has_tokenizer,
+        has_code="AutoModelForCausalLM" in own_code,
+        in_transformers=getattr(config_class, "__module__", "").startswith("transformers."),
+        programs={program: command for program, command in commands.items() if runs(command)},
+    )
+
+
+def card_on_hub(folder: Path, repo_id: str) -> str:
+    """Return the card of a merged model in a folder as it is to stand in a repository on the Hub, other changes kept."""
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    card = card.replace(f"\n# {_text(folder.resolve().name)}\n", f"\n# {_text(repo_id)}\n", 1)
+    return card.replace(merged_loading(folder, None).strip(), merged_loading(folder, repo_id).strip(), 1)
+
+
+def _name_to_load(repo_id: str | None) -> str:
+    return repo_id if repo_id is not None and _HUB_NAME.fullmatch(repo_id) else "."
+
+
+def _render(template: str, **values: Any) -> str:
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701 (see _text)
+    environment.filters["text"] = _text
+    text = Path(__file__).with_name(f"{template}.jinja").read_text(encoding="utf-8")
+    return environment.from_string(text).render(**values)
+
+
+def _without_folders(text: str | None) -> str | None:
+    """Return a text in which absolute paths are the last of their names: the rest of them would help nobody."""
+    return None if text is None else re.sub(r"(?<![\w.:/~-])~?/(?:[\w.@ +-]+/)+(?=[\w.@+-])", "", text)
 
 
 def _text(value: Any) -> str:

@@ -16,17 +16,21 @@ from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.saving.adapter_files import base_sha256
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, is_hub_name, save_card
+from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, card_on_hub, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
+logger = logging.get_logger(__name__)
+
 MERGED = "merged.json"
 """In a merged model's folder: which base the adapter was merged into."""
+_CARD = "README.md"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -126,7 +130,7 @@ def merge_and_save(
         if tokenizer is not None:
             as_in_its_file(tokenizer).save_pretrained(partial)
         (partial / MERGED).write_text(_merged_into(model), encoding="utf-8")
-        save_card(model, partial, repo_id or output_dir.name, fields, merged=True, has_code=bool(code))
+        save_card(model, partial, repo_id, fields, title=output_dir.resolve().name, merged=True)
     return output_dir
 
 
@@ -160,6 +164,11 @@ def _bring_code(config: PreTrainedConfig, base_model: str | None, folder: Path) 
             found[key] = name
             for file in Path(base_model).glob("*.py"):  # they may import one another
                 shutil.copy2(file, folder / file.name)
+        else:
+            logger.warning(
+                f"The base model's `auto_map` names {name} for {key}, whose file is not beside the base: other programs will "
+                "not find it for the merged model either. Copy the .py files of the base's repository there, and merge again."
+            )
     return found
 
 
@@ -187,7 +196,10 @@ def push_merged_to_hub(
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        commit = api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload merged model")
+        options = {"repo_id": repo_id, "commit_message": "Upload merged model"}
+        commit = api.upload_folder(folder_path=folder, ignore_patterns=_CARD, **options)
+        if (folder / _CARD).is_file():
+            api.upload_file(path_or_fileobj=card_on_hub(folder, repo_id).encode(), path_in_repo=_CARD, **options)
         return str(commit.repo_url)
     except Exception as error:  # whatever the Hub's client raises, offline or refused: nothing may be lost here
         raise push_error(error, repo_id, f"The merged model is safe in {folder}", token) from None

@@ -111,8 +111,6 @@ class RunArguments(BenchmarkArguments):
     single_loop_batches: int = HfArg(default=0, help="Evaluation batches with the adapter in one loop at a time.")
     single_loop_accuracy: bool = HfArg(default=False, help="Evaluate with the adapter in one loop only, too.")
     depths: list[int] | None = HfArg(default=None, help="Other depths to evaluate the first benchmark at.")
-    live_diagnostics_steps: int = HfArg(default=0, help="Log diagnostics every N steps and at the end; 0: never.")
-    live_diagnostics_rows: int = HfArg(default=16, help="Evaluation rows that the live diagnostics measure on.")
     merge: bool = HfArg(default=False, help="Save the merged model in `output_dir`/merged.")
     push_merged_to_hub: bool = HfArg(default=False, help="Merge, and push the merged model to `hub_model_id`.")
     dry_run: bool = HfArg(default=False, help="Check everything, say what would be done, and stop.")
@@ -120,6 +118,5 @@ class RunArguments(BenchmarkArguments):
     def __post_init__(self):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
-        for name, least in (("single_loop_batches", 0), ("live_diagnostics_steps", 0), ("live_diagnostics_rows", 1)):
-            check_integer(name, getattr(self, name), least)
+        check_integer("single_loop_batches", self.single_loop_batches, 0)
         check_depths("depths", self.depths)

@@ -94,9 +94,9 @@ class Range:
 _RANGES = (  # fields, what they may hold, and why not more; any other number: finite, and at least 0
     ("per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
      "precompute_ref_batch_size generation_batch_size steps_per_generation num_iterations num_generations_eval "
-     "completion_slots pad_to_multiple_of max_steps max_length max_completion_length ref_model_sync_steps "
-     "dataset_num_proc dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout torch_empty_cache_steps "
-     "vllm_max_model_length vllm_tensor_parallel_size", Range(1)),  # counts: none of these things is no training
+     "completion_slots live_diagnostics_rows pad_to_multiple_of max_steps max_length max_completion_length "
+     "ref_model_sync_steps dataset_num_proc dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout "
+     "torch_empty_cache_steps vllm_max_model_length vllm_tensor_parallel_size", Range(1)),  # counts: none is no training
     ("num_generations", Range(2)),  # a completion is compared with the others of its prompt
     ("num_train_epochs save_steps eval_steps logging_steps", Range(above=True)),  # lengths and intervals
     ("adam_epsilon", Range(above=True)),  # A's first gradient is zero, B being zero, and 0 / 0 is NaN

@@ -233,6 +233,9 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
         default=None, help="Fields of the depth sampling, as a mapping (JSON on the command line)."
     )
 
+    live_diagnostics_steps: int = HfArg(default=0, help="Log diagnostics every N steps and at the end; 0: never.")
+    live_diagnostics_rows: int = HfArg(default=16, help="Evaluation rows that the live diagnostics measure on.")
+
     def __post_init__(self):
         self.make_depth_sampler()
         scores_all = self.make_loop_loss().scores_all

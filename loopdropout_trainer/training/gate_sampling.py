@@ -16,11 +16,12 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
 from loopdropout_trainer.adapters.reference import references_like_the_policy
-from loopdropout_trainer.data.templates import check_template_source, check_vocabulary
+from loopdropout_trainer.data.templates import answer_end, check_template_source, check_vocabulary
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import GatePlan, TrainingPolicy, find_looped_model
+from loopdropout_trainer.saving.adapter_files import add_end_tokens
 from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.settings.tokenizer import as_in_its_file, read_tokenizer
 from loopdropout_trainer.training import distributed
@@ -103,6 +104,9 @@ class GateSamplingMixin:
             "depths": list(self.args.depth_limits(looped.config.num_loops)),
             "loop_loss": getattr(self.args, "loop_loss", "final"),  # preferences are scored by the final loop
         }
+        if isinstance(self.processing_class, PreTrainedTokenizerBase) and not given.get("formatting_func"):
+            row, masked = next(iter(given["train_dataset"])), getattr(self.args, "assistant_only_loss", False)
+            add_end_tokens(looped, [answer_end(self.processing_class, row, masked)])
         self.physical_layers = physical_layers(self.model)  # [M]
         self.step_callback = StepCallback(self)
         self.add_callback(self.step_callback)
@@ -189,7 +193,7 @@ class GateSamplingMixin:
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Keep the adapter's own card: TRL's knows neither its base model nor its rule."""
         if self.is_world_process_zero():
-            save_card(self.model, self.args.output_dir, self.args.hub_model_id)
+            save_card(self.model, self.args.output_dir, self.hub_model_id or self.args.hub_model_id)
 
     def create_optimizer(self, model=None):
         args = self.args

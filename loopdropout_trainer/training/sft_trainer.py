@@ -18,6 +18,7 @@ from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.depth import step_uniforms
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+from loopdropout_trainer.training.live import LiveDiagnosticsCallback
 from loopdropout_trainer.training.loop_loss import score_loops
 from loopdropout_trainer.training.preflight import check_labels
 
@@ -53,6 +54,8 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
         self._check_depth_and_loss()
         if self.loop_loss.scores_all or self.args.remove_padding:
             score_loops(find_looped_model(self.model), self.loop_loss)
+        if self.args.live_diagnostics_steps:
+            self.add_callback(LiveDiagnosticsCallback(self))
 
     def _check_depth_and_loss(self) -> None:
         looped = find_looped_model(self.model)

@@ -76,7 +76,7 @@ class GeneratedBenchmark(Benchmark):
                 [subject.tokenize(texts[place], in_turns) for place in share],
                 self.max_new_tokens if subject.max_new_tokens is None else subject.max_new_tokens,
                 subject.batch_size,
-                subject.stops(self.stop_strings, in_turns),
+                self.stop_strings,
                 progress=progress and state.is_main_process and bool(share),
                 decoding=subject.decoding,
                 keep=lambda index, completion: log.keep([(share[index], completion)]),

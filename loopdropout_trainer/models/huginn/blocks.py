@@ -20,10 +20,10 @@ from loopdropout_trainer.models.operations import rotate_halves, swiglu
 def shift_and_rotate(x: torch.Tensor, bias: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return x [B, S, heads, d] plus its bias [1, heads, d], rotated: [B, heads, S, d].
 
-    That is channels (2i, 2i + 1), by the angles of cos, sin [B or 1, S, d / 2], in float32.
+    That is channels (2i, 2i + 1), by the angles of cos, sin [B or 1, S, d / 2], in float32 at least.
     """
     x = (x if bias is None else x + bias).transpose(1, 2)
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).type_as(x)
 

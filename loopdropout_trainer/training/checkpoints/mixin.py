@@ -385,7 +385,7 @@ class CheckpointsMixin:
         if self.args.should_save:
             facts = {**find_looped_model(self.model).trained_with, "rule_args": self.args.rule_args}
             save_adapter_metadata(self.model, folder, num_loops=self.num_loops, gate_seed=self.gate_seed, **facts)
-            save_card(self.model, folder, self.args.hub_model_id or str(name))
+            save_card(self.model, folder, self.args.hub_model_id, title=name.resolve().name)
 
     def _checkpoint_folder(self, trial=None) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"

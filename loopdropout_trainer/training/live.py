@@ -9,46 +9,44 @@ live/seconds          that the measurement took
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from itertools import islice
 
 import torch
 from transformers import Trainer, TrainerCallback
 
-from loopdropout_trainer.diagnostics.rows import evaluation_batches
-from loopdropout_trainer.diagnostics.scores import readout_losses, reduction, score
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import random_states_kept
-from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.training.distributed import shards_weights
+from loopdropout_trainer.training.scores import Batch, readout_losses, reduction, score
 
 
 class LiveDiagnosticsCallback(TrainerCallback):
-    """Measures every `every_steps` steps and at the end of the training, and logs as the trainer does.
+    """Measures every `live_diagnostics_steps` steps and at the end of the training, and logs as the trainer does.
 
     Training does not notice: gates, random states, gradients and the trainer's own metrics are left as they are. Measured on
-    are the first `num_rows` evaluation rows of the trainer, whose model has an adapter.
+    are the first `live_diagnostics_rows` evaluation rows of the trainer, whose model has an adapter.
 
     Raises:
         ValueError: without evaluation rows, or if the processes hold shards of the weights only.
     """
 
-    def __init__(self, trainer: Trainer, every_steps: int = 250, num_rows: int = 16) -> None:
-        check_integer("every_steps", every_steps)
-        check_integer("num_rows", num_rows)
+    def __init__(self, trainer: Trainer) -> None:
         if shards_weights(trainer.args):
             raise UserError(
                 "Live diagnostics need unsharded weights in every process, and ZeRO-3 and FSDP shard them: leave them out, "
                 "and run recipes/diagnose.py on the saved adapter."
             )
-        self.trainer, self.every_steps = trainer, every_steps
+        self.trainer = trainer
         with random_states_kept():
-            self.batches = evaluation_batches(trainer, num_rows)
+            self.batches = evaluation_batches(trainer, trainer.args.live_diagnostics_rows)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last_step = -1
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.every_steps == 0:
+        if state.global_step % args.live_diagnostics_steps == 0:
             self._measure(state.global_step)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -76,3 +74,17 @@ class LiveDiagnosticsCallback(TrainerCallback):
         logs = {f"live/rho_loop_{t}": reduction(doses["0"], each) for t, each in enumerate(only, start=1)}
         logs |= {f"live/readout_loop_{t}": each for t, each in enumerate(readouts, start=1)}
         return logs | {f"live/loss_dose_{dose}": each for dose, each in doses.items()}
+
+
+def evaluation_batches(trainer: Trainer, num_rows: int) -> list[Batch]:
+    """Return a trainer's first evaluation rows, each once, collated as the trainer does; the same in each process."""
+    rows = trainer.eval_dataset
+    if isinstance(rows, Mapping):
+        rows = next(iter(rows.values()), None)
+    if rows is None:
+        raise UserError("Diagnostics of a training need evaluation rows: set `num_eval_examples` or `eval_files`.")
+    rows, size = list(islice(iter(rows), num_rows)), trainer.args.per_device_eval_batch_size
+    batches = [trainer.data_collator(rows[start : start + size]) for start in range(0, len(rows), size)]
+    for batch in batches:
+        batch.pop("example_ids", None)  # for the gates of training
+    return batches
