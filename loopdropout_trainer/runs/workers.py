@@ -31,11 +31,11 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def forks(script: Path) -> BaseContext:
-    """Return a context whose processes are forks of one that has imported what the script imports."""
+    """Return a context whose processes are forks of one that has imported what a sweep and its script import."""
     context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
     statements = ast.parse(script.read_text(encoding="utf-8")).body
     modules = [statement.module for statement in statements if isinstance(statement, ast.ImportFrom)]
-    context.set_forkserver_preload(["__main__", *modules])
+    context.set_forkserver_preload(["loopdropout_trainer.runs.queue", *modules])
     return context
 
 
