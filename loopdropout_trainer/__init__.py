@@ -1,4 +1,4 @@
-"""Fine-tune looped language models with Loop Dropout.
+"""Fine-tune looped language models with Loop Dropout (Zhu et al. 2026, arXiv 2609.34218).
 
 Importing this package registers the model families with transformers' Auto classes.
 """

@@ -95,6 +95,15 @@ def user_supplied(what: str) -> Iterator[None]:
         raise SetupError(f"{what}: {sentence(error)}") from error
 
 
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Let an error say which file could not be written: where a disk is full the system names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
 def is_user_error(error: BaseException) -> bool:
     """Say whether an error is the user's, rather than a fault of this package.
 
@@ -158,6 +167,6 @@ def one_line(error: BaseException, limit: int = 1000) -> str:
 def _say_once(text: str) -> None:
     """Print to standard error; of several launched processes the first speaks, at whose end the launcher ends the others."""
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(5)  # still here: the error was this process's alone
+        time.sleep(30)  # still here, on however busy a machine: the error was this process's alone
     sys.stdout.flush()  # else what is still in its buffer would come after the error
     print(text, file=sys.stderr, flush=True)

@@ -14,11 +14,11 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 
-def all_processes() -> PartialState:
-    """Return this process's view of all of them, and set up their group if nobody has."""
+def all_processes(use_cpu: bool = False) -> PartialState:
+    """Return this process's view of all of them, and set up their group if nobody has: on accelerators, if there are any."""
     # Without `cpu`, every process of a group without accelerators takes itself for the only one. Outside of trainings, which
     # set up the group themselves, the first process may wait long for the last one.
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
+    return PartialState(cpu=use_cpu or not torch.accelerator.is_available(), timeout=timedelta(days=7))
 
 
 def from_main_process(compute: Callable[[], Any]) -> Any:

@@ -1,5 +1,6 @@
 """The command `loopdropout`: from a clone, and from a wheel that is installed far away from it."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from processes import Program, python
 
 from loopdropout_trainer import command_line
 from loopdropout_trainer.command_line import commands, main
@@ -41,10 +43,11 @@ def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
 def test_the_families_are_registered_and_a_reader_may_stop_early():
     code = "from importlib.util import find_spec; find_spec('transformers'); import loopdropout_trainer\n"
     code += "from transformers import AutoConfig; print([AutoConfig.for_model(n).model_type for n in ('ouro', 'lds')])"
-    run = lambda command: subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    done = run([sys.executable, "-c", code])
-    assert done.stdout == "['ouro', 'lds']\n" and not done.stderr  # in a user's program it is silent
-    done = run(["bash", "-c", f"{sys.executable} -m loopdropout_trainer recipes | head -1; exit ${{PIPESTATUS[0]}}"])
+    program = Program("-c", code, cwd=ROOT, fresh=True)
+    assert program.wait() == 0 and program.stdout == "['ouro', 'lds']\n"
+    assert not program.stderr  # in a user's program it is silent
+    stops = ["bash", "-c", f"{sys.executable} -m loopdropout_trainer recipes | head -1; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(stops, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "Loading ...\n")
 
 
@@ -64,26 +67,26 @@ def test_a_recipe_is_found_from_any_folder_and_a_file_of_the_users_goes_first(tm
         load_recipe("recipes/no_such.yaml")
 
 
+@pytest.mark.build
 def test_a_wheel_works_outside_of_the_clone(tmp_path):
     """Build and install it with the standard tools, without their isolation, which would need a network."""
     pytest.importorskip("setuptools")
-    run = lambda *command, **keywords: (
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, **keywords).stdout
-    )
+    run = functools.partial(python, fresh=True)
     source, site = tmp_path / "source", tmp_path / "site"
-    files = run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).split("\n")
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    files = subprocess.run(listed, check=True, capture_output=True, text=True, cwd=ROOT).stdout.split("\n")
     for name in filter(None, files):
         if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("*.whl")
     run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
     env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     elsewhere = {"env": env, "cwd": tmp_path}
-    assert "quickstart.yaml" in run(sys.executable, str(site / "bin/loopdropout"), "recipes", **elsewhere)
-    command = (sys.executable, "-m", "loopdropout_trainer")
+    assert "quickstart.yaml" in run(site / "bin/loopdropout", "recipes", **elsewhere)
+    command = ("-m", "loopdropout_trainer")
     plan = run(*command, "sft", "quickstart.yaml", "--dry_run", "true", **elsewhere)
     assert "tiny_ouro" in plan and "trainable parameters" in plan
     sweep = ("sweep", "sweeps/metamath_gsm_sharing.yaml", "--print_commands", "true")

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import typing
 from dataclasses import fields
@@ -17,6 +16,7 @@ import torch
 import yaml
 from conftest import ROOT, load_script, with_adapter
 from datasets import Dataset
+from processes import Program
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,7 +33,7 @@ TRAINING = RECIPES["sft"]
 TOKEN = "hf_secretsecret"
 
 
-SCRIPTS = ("sft", "dpo", "grpo", "evaluate", "diagnose", "merge", "sweep")
+SCRIPTS = ("sft", "dpo", "grpo", "evaluate", "diagnose", "merge", "export", "sweep")
 MAINS = {name: load_script(f"recipes/{name}.py").main for name in SCRIPTS} | {"data": data_main, "gates": gates_main}
 
 
@@ -138,10 +138,9 @@ def test_a_mistake_is_one_line_with_exit_code_2(fault, tmp_path, monkeypatch, ca
 def launched(folder, *words, **fields):
     """What a command prints to both streams about a recipe, in the order in which it comes, and its exit code."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**TRAINING, **fields}))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run([sys.executable, *words, "recipe.yaml"], cwd=folder, env=env, timeout=240, **streams)
-    return done.stdout, done.returncode
+    program = Program(*words, "recipe.yaml", cwd=folder, output=folder / "said.txt", fresh=True)
+    code = program.wait()
+    return program.stdout, code
 
 
 def test_two_launched_processes_say_it_once(tmp_path):

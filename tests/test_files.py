@@ -2,10 +2,13 @@
 
 import hashlib
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
+from loopdropout_trainer.errors import sentence
+from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.saving import files
 from loopdropout_trainer.saving.files import sha256, sha256_of_weights, write_atomically
 
@@ -17,9 +20,22 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     for name in ("fsync", "replace"):
         with monkeypatch.context() as broken:
             broken.setattr(os, name, lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-            with pytest.raises(OSError, match="No space"):
+            with pytest.raises(OSError, match="No space") as error:
                 write_atomically(path, "new")
+            assert error.value.filename == str(path)
         assert path.read_text(encoding="utf-8") == "old é" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_names_the_file_of_the_answers(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = AnswerLog(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        with pytest.raises(OSError) as error:
+            log.keep([(0, "x" * 200)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{tmp_path}/00000.jsonl cannot be used: " in sentence(error.value)
 
 
 def test_hashes_are_those_of_the_standard_library_and_weights_are_read_once(tmp_path, monkeypatch):

@@ -51,6 +51,7 @@ def plain_greedy(model, tokenizer, prompt, max_new_tokens):
     return ids[0, length:].tolist()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("num_loops", [1, 6])
 def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tokenizer, num_loops):
     model = adapted(varied(make_tiny())).double()
@@ -62,6 +63,7 @@ def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tok
     assert len(set(want)) == len(want)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("gates", [[1, 0, 0, 0], [0, 0, 0, 0], [0.5, 2.0, 0.0, 1.3]])
 def test_generation_is_under_the_gates_that_the_caller_applies(make_tiny, tokenizer, gates):
     model = adapted(varied(make_tiny())).double()
@@ -176,8 +178,19 @@ def test_answers_come_as_they_are_complete_and_the_model_is_itself_in_between(to
     assert generate_greedy(model, tokenizer, [], 4, progress=False) == []
 
 
-def test_compiled_steps_give_the_same_text_and_are_compiled_once(tokenizer, caplog, monkeypatch, tmp_path):
+@pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.slow)])  # the second needs a C++ compiler
+def backend(request, monkeypatch, tmp_path):
+    """What torch.compile compiles by: the same graphs, without programs or with them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # an earlier run may have compiled for fewer lengths
+    compile_ = torch.compile
+    if request.param == "eager":  # which knows no options
+        monkeypatch.setattr(torch, "compile", lambda *args, options: compile_(*args, backend="eager"))
+    decoding._compiled.cache_clear()
+    yield
+    decoding._compiled.cache_clear()
+
+
+def test_compiled_steps_give_the_same_text_and_are_compiled_once(tokenizer, caplog, backend):
     model = adapted(varied(tiny_ouro(num_hidden_layers=1, num_loops=2))).double()
     arguments = model, tokenizer, MANY, 290, 6, STOPS[:1]
     want = generate_greedy(*arguments, progress=False, decoding="generate")

@@ -173,7 +173,9 @@ def test_the_code_of_cards_runs_in_a_fresh_process(tmp_path, base, trained, toke
     merged = merge_and_save(model, tmp_path / "merged", tokenizer)
     bare = merge_and_save(model, tmp_path / "bare")
     (adapter,) = blocks_of(trained)
-    printed = python("-c", "".join(run_in(*each) for each in [(merged, *blocks_of(merged)), (trained, adapter)]))
+    printed = python(
+        "-c", "".join(run_in(*each) for each in [(merged, *blocks_of(merged)), (trained, adapter)]), fresh=True
+    )
     want = pytest.approx(model(IDS).logits.double().sum().item(), abs=1e-2)
     assert [float(line) for line in printed.split()] == [want, want]
     assert config_of(trained / "merged") == config_of(merged)  # the adapter's card merges
@@ -323,7 +325,7 @@ import sys
 assert type(model).__name__ == "PlainOuroForCausalLM" and "loopdropout_trainer" not in sys.modules
 torch.save(model.eval()(torch.arange(2, 42).view(4, 10)).logits, {str(tmp_path / "logits.pt")!r})
 """
-    python("-c", code, env={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""})
+    python("-c", code, env={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}, fresh=True)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(IDS).logits, atol=2e-5, rtol=1e-4)
 
 

@@ -140,6 +140,9 @@ def test_full_size_steps_and_parameters(recipe, examples, steps, monkeypatch):
     assert (plan.parameters, plan.trainable_parameters, plan.num_loops) == (1_434_652_673, 15_138_816, 4)
     for word in (f"{steps:,}", "15,138,816", "K = 4", "loop_dropout, p = 0.5"):
         assert word in str(plan)
+    assert "parameters, K" in str(plan)
+    in_4_bits = dataclasses.replace(config, model_init_kwargs={"quantization_config": {"load_in_4bit": True}})
+    assert "parameters in 4 bits, K" in str(plan_run(ouro, data, in_4_bits, default_peft_config(ouro), "Ouro"))
     monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
     fields = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8, "num_train_epochs": 1}
     args = dataclasses.replace(config, **fields)

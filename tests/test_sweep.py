@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 import optuna
 import pytest
 import yaml
-from conftest import ENVIRONMENT, ROOT, load_script
+from conftest import ROOT, load_script
+from processes import ENVIRONMENT, Program, fork, wait_for
 
-from loopdropout_trainer.runs import workers
 from loopdropout_trainer.runs.queue import Queue, SweepError
 from loopdropout_trainer.runs.summary import load_runs
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
@@ -53,7 +52,8 @@ def main(argv):
         (out / "results.json").write_text('{"run_info": ')  # cut off
         print("It is broken.", file=sys.stderr)
         sys.exit(3)
-    time.sleep(told("slow", 0))
+    while (LAB / "hold").exists():
+        time.sleep(0.02)
     out.mkdir(parents=True, exist_ok=True)
     identity = {"settings": {"rule": recipe["rule"], "learning_rate": rate}, "seeds": {"seed": seed}, **told("world", {})}
     if rate in told("diverging", []):
@@ -74,11 +74,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module", autouse=True)
-def real_thing_imported_once():
+def imported_once():
     """All trainings of this process are forks of one that has imported what the real script imports."""
-    process = workers.forks(ROOT / "recipes/sft.py").Process(target=print)
-    process.start()
-    process.join()
+    fork(print).join()
 
 
 class Lab:
@@ -92,7 +90,7 @@ class Lab:
         self.recipe.write_text(yaml.safe_dump(RECIPE))
 
     def tell(self, **values):
-        """Tell the script how long it takes, at which rates it diverges, ...; see there."""
+        """Tell the script at which rates it diverges, which scores it gives, ...; see there."""
         for name, value in values.items():
             (self.folder / name).write_text(json.dumps(value))
 
@@ -337,14 +335,14 @@ def test_a_rate_that_diverges_is_out(lab):
 
 
 def test_a_run_waits_for_what_still_works_in_its_folder(lab):
-    code = "import sys, time; from loopdropout_trainer.saving.files import folder_lock\n"
-    code += f"with folder_lock({str(lab.out / 'lora/lr_0.01/seed_101')!r}): print(1, flush=True); time.sleep(1.5)"
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=ENVIRONMENT)
-    holder.stdout.readline()
-    began = time.monotonic()
+    code = "import pathlib, time; from loopdropout_trainer.saving.files import folder_lock\n"
+    code += f"with folder_lock({str(lab.out / 'lora/lr_0.01/seed_101')!r}): print(1, flush=True); time.sleep(1.5); "
+    code += f"pathlib.Path({str(lab.folder / 'left')!r}).touch()"
+    holder = Program("-c", code)
+    wait_for(lambda: holder.stdout, holder)
     lab.run(learning_rates=[0.01], seeds=[101])
-    assert time.monotonic() - began > 1
-    holder.wait()
+    assert holder.wait() == 0
+    assert (lab.folder / "log").stat().st_mtime_ns >= (lab.folder / "left").stat().st_mtime_ns
 
 
 def test_what_a_running_job_reads_is_never_written_again(lab):
@@ -452,17 +450,11 @@ def start(lab, *options, **fields):
     """Start the real script, beside the one that stands in for sft.py."""
     (lab.folder / "sweep.py").write_text((ROOT / "recipes/sweep.py").read_text())
     (lab.folder / "sweep.yaml").write_text(yaml.safe_dump(lab.arguments(**fields), sort_keys=False))
-    command = [sys.executable, str(lab.folder / "sweep.py"), str(lab.folder / "sweep.yaml"), *options]
+    command = [lab.folder / "sweep.py", lab.folder / "sweep.yaml", *options]
     environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "5,7"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
-def wait_for(condition, process=None, seconds=180):
-    end = time.monotonic() + seconds
-    while not (met := condition()):
-        assert time.monotonic() < end and (process is None or process.poll() is None)
-        time.sleep(0.02)
-    return met
+    return Program(
+        *command, env=environment, output=lab.folder / f"said{len(list(lab.folder.iterdir()))}.txt", fresh=True
+    )
 
 
 def is_running(pid):
@@ -483,14 +475,15 @@ def under_way(lab):
 
 def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
     """SIGKILL of a worker and of its training: the other one finishes everything. Then a failure stops them both."""
-    lab.tell(slow=1)
+    (lab.folder / "hold").touch()
     fields = {"methods": ["lora", "loop_dropout"]}
     process = start(lab, "--workers", "2", **fields)
     run, *pids = wait_for(lambda: len({gpu for *_, gpu in lab.ran()}) == 2 and under_way(lab), process)[0]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, output
+    (lab.folder / "hold").unlink()
+    assert process.wait() == 0, process.stdout
+    output = process.stdout
     assert len({gpu for *_, gpu in lab.ran()}) == 2  # one GPU each, while there were two
     done = Counter(run for _, run in lab.did())
     lost = done.pop(run)
@@ -499,26 +492,25 @@ def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
 
     lab.tell(trap=str(lab.out / "lora/lr_0.02/seed_103"))
     process = start(lab, "--workers", "2", methods=["lora", "loop_dropout"], seeds=[101, 102, 103, 104])
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 2 and "It is broken" in output and "goes on from there" in output.splitlines()[-1]
+    code, output = process.wait(), process.stdout
+    assert code == 2 and "It is broken" in output and "goes on from there" in output.splitlines()[-1]
     assert ("trained", "loop_dropout/lr_0.02/seed_103") in lab.did()  # what ran beside it was finished
     assert (lab.out / "loop_dropout/lr_0.02/seed_103/results.json").exists()
 
 
 @pytest.mark.parametrize(
-    "stop", [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGINT))]
+    "stop", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGINT))]
 )
 def test_a_sweep_that_is_stopped_takes_its_run_with_it_and_goes_on(lab, stop):
-    lab.tell(slow=60)
+    (lab.folder / "hold").touch()
     process = start(lab)
     wait_for(lambda: lab.ran(), process)
     training = lab.ran()[0][3]
-    process.send_signal(stop)
-    output, _ = process.communicate(timeout=60)
+    code = process.end(stop)
     if stop != signal.SIGKILL:
-        assert process.returncode == 130 and "the same command continues" in output
-    wait_for(lambda: not is_running(training), seconds=30)
-    (lab.folder / "slow").unlink()
+        assert code == 130 and "the same command continues" in process.stdout
+    wait_for(lambda: not is_running(training))
+    (lab.folder / "hold").unlink()
     lab.run()
     assert lab.did()[0] == lab.did()[1] and len(lab.ran()) == 1 + 5
 

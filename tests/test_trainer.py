@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -97,3 +98,12 @@ def test_mistakes_are_found_before_any_weight_is_loaded(make_sft, tmp_path, monk
     with pytest.raises(error, match=message) as caught:
         make_sft(**{**fields, "model": str(tmp_path / fields.get("model", "ouro"))})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_that_are_cut_are_counted(make_sft, log, packing):
+    rows = Dataset.from_list([{"prompt": "x" * length, "completion": "y" * 4} for length in (5, 16, 17, 40)])
+    make_sft(rows=rows, max_length=20, packing=packing)
+    cut, gone = (3, 0) if packing else (2, 1)  # the third row's end, the last one's completion; packed, both are cut
+    assert f"Of 4 rows of `train_dataset`, {cut} are cut at `max_length`, 20, and lose their end token" in log.text
+    assert f"{gone} are left out" in log.text and "eval_dataset" not in log.text

@@ -14,19 +14,23 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 
 
-def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: bool, config: PeftConfig) -> PeftModel:
+def attach_adapter(
+    model: PreTrainedModel, folder: str | Path, is_trainable: bool, config: PeftConfig, files: str | Path
+) -> PeftModel:
     """Put a saved adapter of any kind on a looped model; PEFT itself does that for adapters that have A and B only.
 
     Args:
         model: looped model without adapter.
-        folder: of the adapter; config: its configuration.
+        folder: of the adapter, as errors name it.
         is_trainable: False freezes it.
+        config: its configuration.
+        files: folder that holds its tensors in PEFT's format.
 
     Raises:
         ValueError: if tensors are missing, or not finite; or if each loop has factors or a gate of its own, for another
             number of loops than the model runs.
     """
-    weights = load_peft_weights(str(folder), device="cpu")
+    weights = load_peft_weights(str(files), device="cpu")
     if not weights:
         raise UserError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
     if broken := next((name for name, weight in weights.items() if not torch.isfinite(weight).all()), None):
@@ -35,7 +39,7 @@ def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: boo
     depths = {kind: kind.saved_num_loops(shapes) for kind in ADAPTER_KINDS.values()}
     depths = {kind: depth for kind, depth in depths.items() if depth is not None}
     if not depths:
-        peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=config)
+        peft_model = PeftModel.from_pretrained(model, str(files), is_trainable=is_trainable, config=config)
         _check_complete(peft_model, weights, folder)
         return peft_model
 
@@ -49,7 +53,7 @@ def attach_adapter(model: PreTrainedModel, folder: str | Path, is_trainable: boo
                 f"`config.num_loops` to {trained_for}, or train a shared adapter, which runs at any depth."
             )
         kind.prepare(peft_model, "default", num_loops, seed=0)
-    peft_model.load_adapter(str(folder), "default", is_trainable=is_trainable)
+    peft_model.load_adapter(str(files), "default", is_trainable=is_trainable)
     for name, parameter in peft_model.named_parameters():
         if "lora_" in name:
             parameter.requires_grad_(is_trainable)

@@ -22,7 +22,7 @@ from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.boundary import token_lengths
 from loopdropout_trainer.data.preparations import PREPARATIONS, DataReport, Preparation, Unwanted, random_order
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, present, read_files
-from loopdropout_trainer.errors import user_supplied
+from loopdropout_trainer.errors import user_supplied, writing
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
@@ -65,9 +65,10 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
             prepared = _prepare(rows, preparation, tokenizer, max_length, report)
             with tempfile.TemporaryDirectory(dir=folder.parent) as work:
                 ready = Path(work) / "ready"
-                prepared.save_to_disk(ready)
-                (ready / "report.json").write_text(json.dumps(vars(report)), encoding="utf-8")
-                ready.rename(folder)  # it is there only when it is complete
+                with writing(folder):
+                    prepared.save_to_disk(ready)
+                    (ready / "report.json").write_text(json.dumps(vars(report)), encoding="utf-8")
+                    ready.rename(folder)  # it is there only when it is complete
     with user_supplied(f"The prepared data in {folder} cannot be read: remove that folder"):
         report = DataReport(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
         prepared = DatasetDict.load_from_disk(folder)

@@ -89,7 +89,7 @@ def _read(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
                 yield BadRow("more cells than columns") if extra else {k: v for k, v in cells.items() if v is not None}
         elif ending == ".json" and file.read(1024).lstrip().startswith("["):
             file.seek(0)
-            yield from map(_object, json.load(file))
+            yield from map(_object, json.load(file, object_pairs_hook=_unique))
         else:  # one object a line, also under the other name
             file.seek(0)
             yield from map(_line, file)
@@ -97,9 +97,18 @@ def _read(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
 
 def _line(line: str) -> dict[str, Any] | BadRow | None:
     try:
-        return _object(json.loads(line)) if line.strip() else None
+        return _object(json.loads(line, object_pairs_hook=_unique)) if line.strip() else None
     except (ValueError, RecursionError) as error:
         return BadRow("broken JSON", f" ({error})")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; of a name that stands twice Python's reader would keep the last value."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` stands twice")
+    return value
 
 
 def _object(value: Any) -> dict[str, Any] | BadRow:

@@ -49,6 +49,7 @@ class DiagnosticArguments:
         help="Files (or module names) with diagnostics of your own; from the command line only.",
     )
     depths: list[int] | None = HfArg(default=None, help="Depths to run at. Default: 1 to twice the model's own.")
+    use_cpu: bool = HfArg(default=False, help="Measure on the CPU, also where there is an accelerator.")
     output_dir: str = HfArg(default="outputs", help="Results go to its subfolder `diagnostics`.")
 
     def __post_init__(self):

@@ -40,7 +40,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
     Raises:
         RecipeError, SetupError, DataError: if something that is named cannot be loaded or compared.
     """
-    processes = all_processes()
+    processes = all_processes(arguments.use_cpu)
     folder, diagnostics = Path(arguments.output_dir) / FOLDER, choose(arguments)
     with processes.main_process_first():
         models = find_models(arguments, model, rows)

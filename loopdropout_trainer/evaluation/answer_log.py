@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.errors import UserError, user_supplied
+from loopdropout_trainer.errors import UserError, user_supplied, writing
 from loopdropout_trainer.saving.files import write_atomically
 
 
@@ -75,7 +75,8 @@ class AnswerLog:
         self.found.update(pairs)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / f"{self.process:05d}.jsonl").open("a", encoding="utf-8") as file:
+            path = self.folder / f"{self.process:05d}.jsonl"
+            with writing(path), path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
 

@@ -50,6 +50,7 @@ class EvaluationArguments(BenchmarkArguments):
         help="Gate of the adapter in each loop, such as 1-0-0-0; several are several rows. `single_loop`: a row for each "
         "loop, with the adapter in this loop alone. Default: ones.",
     )
+    use_cpu: bool = HfArg(default=False, help="Evaluate on the CPU, also where there is an accelerator.")
     readout: int | None = HfArg(default=None, help="Loop, from 1, whose readout gives the logits. Default: the last.")
     averages: dict[str, list[str]] | str | None = HfArg(
         default=None, help="Averages of metrics, as a mapping name: [metric, ...] (JSON on the command line)."
@@ -124,8 +125,13 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
     """
     if model.num_loops and arguments.at_depths:
         raise UserError("`num_loops` and `at_depths` exclude each other: the depths are all that is evaluated.")
-    state = all_processes()
+    state = all_processes(arguments.use_cpu)
     path = Path(arguments.output_dir, RESULTS_FILE)
+    if path.is_dir() or path.with_name("answers").is_file():
+        raise UserError(
+            f"`output_dir` {arguments.output_dir} has a folder in the place of the file {RESULTS_FILE}, or a file in that "
+            "of the folder answers."
+        )
     before = from_main_process(lambda: read_evaluation(path)["rows"] if path.is_file() else {})
     with state.main_process_first():
         trained = {adapter: train_info(adapter) for adapter, _ in arguments.rows().values()}
@@ -134,7 +140,8 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
             if find_task(name).part_of not in arguments.benchmarks:
                 with user_supplied(f"The benchmark `{name}` cannot be loaded"):
                     limit, confirmed = arguments.benchmark_limit, arguments.confirm_run_unsafe_code
-                    benchmarks.append(load_benchmark(name, files.get(name), limit, confirmed))
+                    revision = (arguments.benchmark_revisions or {}).get(name)
+                    benchmarks.append(load_benchmark(name, files.get(name), limit, confirmed, revision))
     run_info = {
         "settings": public_settings({**asdict(model), **asdict(arguments)}),
         "versions": library_versions(),

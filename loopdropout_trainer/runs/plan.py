@@ -33,6 +33,13 @@ class RunPlan:
         share = 100 * self.trainable_parameters / self.parameters
         return f"{rule}; {self.trainable_parameters:,} trainable parameters ({share:.2f}%)"
 
+    @property
+    def precision(self) -> str:
+        """In how many bits the base's linear layers are loaded, if they are quantised."""
+        quantised = (self.config.model_init_kwargs or {}).get("quantization_config") or {}
+        bits = [bits for bits in (4, 8) if quantised.get(f"load_in_{bits}bit")]
+        return f" in {bits[0]} bits" if bits else ""
+
     def __str__(self) -> str:
         config, completions, examples, tokens = self.config, "", len(self.data.train), self.data.report.train_tokens
         if isinstance(config, LoopDropoutGRPOConfig):
@@ -42,7 +49,7 @@ class RunPlan:
             completions += "step" if every == 1 else f"{every:g} steps"
             completions += f", of at most {config.max_completion_length:,} tokens"
         lines = {
-            "model": f"{self.model}, {self.parameters:,} parameters, K = {self.num_loops} loops",
+            "model": f"{self.model}, {self.parameters:,} parameters{self.precision}, K = {self.num_loops} loops",
             "rule": self.rule_and_adapter,
             "data": self.data.description,
             "examples": f"{examples:,} with {tokens:,} tokens, {tokens / examples:.0f} in the mean",

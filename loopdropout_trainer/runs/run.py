@@ -137,7 +137,9 @@ class Run:
             if name == DEVELOPMENT:  # the held-out training rows
                 self.benchmarks.append(development_benchmark(self.data.eval, self.data_args.preparation, limit))
             else:
-                self.benchmarks.append(load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code))
+                revision = (self.script.benchmark_revisions or {}).get(name)
+                confirmed = self.script.confirm_run_unsafe_code
+                self.benchmarks.append(load_benchmark(name, file, limit, confirmed, revision))
 
     def announce(self) -> None:
         """Print what became of the data, and what is about to be done with it."""
@@ -225,7 +227,7 @@ class Run:
             "num_tokens": tokens,
             "train_loss": trained.training_loss,
             "train_seconds": trained.metrics["train_runtime"],
-            "step_seconds": seconds,
+            "step_seconds": seconds / trainer.state.global_step,
             "tokens_per_second": tokens / seconds if seconds else None,
             "peak_memory_gb": progress["peak_memory_gb"] if own_memory else None,
             "trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),

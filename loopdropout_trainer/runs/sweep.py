@@ -22,7 +22,7 @@ from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown
-from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe
+from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, laid_over, load_recipe
 
 
 _ONE_TRAINING = {"compare_with", "dry_run"}  # what makes several of a training, or none
@@ -194,10 +194,10 @@ class Sweep:
         if isinstance(definition, str):
             path, own = (definition, {}) if _is_recipe(definition) else (path, {"rule": definition})
         recipe = {name: value for name, value in load_recipe(path).items() if name not in _SET_BY_SWEEP}
-        recipe |= self.arguments.settings or {}
+        recipe = laid_over(recipe, self.arguments.settings or {})
         if "rule" in own:
             recipe = for_another_rule(recipe, own["rule"])
-        recipe |= {**own, **of_part}
+        recipe = laid_over(recipe, {**own, **of_part})
         if of_sweep := sorted(_SET_BY_SWEEP & recipe.keys()):
             raise RecipeError(f"`{of_sweep[0]}` is the sweep's: it can be no field of `methods` or `settings`.")
         public = public_settings(recipe)

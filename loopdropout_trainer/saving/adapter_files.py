@@ -12,21 +12,23 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.dataclasses import type_validator
 from peft import LoraConfig, PeftConfig, PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from loopdropout_trainer.adapters import attach_adapter, check_peft_config
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving import authors_format
 from loopdropout_trainer.saving.cards import is_hub_name
-from loopdropout_trainer.saving.files import sha256_of_weights
+from loopdropout_trainer.saving.files import sha256_of_weights, staged_files
 from loopdropout_trainer.settings.ranges import shown
 
 
 logger = logging.get_logger(__name__)
 
 ADAPTER_METADATA = "loop_dropout.json"
-_WEIGHTS = "adapter_model.safetensors"
+_WEIGHTS = authors_format.WEIGHTS
 
 
 def base_sha256(base: PreTrainedModel) -> str | None:
@@ -61,7 +63,8 @@ def adapter_metadata(folder: str | Path) -> dict:
     """Return what an adapter was trained with; an adapter without such a file was trained with something unknown: {}."""
     file = Path(folder) / ADAPTER_METADATA
     if not file.exists():
-        return {}
+        fields = authors_format.read_fields(Path(folder))
+        return {} if fields is None else authors_format.training_facts(fields)
     with user_supplied(f"{file} is not what was saved with the adapter"):
         metadata = dict(json.loads(file.read_text(encoding="utf-8")))
         type_validator("num_loops", metadata.get("num_loops"), int | None)
@@ -101,7 +104,8 @@ def load_adapter(
 
     Args:
         model: looped base model.
-        folder: where `save_model`, a checkpoint or PEFT's `save_pretrained` put the adapter, or its name on the Hub.
+        folder: where `save_model`, a checkpoint, PEFT's `save_pretrained` or the paper authors' program put the adapter, or
+            its name on the Hub.
         is_trainable: whether to train it further.
         another_base: whether it may have been trained on another base model than this one.
 
@@ -124,8 +128,33 @@ def load_adapter(
         if not low <= num_loops <= high:
             depths = f"depth {low}" if low == high else f"depths {low} to {high}"
             logger.warning(f"The adapter in {folder} was trained at {depths}; the model runs {num_loops} loops.")
-    with user_supplied(f"The adapter in {folder} cannot be put on this model"):
-        return attach_adapter(model, folder, is_trainable, config)
+    with (
+        user_supplied(f"The adapter in {folder} cannot be put on this model"),
+        authors_format.in_peft_format(folder) as files,
+    ):
+        return attach_adapter(model, folder, is_trainable, config, files)
+
+
+def export_adapter(adapter: str | Path, folder: str | Path) -> Path:
+    """Write a saved adapter in the format of the paper authors' program (`authors_format`); return the folder.
+
+    Args:
+        adapter: its folder, or its name on the Hub.
+        folder: new or existing; an adapter in it is replaced.
+
+    Raises:
+        UserError: if there is no such adapter, or the format cannot hold it.
+        WriteError: if the disk refuses; what was there before is untouched.
+    """
+    source, folder = adapter_folder(adapter), Path(folder)
+    if (folder / authors_format.CONFIG).is_file() and authors_format.read_fields(folder) is None:
+        raise UserError(f"{folder} holds an adapter in PEFT's format: choose another folder.")
+    config, facts = read_adapter_config(source), adapter_metadata(source)
+    with user_supplied(f"The adapter in {source} cannot be read"), authors_format.in_peft_format(source) as files:
+        weights = load_file(files / _WEIGHTS)
+    with staged_files(folder, "The exported adapter") as partial:
+        authors_format.write(partial, config, facts, weights)
+    return folder
 
 
 def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, folder: Path) -> None:
@@ -181,7 +210,8 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         pickled = "; a pickled .bin file is not read, since it could run code" if any(folder.glob("*.bin")) else ""
         raise UserError(f"{folder} holds no {_WEIGHTS}{pickled}.")
     with user_supplied(f"{path} cannot be read"):
-        config = PeftConfig.from_pretrained(str(folder))
+        fields = authors_format.read_fields(folder)
+        config = PeftConfig.from_pretrained(str(folder)) if fields is None else authors_format.peft_config(fields)
         if not isinstance(config, LoraConfig):
             raise UserError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
         for given in (config.target_modules, config.rank_pattern, config.alpha_pattern):

@@ -18,6 +18,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from loopdropout_trainer.errors import writing
+
 
 LOCK_FILE, PARTIAL = "_run.lock", "_partial"  # what begins with an underscore is not pushed to the Hub
 _UMASK = os.umask(0o022)  # it can only be read by setting it, so it is read once, before there are threads
@@ -62,15 +64,16 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Write a file, text as UTF-8, that survives a crash complete or not at all; a failure leaves the old file as it was.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if it cannot be written; it names the file.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        flush_to_disk(partial)
-        os.replace(partial, path)
+        with writing(path):
+            with partial.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+            flush_to_disk(partial)
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     flush_to_disk(path.parent)

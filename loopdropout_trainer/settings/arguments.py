@@ -85,6 +85,9 @@ class BenchmarkArguments:
 
     benchmarks: list[str] | None = HfArg(default=None, help="Names such as `gsm8k`; `lm_eval:TASK`: one of lm-eval's.")
     benchmark_files: dict[str, str] | None = HfArg(default=None, help="{benchmark: local file} (JSON when typed).")
+    benchmark_revisions: dict[str, str] | None = HfArg(
+        default=None, help="{benchmark: branch, tag or commit of its dataset on the Hub} (JSON when typed)."
+    )
     benchmark_limit: int | None = HfArg(default=None, help="Number of problems of each benchmark. Default: all.")
     benchmark_batch_size: int = HfArg(default=16, help="Problems that one process decodes at a time.")
     decoding: Literal["eager", "compiled", "generate"] = HfArg(

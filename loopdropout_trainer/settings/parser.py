@@ -83,7 +83,9 @@ class RecipeParser(TrlParser):
 
     def read_command_line(self, argv: Sequence[str]) -> dict[str, Any]:
         """Return the fields that a command line sets; RecipeError for an unknown option or a value of another type."""
-        given, unknown = self.parse_known_args(list(argv))
+        argv, lists = self._without_json_lists(argv)
+        given, unknown = self.parse_known_args(argv)
+        vars(given).update(lists)
         if unknown:
             option = unknown[0].split("=")[0]
             valid = [option for action in self._actions for option in action.option_strings]
@@ -91,6 +93,24 @@ class RecipeParser(TrlParser):
         for name, value in vars(given).items():
             self._check_type(name, value, f"`--{name}`")
         return vars(given)
+
+    def _without_json_lists(self, argv: Sequence[str]) -> tuple[list[str], dict[str, list]]:
+        """Return a command line without the options that are given as JSON lists, such as `--depths []`, and these lists."""
+        fields = {
+            option: action.dest for action in self._actions if action.nargs == "+" for option in action.option_strings
+        }
+        rest, lists, words = [], {}, list(argv)
+        while words:
+            word = words.pop(0)
+            option, is_one_word, text = word.partition("=")
+            text = text if is_one_word else words[0] if words else ""
+            value = _json(text) if option in fields else None
+            if isinstance(value, list):
+                lists[fields[option]] = _as_typed(value, self.hints[fields[option]])
+                del words[: 0 if is_one_word else 1]
+            else:
+                rest.append(word)
+        return rest, lists
 
     def read_recipe(self, recipe: Mapping[str, Any], path: str | None) -> dict[str, Any]:
         """Return the fields that a recipe sets; RecipeError, which names `path`, for an unknown one or one of another type."""

@@ -145,16 +145,25 @@ def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str,
         return recipe
     if not isinstance(base, str) or not base.strip():
         raise RecipeError(f"`extends` in {path} must be the path of one recipe; got {shown(base)}.")
-    return _over(load_recipe(path.parent / base, (*extending, path.resolve())), recipe)
+    return laid_over(load_recipe(path.parent / base, (*extending, path.resolve())), recipe)
 
 
-_INSTEAD_OF = {"dataset_name": ["train_files"], "at_depths": ["num_loops"]}
+_INSTEAD_OF = {
+    "dataset_name": ["train_files", "dataset_revision"],
+    "at_depths": ["num_loops"],
+    "benchmark_files": ["benchmark_revisions"],
+    "model_name_or_path": ["model_revision"],
+}
 _INSTEAD_OF["train_files"] = [f"dataset_{name}" for name in ("name", "config", "revision", "split")]
 
 
-def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's settings with those that go before them, which also take away what they exclude."""
-    gone = {other for name in own for other in _INSTEAD_OF.get(name, ())}
+def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's settings with those that go before them, which also take away what they exclude, or replace.
+
+    A revision belongs to the model or data set that it was given with.
+    """
+    changed = [name for name in own if own[name] != base.get(name)]
+    gone = {other for name in changed for other in _INSTEAD_OF.get(name, ())}
     return {**{name: value for name, value in base.items() if name not in gone}, **own}
 
 
@@ -203,7 +212,7 @@ def parse_recipe(
     recipe = parser.read_recipe({key: value for key, value in recipe.items() if key not in unread}, path)
     if "rule" in command_line:
         recipe = for_another_rule(recipe, command_line["rule"])
-    settings = _over(recipe, command_line)
+    settings = laid_over(recipe, command_line)
     return [build(cls, settings) for cls in dataclass_types], settings
 
 

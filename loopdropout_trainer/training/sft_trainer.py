@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 from trl import SFTTrainer
 
 from loopdropout_trainer.data.boundary import tokenise
@@ -21,6 +22,9 @@ from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.live import LiveDiagnosticsCallback
 from loopdropout_trainer.training.loop_loss import score_loops
 from loopdropout_trainer.training.preflight import check_labels
+
+
+logger = logging.get_logger(__name__)
 
 
 class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
@@ -74,6 +78,20 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
                 raise UserError(reason)
         self.loop_loss.check_model(looped)
 
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device):
+        num_items = super()._get_num_items_in_batch(batch_samples, device)
+        if self.args.loss_average == "micro_batches" and num_items is not None:
+            trained = torch.tensor(sum(self.evaluated_weight(batch) > 0 for batch in batch_samples), device=device)
+            is_shared = self.args.average_tokens_across_devices
+            self._num_micro_batches = int(self.accelerator.gather(trained).sum() if is_shared else trained)
+        return num_items
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Let TRL divide a micro-batch's sum by the number that makes it its share of the step's loss (`loss_average`)."""
+        if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
+            num_items_in_batch = self.evaluated_weight(inputs) * self._num_micro_batches
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+
     def draw_depth(self, seed: int) -> tuple[int, int]:
         if (self.args.depth_sampling, self.args.loop_loss) == ("fixed", "final"):
             return super().draw_depth(seed)
@@ -87,13 +105,34 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None and isinstance(processing_class, PreTrainedTokenizerBase):
             dataset = _with_boundaries(dataset, processing_class, self.completion_only_loss)
-        dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        check_labels(dataset, f"`{dataset_name}_dataset`")
-        return dataset
+        rows = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        check_labels(rows, f"`{dataset_name}_dataset`")
+        if isinstance(rows, Dataset) and args.max_length is not None:
+            _warn_of_cut_rows(dataset, rows, dataset_name, args.max_length, self._tokenizer.eos_token_id)
+        return rows
 
     @staticmethod
     def dataset_formats(args: LoopDropoutConfig) -> list[set[str]]:
         return [{args.dataset_text_field}, {"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"}]
+
+
+def _warn_of_cut_rows(before: Dataset, rows: Dataset, name: str, max_length: int, end: int) -> None:
+    """Say how many rows TRL has cut at `max_length`, so that they have lost their end token or all that is trained on.
+
+    Args:
+        before, rows: the dataset as it was given and as it was prepared, packed or not.
+        end: id of the end token.
+    """
+    parts = rows["seq_lengths"] if "seq_lengths" in rows.column_names else ([len(ids)] for ids in rows["input_ids"])
+    # A template may write something after the end of the last turn, such as a new line.
+    pairs = zip(rows["input_ids"], parts, strict=True)
+    cut = sum(lengths == [max_length] and end not in ids[-3:] for ids, lengths in pairs)
+    gone = 0 if "seq_lengths" in rows.column_names else len(before) - len(rows)
+    if cut or gone:
+        logger.warning(
+            f"Of {len(before):,} rows of `{name}_dataset`, {cut:,} are cut at `max_length`, {max_length:,}, and lose their "
+            f"end token, so that they do not teach when to stop; {gone:,} are left out, as no target is left of them."
+        )
 
 
 def collate_completely(collate, model: LoopedModelMixin, examples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -121,6 +121,11 @@ class GeneratedTask(Task):
     max_new_tokens: int
     stop_strings: tuple[str, ...] = ()
 
+    def at_revision(self, name: str, revision: str) -> GeneratedTask:
+        if not isinstance(self.rows, HubRows):
+            return super().at_revision(name, revision)
+        return replace(self, rows=replace(self.rows, revision=revision))
+
     def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> GeneratedBenchmark:
         def problem(row: Row) -> tuple[str, str, Row]:
             reference = self.reference(row)
@@ -154,6 +159,14 @@ def read_problems(name: str, rows: Iterable[tuple[str, Row | BadRow]], read: Cal
     return found
 
 
-def from_hub(path: str, config: str | None = None, split: str = "test") -> Callable[[int | None], Iterable[Row]]:
-    """Return what loads a dataset's split from the Hub."""
-    return lambda limit: load_dataset(path, config, split=split)
+@dataclass(frozen=True)
+class HubRows:
+    """The rows of a dataset's split on the Hub, at a revision: a branch, tag or commit; None: the newest."""
+
+    path: str
+    config: str | None = None
+    split: str = "test"
+    revision: str | None = None
+
+    def __call__(self, limit: int | None) -> Iterable[Row]:
+        return load_dataset(self.path, self.config, split=self.split, revision=self.revision)

@@ -1,0 +1,33 @@
+"""The paper is named wherever the package introduces itself, with the same title, authors and address."""
+
+import pytest
+import yaml
+from conftest import ROOT
+
+import loopdropout_trainer
+
+
+PAPER = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["preferred-citation"]
+NUMBER = PAPER["url"].rpartition("/")[2]
+
+
+def test_the_first_screen_of_the_readme_names_the_paper_and_the_authors_program():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text) <= 8000
+    first_screen = " ".join(text[:1800].replace("\n> ", " ").split())
+    authors = [f"{author['given-names']} {author['family-names']}" for author in PAPER["authors"]]
+    assert len(authors) == 8
+    for said in (PAPER["title"], ", ".join(authors), PAPER["url"], str(PAPER["year"]), "NUS-HPC-AI-Lab/loop-dropout"):
+        assert said in first_screen
+    assert PAPER["identifiers"][0]["value"] == f"arXiv:{NUMBER}"
+
+
+@pytest.mark.parametrize("path", ["docs/replication.md", "loopdropout_trainer/saving/card.jinja"])
+def test_pages_name_it(path):
+    text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
+    assert PAPER["title"] in text and PAPER["url"] in text
+
+
+def test_the_package_names_it():
+    assert f"arXiv {NUMBER}" in loopdropout_trainer.__doc__
+    assert (ROOT / "MANIFEST.in").read_text(encoding="utf-8").startswith("include CITATION.cff\n")
