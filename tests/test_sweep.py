@@ -20,6 +20,7 @@ from processes import ENVIRONMENT, Program, fork, wait_for
 from loopdropout_trainer.runs.queue import Queue, SweepError
 from loopdropout_trainer.runs.summary import load_runs
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, parse_recipe, settings_yaml
 
 
@@ -531,3 +532,36 @@ def test_a_real_sweep(tmp_path):
         assert run["results"]["meta_info"]["num_loops"] == (2 if run["method"] == "lora@deep" else 4)
         log = (tmp_path / "out" / run["folder"] / "log.txt").read_text()
         assert ("nothing is trained" in log) == (run["method"] != "lora@deep")
+
+
+def test_a_real_sweep_goes_on_only_with_its_own_data_and_base(tmp_path, capsys):
+    """Real trainings: between two starts of the command the data, or a field of the base's config.json, are changed."""
+    base, rows = shutil.copytree(TINY_OURO_PATH, tmp_path / "base"), tmp_path / "train.jsonl"
+    config = json.loads((base / "config.json").read_text())
+
+    def write(answer=5, **changed):
+        (base / "config.json").write_text(json.dumps({**config, **changed}))
+        lines = [
+            json.dumps({"prompt": f"{number} + {answer} = ", "completion": f"{number + answer}"})
+            for number in range(8)
+        ]
+        rows.write_text("\n".join(lines))
+
+    recipe = {name: value for name, value in RECIPE.items() if name not in ("preparation", "num_train_examples")}
+    recipe |= {"model_name_or_path": str(base), "train_files": [str(rows)], "single_loop_batches": 0}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    fields = {"recipe": str(tmp_path / "recipe.yaml"), "learning_rates": [0.001], "output_dir": str(tmp_path / "out")}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({**fields, "methods": ["lora"]}))
+    sweep = lambda *seeds: load_script("recipes/sweep.py").main([str(tmp_path / "sweep.yaml"), "--seeds", *seeds])
+    write()
+    sweep("1")
+    for changed, words in (({"answer": 6}, "the training data"), ({"rms_norm_eps": 0.5}, "`rms_norm_eps` was")):
+        write(**changed)
+        with pytest.raises(SweepError, match=f"seed_2 cannot stand beside lora/lr_0.001/seed_1: {words}"):
+            sweep("1", "2")
+        assert [run["seed"] for run in load_runs(tmp_path / "out")] == [1]
+        shutil.rmtree(tmp_path / "out/lora/lr_0.001/seed_2")
+    write()
+    capsys.readouterr()
+    sweep("1", "2")
+    assert "(2)" in capsys.readouterr().out
