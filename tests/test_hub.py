@@ -31,9 +31,10 @@ from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import load_adapter, merge_and_save, push_merged_to_hub, use_gates
 from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
-from loopdropout_trainer.saving.hub import PushError
+from loopdropout_trainer.saving.hub import PushError, merged_state_dict
 
 
 IDS = torch.arange(2, 42).view(4, 10)
@@ -417,3 +418,13 @@ def test_a_card_has_no_local_paths(tmp_path):
         "| rows.jsonl |",
     ):
         assert kept in card
+
+
+def test_merged_weights_need_no_memory_of_their_own(tmp_path):
+    model = adapted()
+    merged, files = merged_state_dict(model, tmp_path), {file.name for file in tmp_path.iterdir()}
+    assert files == set(find_looped_model(model).recurrent_linears())
+    for name in files:
+        tensor = merged[f"{name}.weight"]
+        assert (tmp_path / name).read_bytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        assert torch.equal(tensor, merged_state_dict(model)[f"{name}.weight"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 import yaml
 from accelerate.data_loader import prepare_data_loader
 from conftest import ROOT, tiny_ouro
@@ -318,3 +319,14 @@ def test_help_lists_what_this_package_adds_and_help_all_everything(capsys, monke
     assert all(f"  --{name} " in listed["--help"] for name in shown)
     assert "--torch_compile_mode" not in listed["--help"]
     assert all(f"  --{name} " in listed["--help_all"] for name in set().union(*names.values()))
+
+
+def test_a_recipe_sets_the_number_of_threads(recipe):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        parse_recipe([ModelArguments], [str(recipe("model_name_or_path: tiny-ouro\nnum_threads: 1\n"))])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert load_recipe("recipes/quickstart.yaml")["num_threads"] == 1
