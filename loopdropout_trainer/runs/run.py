@@ -215,7 +215,8 @@ class Run:
             trainer.save_state()  # the learning curve
         except NonFiniteLossError as error:
             if is_main:  # for a sweep: this rate is out, the others go on
-                report = {"run_name": config.run_name, "step": trainer.state.global_step, "error": str(error)}
+                run = {"run_name": config.run_name, "run": trainer.run_identity}
+                report = {**run, "step": trainer.state.global_step, "error": str(error)}
                 write_atomically(diverged, json.dumps(report) + "\n")
             raise
         if is_main:
