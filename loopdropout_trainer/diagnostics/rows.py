@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import DataArguments, DataError, load_data
 from loopdropout_trainer.data.arguments import LossArguments
@@ -63,6 +62,8 @@ def labelled_batches(
 
 def batched(found: Mapping[str, list], batch_size: int, pad_token_id: int | None) -> list[Batch]:
     """Return columns `input_ids` and `labels` as batches in their order, padded on the right."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
     rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
     collate = DataCollatorForLanguageModeling(pad_token_id or 0)
     return [collate(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
