@@ -645,7 +645,16 @@ def map_counts(table: pd.DataFrame) -> str:
 
 def map_figure(rows: pd.DataFrame) -> None:
     """Draw by how many points Loop Dropout is more accurate than LoRA, by examples, epochs, difficulty and depth."""
-    from plotnine import aes, facet_grid, geom_text, geom_tile, ggplot, labs, scale_fill_gradient2
+    from plotnine import (
+        aes,
+        facet_grid,
+        geom_text,
+        geom_tile,
+        ggplot,
+        labs,
+        scale_color_manual,
+        scale_fill_gradient2,
+    )
 
     from loopdropout_trainer.reports import save_figure
     from loopdropout_trainer.reports.plots import BLUE, ORANGE, theme
@@ -659,7 +668,8 @@ def map_figure(rows: pd.DataFrame) -> None:
     plot = (
         ggplot(table, aes("examples", "epochs", fill="gain.clip(-20, 20)"))
         + geom_tile(color="white", size=1)
-        + geom_text(aes(label="shown"), size=8)
+        + geom_text(aes(label="shown", color="word"), size=8)
+        + scale_color_manual(values={"ahead": "black", "behind": "black", "level": "#909090"}, guide=None)
         + facet_grid("depth", "difficulty")
         + scale_fill_gradient2(low=ORANGE, mid="#f4f4f4", high=BLUE, limits=(-20, 20), guide=None)
         + labs(x="examples", y="epochs", fill="points")
