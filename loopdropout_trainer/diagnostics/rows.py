@@ -33,6 +33,9 @@ class RowArguments(LossArguments, DataArguments):
     benchmark_files: dict[str, str] | None = HfArg(
         default=None, help="Local files of benchmarks, as a mapping name: path (JSON on the command line)."
     )
+    benchmark_revisions: dict[str, str] | None = HfArg(
+        default=None, help="{benchmark: branch, tag or commit of its dataset on the Hub} (JSON on the command line)."
+    )
     num_rows: int = HfArg(default=500, help="At most so many rows, from the first on.")
     rows_batch_size: int = HfArg(default=8, help="Rows that one process computes at a time.")
 
@@ -82,8 +85,9 @@ def load_rows_to_score(
             )
         rows = rows[: arguments.num_rows]
     else:
-        file = (arguments.benchmark_files or {}).get(arguments.rows)
-        benchmark = load_benchmark(arguments.rows, file, arguments.num_rows)
+        of_benchmark = lambda given: (given or {}).get(arguments.rows)
+        file, revision = map(of_benchmark, (arguments.benchmark_files, arguments.benchmark_revisions))
+        benchmark = load_benchmark(arguments.rows, file, arguments.num_rows, revision=revision)
         published = getattr(benchmark, "rows", [])
         columns = [name for name in ("solution", "answer") if published and isinstance(published[0].get(name), str)]
         if not columns:
