@@ -69,7 +69,8 @@ def pytest_collection_finish():
 
 def load_script(path):
     """A script of the repository, such as `recipes/sft.py`, as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    name = f"script_{Path(path).stem}"  # a package is called `evaluate`, too
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -223,6 +224,14 @@ TINY = {
 def make_tiny(request):
     """The function that makes a tiny random model of each family in turn."""
     return TINY[request.param]
+
+
+two_families = pytest.mark.parametrize(
+    "make_tiny",
+    [name if name in ("ouro", "huginn") else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
+    indirect=True,
+)
+"""For what is long and does not look inside of a model: two families, and the others in the slow tests."""
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, Recorder, load_script, tiny_ouro, trained_parameters
+from conftest import GOLDEN, ROOT, SAMPLES, Recorder, load_script, tiny_ouro, trained_parameters
 from datasets import Dataset
 from peft import get_peft_model
 from safetensors.torch import load_file
@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from loopdropout_trainer import default_peft_config
 from loopdropout_trainer.data import load_data
 from loopdropout_trainer.data.boundary import tokenise
+from loopdropout_trainer.diagnostics.rows import RowArguments, load_rows_to_score
 from loopdropout_trainer.evaluation import Subject, evaluate_subject
-from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS
+from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, HubRows, score_completions
 from loopdropout_trainer.gates.loop_dropout import LoopDropout
 from loopdropout_trainer.runs.run import Run
@@ -264,7 +265,7 @@ def test_a_revision_goes_with_the_name_that_it_was_given_with(tmp_path):
     assert parsed[1].model_revision == REVISIONS["ByteDance/Ouro-1.4B"]
 
 
-def test_a_benchmark_is_read_at_its_revision(monkeypatch):
+def test_a_benchmark_is_read_at_its_revision(monkeypatch, tokenizer):
     seen = []
     row = {"question": "1 + 1?", "answer": "#### 2"}
     monkeypatch.setattr(
@@ -276,6 +277,10 @@ def test_a_benchmark_is_read_at_its_revision(monkeypatch):
         task, revision = "lm_eval:arc_easy", '{"lm_eval:arc_easy": "x"}'
         evaluate.main(["--model_name_or_path", "tiny-ouro", "--benchmarks", task, "--benchmark_revisions", revision])
     assert seen == []
-    BENCHMARKS["gsm8k"].at_revision("gsm8k", "abc").load("gsm8k", None, None, False)
-    assert seen == [(("openai/gsm8k", "main"), {"split": "test", "revision": "abc"})]
-    assert BENCHMARKS["gsm8k"].rows == HubRows("openai/gsm8k", "main")
+    asked = [(("openai/gsm8k", "main"), {"split": "test", "revision": "abc"})]
+    load_benchmark("gsm8k", revision="abc")
+    assert seen == asked and BENCHMARKS["gsm8k"].rows == HubRows("openai/gsm8k", "main")
+    load_rows_to_score(RowArguments(rows="gsm8k", benchmark_revisions={"gsm8k": "abc"}), tokenizer)
+    assert seen == asked * 2
+    load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl", revision="abc")  # local files have none
+    assert seen == asked * 2

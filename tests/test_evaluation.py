@@ -369,7 +369,9 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_no_stop_but_the_
     (prediction,) = evaluate_subject(subject, replace(benchmark, prompts=["Why?<|end|>"]), progress=False).predictions
     (plain,) = generate_greedy(model, tokenizer, [f"Why?<|end|>{ends_turns}"], 12, progress=False)
     assert prediction.completion == plain
-    model.generation_config.eos_token_id = [0, tokenizer.convert_tokens_to_ids(ends_turns)]
+    end = tokenizer.convert_tokens_to_ids(ends_turns)
+    model.generation_config.eos_token_id = [0, end]
+    assert subject.settings(True)["end_tokens"] == [0, end]  # other answers
     (prediction,) = evaluate_subject(subject, replace(benchmark, prompts=["Why?<|end|>"]), progress=False).predictions
     assert len(prediction.completion) < len(plain)
     tokenizer.chat_template = None

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import tiny_ouro, with_adapter
+from conftest import tiny_ouro, two_families, with_adapter
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates, prepared
@@ -129,6 +129,7 @@ def stops_for(texts):
     return stops
 
 
+@two_families
 def test_rows_that_come_and_go_say_what_they_say_in_plain_batches(make_tiny, tokenizer, monkeypatch):
     for seed in range(1, 20):  # until completions end at many lengths, some past three blocks of columns
         model = adapted(varied(make_tiny()), seed).double()  # in float32 rounding decides near ties

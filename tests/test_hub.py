@@ -384,7 +384,13 @@ def test_cards_say_base_rule_p_depths_and_loss(tmp_path, train, tokenizer, caplo
         card = card_of(merge_and_save(reloaded, tmp_path / "merged_deep"))
         assert "| Trained at depths | 2 to 6 |" in card and "| Loops in the loss | uniform |" in card
     metadata = json.loads((folder / "loop_dropout.json").read_text())
-    for name, wrong in (("num_loops", "4"), ("depths", 4), ("depths", [2]), ("depths", ["2", "6"])):
+    for name, wrong in (
+        ("num_loops", "4"),
+        ("depths", 4),
+        ("depths", [2]),
+        ("depths", ["2", "6"]),
+        ("eos_token_id", "0"),
+    ):
         (folder / "loop_dropout.json").write_text(json.dumps({**metadata, name: wrong}))
         with pytest.raises(ValueError, match="loop_dropout.json is not what was saved with the adapter"):
             load_adapter(tiny_ouro(), folder)

@@ -22,6 +22,7 @@ from loopdropout_trainer.reports.plots import automatic_figures, looks, paper_fi
 from loopdropout_trainer.reports.report import numbers_by_method, summary_tables, write_report
 from loopdropout_trainer.reports.specs import best, build_table, load_spec, missing_of
 from loopdropout_trainer.reports.statistics import estimate
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
@@ -74,17 +75,13 @@ def write_evaluation(folder, adapter, results, depth=4, gates=None, **settings):
 
 def run_sweep(path, outputs, rng, benchmarks=None):
     """Leave the folders of a sweep. Without `full_grid` the middle rate is the chosen one."""
-    sweep = load_recipe(path)
+    sweep, arguments = load_recipe(path), SweepArguments(**load_recipe(path))
     folder, measure = outputs / Path(sweep["output_dir"]).name, sweep["measure"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.json").write_text("{}")
-    rates = sorted(map(float, sweep["learning_rates"]))
-    for method in sweep.get("methods", ["lora", "loop_dropout"]):
-        is_recipe = method.endswith(".yaml")
-        settings = load_recipe(ROOT / (method if is_recipe else sweep["recipe"]))
-        settings |= {} if is_recipe else {"rule": method}
-        settings = {key: value for key, value in settings.items() if key != "p" or method != "lora"}
-        name = Path(method).stem if is_recipe else method
+    rates = arguments.learning_rates
+    for name, settings in Sweep(arguments).methods.items():
+        settings = {key: value for key, value in settings.items() if key != "p" or settings.get("rule") != "lora"}
         factor = (sweep.get("rate_factors") or {}).get(name, 1.0)
         for rate in rates:
             chosen = sweep.get("full_grid") or rate == rates[len(rates) // 2]

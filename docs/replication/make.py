@@ -28,7 +28,7 @@ import pandas as pd
 from statsmodels.stats.multitest import multipletests
 
 from loopdropout_trainer.reports.statistics import Estimate, estimate, of_numbers
-from loopdropout_trainer.runs.sweep import load_runs
+from loopdropout_trainer.runs.summary import load_runs
 
 
 HERE = Path(__file__).parent

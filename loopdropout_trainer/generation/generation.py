@@ -22,6 +22,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation.decoding import Decoder, Sampler, why_unsupported
 from loopdropout_trainer.generation.memory import decoding_memory
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.adapter_files import end_tokens
 from loopdropout_trainer.settings.ranges import shown_parts
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
@@ -146,8 +147,7 @@ class _Ends:
 
     def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
         self.tokenizer, self.stop_strings = tokenizer, stops
-        of_model = looped.generation_config.eos_token_id
-        ids = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
+        ids = [tokenizer.eos_token_id, *end_tokens(looped)]
         added = tokenizer.get_added_vocab()  # a stop string that is a special token never shows in decoded text
         ids += [added[stop] for stop in stops if stop in added]
         self.end_ids = sorted({token for token in ids if token is not None})

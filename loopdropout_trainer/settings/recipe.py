@@ -17,11 +17,9 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
+from loopdropout_trainer.errors import RecipeError as RecipeError
 from loopdropout_trainer.errors import one_line
-from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.secrets import public_settings
-from loopdropout_trainer.settings.parser import RecipeError as RecipeError
-from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import shown
 
 
@@ -188,7 +186,8 @@ def parse_recipe(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
-    If `--rule` is not the recipe's, the recipe's `p` and `rule_args` count only as far as the new rule has them too.
+    If `--rule` is not the recipe's, the recipe's `p` and `rule_args` count only as far as the new rule has them too. From here
+    on torch computes on as many threads as `num_threads` says.
 
     Args:
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
@@ -202,6 +201,10 @@ def parse_recipe(
     Raises:
         RecipeError: for an unknown key, a wrong type, a missing field, or a value that a dataclass refuses.
     """
+    import torch
+
+    from loopdropout_trainer.settings.parser import RecipeParser
+
     argv = list(sys.argv[1:] if argv is None else argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
     parser = RecipeParser(dataclass_types, description)
@@ -213,7 +216,10 @@ def parse_recipe(
     if "rule" in command_line:
         recipe = for_another_rule(recipe, command_line["rule"])
     settings = laid_over(recipe, command_line)
-    return [build(cls, settings) for cls in dataclass_types], settings
+    arguments = [build(cls, settings) for cls in dataclass_types]
+    if settings.get("num_threads") is not None:
+        torch.set_num_threads(settings["num_threads"])
+    return arguments, settings
 
 
 def build(cls: type, settings: Mapping[str, Any]) -> Any:
@@ -234,6 +240,8 @@ def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
 
     A `p` of 0 is left out, too: it makes plain LoRA of nearly every rule, which would then go by the rule's name.
     """
+    from loopdropout_trainer.gates import RULES
+
     settings = dict(settings)
     if rule not in RULES or rule == settings.get("rule", "loop_dropout"):  # an unknown one is an error later
         return settings

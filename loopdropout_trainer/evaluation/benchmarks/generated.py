@@ -15,7 +15,6 @@ from datasets import load_dataset
 from loopdropout_trainer.data.rows import BadRow, DataError, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
-from loopdropout_trainer.evaluation.metrics import AnswerMetric
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_greedy
@@ -92,6 +91,8 @@ class GeneratedBenchmark(Benchmark):
 
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
     """Judge one completion for each problem of `benchmark`."""
+    from loopdropout_trainer.evaluation.metrics.answer_metric import AnswerMetric  # which imports `evaluate`
+
     metric = AnswerMetric(benchmark.metric, keep_in_memory=True)
     found = metric.compute(predictions=list(completions), references=list(benchmark.references))
     fields = (benchmark.prompts, completions, benchmark.references, *map(found.get, ("extracted", "correct", "error")))
