@@ -154,6 +154,11 @@ def launch(
         process.wait(timeout)
     except subprocess.TimeoutExpired:
         kill(process)
+    return read(layout, folder, runs)
+
+
+def read(layout: Layout, folder: Path, runs: Sequence[str]) -> dict[str, Run]:
+    """Read what the processes of a launch wrote; RuntimeError as there."""
     files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
     if not all(file.exists() for file in files):
         finished = sum(file.exists() for file in files)
@@ -166,22 +171,28 @@ def launch(
 
 def start(layout: Layout, folder: Path, runs: Sequence[str], **fields) -> subprocess.Popen:
     """Start the processes of `launch`; with `resume_from_checkpoint` in `fields` they go on with what is in `folder`."""
+    spec = write_spec(layout, folder, runs, **fields)
+    command = [sys.executable]
+    if layout.launch_file is not None:
+        command += ["-m", "accelerate.commands.launch"]
+        command += ["--config_file", str(LAUNCH_FILES / f"{layout.launch_file}.yaml")]
+        command += ["--num_processes", str(layout.processes), "--main_process_port", str(_free_port())]
+    command += [str(Path(__file__).resolve()), "--work", str(spec)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    with (folder / "log.txt").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def write_spec(layout: Layout, folder: Path, runs: Sequence[str], **fields) -> Path:
+    """Write the model, unless it is there to resume, and what each process is to do; return the file that `--work` reads."""
     if not fields.get("resume_from_checkpoint"):
         shutil.rmtree(folder, ignore_errors=True)
         save_model(folder / "model")
     batch = {"per_device_train_batch_size": layout.batch, "gradient_accumulation_steps": layout.accumulation}
     spec = {"layout": layout.launch_file, "folder": str(folder), "runs": list(runs), "fields": {**batch, **fields}}
     (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable]
-    if layout.launch_file is not None:
-        command += ["-m", "accelerate.commands.launch"]
-        command += ["--config_file", str(LAUNCH_FILES / f"{layout.launch_file}.yaml")]
-        command += ["--num_processes", str(layout.processes), "--main_process_port", str(_free_port())]
-    command += [str(Path(__file__).resolve()), "--work", str(folder / "spec.json")]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    with (folder / "log.txt").open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    return folder / "spec.json"
 
 
 def kill(process: subprocess.Popen) -> None:

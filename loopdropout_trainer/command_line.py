@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from loopdropout_trainer.announcement import announce
 from loopdropout_trainer.errors import SetupError, run_command
 from loopdropout_trainer.settings.recipe import recipe_path, recipes_folder
 
@@ -42,6 +43,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Run a script of the recipes folder with a command line, in which a recipe may be named as it is listed."""
     if arguments and not arguments[0].startswith("-"):
         arguments = [recipe_path(arguments[0]), *arguments[1:]]
+    announce(script)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))  # as `python SCRIPT` does
     runpy.run_path(str(script), run_name="__main__")

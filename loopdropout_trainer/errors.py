@@ -5,6 +5,7 @@ Faults of this package keep their traceback.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -52,12 +53,19 @@ class SetupError(UserError):
     """Something of the user's that a library could not work with, in one sentence."""
 
 
+class RecipeError(UserError):
+    """A recipe or command line that cannot be run, in one sentence."""
+
+
 def run_command(main: Callable[[], None], name: str | None = None, interrupted: str = "interrupted.") -> None:
     """Run a script's `main`, and end the process with one sentence, its last line, after a user error.
 
     The exit code is 2, 130 if the user interrupted it, or 143 if it was asked to terminate. The sentence goes to standard
     error (once, however many processes were launched), after `name`: what the user typed.
     """
+    if not gc.isenabled():  # while the script's imports ran (announcement.py)
+        gc.freeze()  # what they made stays: nobody need look through it again
+        gc.enable()
     name = program_name() if name is None else name
     _typed.append(name)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names that TRL still uses
@@ -167,6 +175,6 @@ def one_line(error: BaseException, limit: int = 1000) -> str:
 def _say_once(text: str) -> None:
     """Print to standard error; of several launched processes the first speaks, at whose end the launcher ends the others."""
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(5)  # still here: the error was this process's alone
+        time.sleep(30)  # still here, on however busy a machine: the error was this process's alone
     sys.stdout.flush()  # else what is still in its buffer would come after the error
     print(text, file=sys.stderr, flush=True)

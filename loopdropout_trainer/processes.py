@@ -14,6 +14,10 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 
+LIBRARY_BYTES = 4e8
+"""What a process holds on a CPU before it has any weights: Python and what training or evaluation imports, as measured."""
+
+
 def all_processes(use_cpu: bool = False) -> PartialState:
     """Return this process's view of all of them, and set up their group if nobody has: on accelerators, if there are any."""
     # Without `cpu`, every process of a group without accelerators takes itself for the only one. Outside of trainings, which

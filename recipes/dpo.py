@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from datasets import Dataset
 
-from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer
+from loopdropout_trainer import LoopDropoutDPOConfig
 from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.runs.run import Run, run_all
 from loopdropout_trainer.settings.recipe import RecipeError
@@ -21,7 +21,12 @@ class DPORun(Run):
     """A run of DPO, on rows with a chosen and a rejected answer."""
 
     config_class = LoopDropoutDPOConfig
-    trainer_class = LoopDropoutDPOTrainer
+
+    @property
+    def trainer_class(self) -> type:
+        from loopdropout_trainer import LoopDropoutDPOTrainer
+
+        return LoopDropoutDPOTrainer
 
     def check(self) -> None:
         if self.script.single_loop_batches:

@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer
+from loopdropout_trainer import LoopDropoutGRPOConfig
 from loopdropout_trainer.errors import UserError, run_command
 from loopdropout_trainer.experimental.rewards import REWARDS, math_verify
 from loopdropout_trainer.runs.run import Run, run_all
@@ -42,8 +42,13 @@ class GRPORun(Run):
     """A run of GRPO: the model completes the prompts of the prepared rows, whose completions are the references."""
 
     config_class = LoopDropoutGRPOConfig
-    trainer_class = LoopDropoutGRPOTrainer
     more_arguments = (RewardArguments,)
+
+    @property
+    def trainer_class(self) -> type:
+        from loopdropout_trainer import LoopDropoutGRPOTrainer
+
+        return LoopDropoutGRPOTrainer
 
     def check(self) -> None:
         (self.rewards,) = self.more

@@ -15,6 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loopdropout_trainer.errors import run_command
+from loopdropout_trainer.runs.queue import Queue
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
 from loopdropout_trainer.runs.workers import stop_on_sigterm
 from loopdropout_trainer.settings.recipe import parse_recipe
@@ -22,16 +23,17 @@ from loopdropout_trainer.settings.recipe import parse_recipe
 
 def main(argv: list[str] | None = None) -> None:
     (arguments,), _ = parse_recipe([SweepArguments], argv, __doc__)
-    sweep = Sweep(arguments, Path(__file__).parent)
+    sweep = Sweep(arguments)
     if arguments.dry_run:
         print(sweep.plan())
         return
+    queue = Queue(sweep, Path(__file__).parent)
     if arguments.print_commands:
-        print("\n".join(sweep.commands()))
+        print("\n".join(queue.commands()))
         return
     stop_on_sigterm()
-    sweep.run()
-    print(f"{sweep.table()}\n\nEverything is in {sweep.output_dir / 'summary.json'} and summary.txt")
+    queue.run()
+    print(f"{queue.table()}\n\nEverything is in {sweep.output_dir / 'summary.json'} and summary.txt")
 
 
 if __name__ == "__main__":

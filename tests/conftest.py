@@ -1,12 +1,12 @@
 """Shared fixtures: golden tensors of the reference implementations, and models and data small enough for seconds."""
 
 import functools
+import gc
 import importlib.util
 import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from processes import ENVIRONMENT, ROOT, kill_all, python  # noqa: F401
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -30,32 +31,55 @@ from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
 
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for processes that tests start; this one has read it already
+# For this process, which has read the variable already.
 huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
-ROOT = Path(__file__).resolve().parents[1]
 GOLDEN, SAMPLES = ROOT / "tests" / "golden", ROOT / "tests" / "samples"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test marked `pairs` run all cases of the first family and one of each other family; the others are slow."""
+    tables = {}
+    for item in items:
+        if item.get_closest_marker("pairs"):
+            (family,) = {"family", "make_tiny", "base"} & item.callspec.indices.keys()
+            table = tables.setdefault((item.path, item.originalname), {})
+            table.setdefault(item.callspec.indices[family], []).append(item)
+    for table in tables.values():
+        for place, cases in table.items():
+            for number, item in enumerate(cases):
+                if place > 0 and number != place % len(cases):  # another case for each family
+                    item.add_marker("slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n` the tests of a file run in one process: what they share is made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
+def pytest_collection_finish():
+    """Keep what was imported out of the garbage collections: each training makes one, which would take a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def load_script(path):
     """A script of the repository, such as `recipes/sft.py`, as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    name = f"script_{Path(path).stem}"  # a package is called `evaluate`, too
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-os.environ.setdefault("NLTK_DATA", str(ROOT / "tests" / "nltk_data"))  # IFEval's sentences and words
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-
-
-def python(*command, processes=1, **options):
-    """Run a script or module on the CPU, in several processes if there are several; return what it printed."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *(launcher if processes > 1 else ()), *map(str, command)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, **{"env": ENVIRONMENT, **options})
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout
+@pytest.fixture(autouse=True)
+def no_program_outlives_its_test():
+    yield
+    kill_all()
 
 
 FAMILIES = {
@@ -200,6 +224,14 @@ TINY = {
 def make_tiny(request):
     """The function that makes a tiny random model of each family in turn."""
     return TINY[request.param]
+
+
+two_families = pytest.mark.parametrize(
+    "make_tiny",
+    [name if name in ("ouro", "huginn") else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
+    indirect=True,
+)
+"""For what is long and does not look inside of a model: two families, and the others in the slow tests."""
 
 
 @pytest.fixture

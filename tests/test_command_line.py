@@ -1,5 +1,6 @@
 """The command `loopdropout`: from a clone, and from a wheel that is installed far away from it."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from processes import python
 
 from loopdropout_trainer import command_line
 from loopdropout_trainer.command_line import commands, main
@@ -38,14 +40,65 @@ def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
     assert (tmp_path / "mine" / "sft.py").read_text() == "changed"
 
 
-def test_the_families_are_registered_and_a_reader_may_stop_early():
-    code = "from importlib.util import find_spec; find_spec('transformers'); import loopdropout_trainer\n"
-    code += "from transformers import AutoConfig; print([AutoConfig.for_model(n).model_type for n in ('ouro', 'lds')])"
-    run = lambda command: subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    done = run([sys.executable, "-c", code])
-    assert done.stdout == "['ouro', 'lds']\n" and not done.stderr  # in a user's program it is silent
+def run(command):
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+IMPORTS = {
+    "before transformers": "import loopdropout_trainer, transformers",
+    "after transformers": "import transformers, loopdropout_trainer",
+    "after somebody looked for it": "from importlib.util import find_spec; find_spec('transformers')\n"
+    "import loopdropout_trainer; find_spec('transformers')\nimport trl",
+}
+
+
+@pytest.mark.parametrize("order", IMPORTS)
+def test_the_families_are_registered_in_whatever_order_packages_are_imported(order):
+    code = f"{IMPORTS[order]}\nfrom transformers import AutoModelForCausalLM, AutoConfig\n"
+    code += "for name in ('ouro', 'lds'): print(type(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **tiny))))"
+    tiny = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    done = run([sys.executable, "-c", f"tiny = {tiny}\n{code}"])
+    assert "OuroForCausalLM" in done.stdout and "LoopusForCausalLM" in done.stdout
+    assert not done.stderr  # in a user's program it is silent
+
+
+def imported_by(*arguments):
+    """The modules that a command line of `loopdropout` has imported when it ends, and its exit code."""
+    code = "import sys, atexit\natexit.register(lambda: print(*sys.modules, sep='\\n'))\n"
+    code += "from loopdropout_trainer.command_line import main; main()"
+    done = run([sys.executable, "-c", code, *arguments])
+    return set(done.stdout.splitlines()), done.returncode
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "recipes", "no such command", "report --help"])
+def test_light_commands_import_neither_torch_nor_transformers(words):
+    modules, _ = imported_by(*words.split())
+    assert "loopdropout_trainer.errors" in modules
+    assert not modules & {"torch", "transformers", "trl", "datasets", "pandas", "numpy"}
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "grpo", "evaluate"])
+def test_a_mistake_in_a_recipe_is_found_before_what_only_training_needs_is_imported(command, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("learning_rat: 1\n")
+    modules, code = imported_by(command, str(tmp_path / "recipe.yaml"))
+    assert code == 2 and "loopdropout_trainer.settings.parser" in modules
+    assert not modules & {f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "grpo")}
+    assert not modules & {"evaluate", "scipy.stats", "requests", "plotnine", "optuna", "lm_eval"}
+
+
+def test_public_names_come_when_they_are_asked_for():
+    code = "import pickle, pydoc, sys, loopdropout_trainer as package\n"
+    code += "assert 'torch' not in sys.modules and 'LoopDropoutConfig' in dir(package)\n"
+    code += "from loopdropout_trainer import *\nassert LoopDropoutConfig is package.LoopDropoutConfig\n"
+    code += "assert pickle.loads(pickle.dumps(LoopDropoutConfig)) is LoopDropoutConfig\n"
+    code += "assert 'class LoopDropoutSFTTrainer' in pydoc.render_doc(package, renderer=pydoc.plaintext)\n"
+    code += "print(hasattr(package, 'nonsense'))"
+    assert run([sys.executable, "-c", code]).stdout == "False\n"
+
+
+def test_a_reader_may_stop_early():
     done = run(["bash", "-c", f"{sys.executable} -m loopdropout_trainer recipes | head -1; exit ${{PIPESTATUS[0]}}"])
-    assert (done.returncode, done.stderr) == (0, "Loading ...\n")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_recipe_is_found_from_any_folder_and_a_file_of_the_users_goes_first(tmp_path, monkeypatch):
@@ -64,26 +117,26 @@ def test_a_recipe_is_found_from_any_folder_and_a_file_of_the_users_goes_first(tm
         load_recipe("recipes/no_such.yaml")
 
 
+@pytest.mark.build
 def test_a_wheel_works_outside_of_the_clone(tmp_path):
     """Build and install it with the standard tools, without their isolation, which would need a network."""
     pytest.importorskip("setuptools")
-    run = lambda *command, **keywords: (
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, **keywords).stdout
-    )
+    run = functools.partial(python, fresh=True)
     source, site = tmp_path / "source", tmp_path / "site"
-    files = run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).split("\n")
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    files = subprocess.run(listed, check=True, capture_output=True, text=True, cwd=ROOT).stdout.split("\n")
     for name in filter(None, files):
         if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("*.whl")
     run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
     env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     elsewhere = {"env": env, "cwd": tmp_path}
-    assert "quickstart.yaml" in run(sys.executable, str(site / "bin/loopdropout"), "recipes", **elsewhere)
-    command = (sys.executable, "-m", "loopdropout_trainer")
+    assert "quickstart.yaml" in run(site / "bin/loopdropout", "recipes", **elsewhere)
+    command = ("-m", "loopdropout_trainer")
     plan = run(*command, "sft", "quickstart.yaml", "--dry_run", "true", **elsewhere)
     assert "tiny_ouro" in plan and "trainable parameters" in plan
     sweep = ("sweep", "sweeps/metamath_gsm_sharing.yaml", "--print_commands", "true")

@@ -1,5 +1,6 @@
 """Data: what is trained on, token for token, through the real trainer; what is kept, dropped and refused."""
 
+import functools
 import gzip
 import hashlib
 import json
@@ -158,9 +159,8 @@ def test_gsm8k_prompt_and_target(bytes_tokenizer, bpe_tokenizer, batch_of):
 
 
 @pytest.mark.parametrize("prompt_end", ["", "\n ", " Let's think step by step."])
-def test_metamath_prompt_and_target(bytes_tokenizer, batch_of, monkeypatch, prompt_end):
-    monkeypatch.setattr(MetaMathGSM, "token_limit", 10_000)
-    fields = {"num_eval_examples": 0, "prompt_end": prompt_end}
+def test_metamath_prompt_and_target(bytes_tokenizer, batch_of, prompt_end):
+    fields = {"num_eval_examples": 0, "prompt_end": prompt_end, "example_token_limit": None}
     data = load("metamath_gsm", SAMPLES / "metamath.jsonl", bytes_tokenizer, **fields)
     rows = [row for row in samples("metamath") if row["type"].startswith("GSM")]
     assert any(row["response"].startswith("$") for row in rows)
@@ -179,19 +179,19 @@ def test_metamath_keeps_short_gsm_rows_in_order(write, bytes_tokenizer, bpe_toke
     gsm = [(ALPACA.format(row["query"]), row["response"]) for row in rows if row["type"].startswith("GSM")]
     fitting = [answer for prompt, answer in gsm if len(bpe_tokenizer(f"{prompt} {answer}")["input_ids"]) < 250]
     assert 6 <= len(fitting) < len(gsm)
-    monkeypatch.setattr(MetaMathGSM, "token_limit", 250)
 
+    short = functools.partial(load, "metamath_gsm", SAMPLES / "metamath.jsonl", bpe_tokenizer, example_token_limit=250)
     monkeypatch.setattr(MetaMathGSM, "num_training_rows", 4)
-    data = load("metamath_gsm", SAMPLES / "metamath.jsonl", bpe_tokenizer, num_eval_examples=2)
+    data = short(num_eval_examples=2)
     assert list(data.train["answer"]) == fitting[:4]
     assert list(data.eval["answer"]) == fitting[4:6]  # what comes after the training rows
     assert data.report.dropped["type without GSM"] == len(rows) - len(gsm)
     assert data.report.dropped["250 tokens or more"] > 0
-    fewer = load("metamath_gsm", SAMPLES / "metamath.jsonl", bpe_tokenizer, num_eval_examples=2, num_train_examples=1)
+    fewer = short(num_eval_examples=2, num_train_examples=1)
     assert list(fewer.eval["answer"]) == list(data.eval["answer"])  # the same for every run
 
     monkeypatch.setattr(MetaMathGSM, "num_training_rows", 100_000)
-    data = load("metamath_gsm", SAMPLES / "metamath.jsonl", bpe_tokenizer, num_eval_examples=3)
+    data = short(num_eval_examples=3)
     assert list(data.train["answer"]) + list(data.eval["answer"]) == fitting  # a smaller source: the last rows
     assert data.report.read == len(rows)
 

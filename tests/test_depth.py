@@ -11,12 +11,12 @@ from conftest import (
     TINY,
     Recording,
     assert_same_weights,
-    load_script,
     randomise,
     tiny_hrm,
     tiny_huginn,
     trained_parameters,
 )
+from test_layouts import forked, launched, layouts
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,9 +24,6 @@ from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.rule import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.depth import LogNormalPoisson, UniformDepth, WeightedDepth, step_uniforms
-
-
-layouts = load_script("benchmarks/layouts.py")
 
 
 class Watch(Recording, LoopDropoutSFTTrainer):
@@ -68,7 +65,7 @@ def reference_lognormal_poisson(rate, sigma, most, count=400_000):
     ],
 )
 def test_depths_have_the_probabilities_that_they_are_said_to_have(sampler, probabilities):
-    count = 6000
+    count = 2000
     depths = Counter(sampler.sample(step_uniforms(5, "depth", step), 4) for step in range(count))
     assert set(depths) <= set(probabilities)
     least, most = sampler.limits(4)
@@ -134,11 +131,11 @@ def test_evaluation_scores_the_final_loop_at_the_models_depth(train, dataset):
     "name", ["ddp, accumulation", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero2", "zero3", "fsdp2"))]
 )
 def test_two_processes_train_as_one_does(name, tmp_path):
-    if name.startswith("zero"):
-        pytest.importorskip("deepspeed")
     runs = list(layouts.DEPTHS)
-    alone = layouts.launch(layouts.LAYOUTS[layouts.REFERENCE], tmp_path / "one", runs)
-    for run, got in layouts.launch(layouts.LAYOUTS[name], tmp_path / "two", runs, timeout=600).items():
+    alone = forked(layouts.LAYOUTS[layouts.REFERENCE], tmp_path / "one", runs)
+    ddp = name.startswith("ddp")
+    two = forked(layouts.LAYOUTS[name], tmp_path / "two", runs) if ddp else launched(name, tmp_path / "two", runs)
+    for run, got in two.items():
         assert {len(gates) for gates in alone[run].gates.values()} >= {2, 5}
         assert got.gates == alone[run].gates
         for record in got.records:

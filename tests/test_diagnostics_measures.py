@@ -8,7 +8,7 @@ import pytest
 import scipy.spatial
 import scipy.stats
 import torch
-from conftest import byte_tokenizer, golden_adapted, tiny_ouro
+from conftest import byte_tokenizer, golden_adapted, tiny_ouro, two_families
 from datasets import Dataset
 from test_generation import adapted
 from torch.nn import functional as F
@@ -155,6 +155,7 @@ def test_adapters_for_one_depth_are_left_out_of_the_depths(rule):
     assert "for one depth only" in DIAGNOSTICS["depth"]().skip_reason(Context(model, "adapter", BATCHES, (1, 2)))
 
 
+@two_families
 def test_patterns_and_doses_are_use_gates(make_tiny):
     model = adapted(make_tiny())
     found = measure("patterns", model)

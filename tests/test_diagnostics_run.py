@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, flat_weights, load_script, python, tiny_ouro
+from conftest import ROOT, flat_weights, load_script, tiny_ouro
+from processes import python
 from test_generation import adapted
 from test_sweep import RECIPE
 
@@ -54,12 +56,14 @@ def saved(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def diagnose(saved):
-    """`diagnose(output_dir, *options)` runs the script on the recipe and its adapters."""
+    """`diagnose(output_dir, *options)` runs the script on the recipe and its adapters, by default without its figures."""
+    three = ("LoRA=lora", "Loop Dropout=dropout_1", "Loop Dropout=dropout_2")
 
-    def run(output_dir, *options, adapters=("LoRA=lora", "Loop Dropout=dropout_1", "Loop Dropout=dropout_2")):
+    def run(output_dir, *options, adapters=three, draws=False):
         named = [adapter.replace("=", f"={saved}/") for adapter in adapters]
         words = [saved / "recipe.yaml", "--output_dir", output_dir, "--adapters", *named, *options]
-        load_script("recipes/diagnose.py").main(list(map(str, words)))
+        with nullcontext() if draws else patch("loopdropout_trainer.reports.save_figure"):
+            load_script("recipes/diagnose.py").main(list(map(str, words)))
         files = (Path(output_dir) / "diagnostics").glob("*.json")
         return {file.stem: json.loads(file.read_text()) for file in files}
 
@@ -67,7 +71,7 @@ def diagnose(saved):
 
 
 def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, tmp_path, capsys):
-    files = diagnose(tmp_path, "--models", f"Merged={saved / 'merged'}", "--depths", "1", "4", "6")
+    files = diagnose(tmp_path, "--models", f"Merged={saved / 'merged'}", "--depths", "1", "4", "6", draws=True)
     printed = capsys.readouterr().out
     assert set(files) == set(DIAGNOSTICS) and len(files) == 9
     documented = (ROOT / "docs" / "diagnostics.md").read_text()

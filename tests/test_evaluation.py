@@ -7,10 +7,6 @@ import json
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
@@ -19,8 +15,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ENVIRONMENT, GOLDEN, ROOT, SAMPLES, load_script, python, tiny_ouro
+from conftest import GOLDEN, ROOT, SAMPLES, load_script, tiny_ouro
 from peft import PeftModel
+from processes import ENVIRONMENT, Program, python, wait_for
 from test_generation import PROMPTS, adapted, varied
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
@@ -145,14 +142,11 @@ SCRIPT = load_script("recipes/evaluate.py")
 evaluate = SCRIPT.main  # in this process
 
 
-def kill_when(is_time, *command, env=ENVIRONMENT):
+def kill_when(is_time, *command):
     """Run a script, and kill it as soon as `is_time()`."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], env=env, stderr=subprocess.DEVNULL)
-    while not is_time():
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    program = Program(*command)
+    wait_for(is_time, program)
+    program.end()
 
 
 def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, tokenizer, tmp_path):
@@ -340,9 +334,9 @@ def test_tasks_are_scored_as_lm_eval_does_with_its_own_model_class(files, tokeni
 def test_a_missing_tokenizer_of_ifeval_is_refused_before_anything_is_generated(files, tmp_path):
     code = f"from loopdropout_trainer.evaluation import load_benchmark; load_benchmark('ifeval', {files['ifeval']!r})"
     environment = {**ENVIRONMENT, "NLTK_DATA": str(tmp_path), "HOME": str(tmp_path), "LOCAL_RANK": "1"}  # no download
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert "`ifeval` needs NLTK's data `punkt_tab`" in done.stderr.splitlines()[-1]
-    assert "python -m nltk.downloader punkt_tab" in done.stderr
+    program = Program("-c", code, env=environment)
+    assert program.wait() and "`ifeval` needs NLTK's data `punkt_tab`" in program.stderr.splitlines()[-1]
+    assert "python -m nltk.downloader punkt_tab" in program.stderr
 
 
 def test_correct_answers_are_counted_by_the_columns_of_the_rows():
@@ -375,7 +369,9 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_no_stop_but_the_
     (prediction,) = evaluate_subject(subject, replace(benchmark, prompts=["Why?<|end|>"]), progress=False).predictions
     (plain,) = generate_greedy(model, tokenizer, [f"Why?<|end|>{ends_turns}"], 12, progress=False)
     assert prediction.completion == plain
-    model.generation_config.eos_token_id = [0, tokenizer.convert_tokens_to_ids(ends_turns)]
+    end = tokenizer.convert_tokens_to_ids(ends_turns)
+    model.generation_config.eos_token_id = [0, end]
+    assert subject.settings(True)["end_tokens"] == [0, end]  # other answers
     (prediction,) = evaluate_subject(subject, replace(benchmark, prompts=["Why?<|end|>"]), progress=False).predictions
     assert len(prediction.completion) < len(plain)
     tokenizer.chat_template = None

@@ -307,7 +307,12 @@ def test_a_hub_checkpoint_loads_without_remote_code_and_saves_under_its_own_name
     if name == "huginn":
         hub.pop("tie_word_embeddings")  # the original writes `tie_embeddings`, and its class stops at both
     own = {"block_layout": LAYOUTS[name]} if name in LAYOUTS else {}
-    assert saved == {"architectures": ["LDSForCausalLM"], **own, **hub}  # the golden LoopUS leaves the first out
+    published = {"architectures": ["LDSForCausalLM"], **own, **hub}  # the golden LoopUS leaves the first out
+    assert saved == published
+    model.config.use_cache = False  # as training does
+    merge_and_save(with_adapter(model), tmp_path / "merged")
+    published.pop("auto_map")  # which names code that is not there
+    assert json.loads((tmp_path / "merged" / "config.json").read_text()) == published
     tensors = {key[8:]: tensor for key, tensor in family.tensors.items() if key.startswith("weights/")}
     if name == "huginn":  # the published file has it twice, the golden one once
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"]

@@ -244,6 +244,7 @@ def test_several_trained_adapters_and_a_variant_that_peft_may_add_are_refused():
         add_gates(peft_model, rule=make_rule("loop_dropout"))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva", "mica"])
 def test_initialisations_that_leave_the_base_alone_are_gated_and_train(init, make_tiny, train):
     model = make_tiny().eval()

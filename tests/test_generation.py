@@ -5,12 +5,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import tiny_ouro, with_adapter
+from conftest import tiny_ouro, two_families, with_adapter
 
 from loopdropout_trainer import use_gates
-from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates
+from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates, prepared
 from loopdropout_trainer.generation import decoding, generate_greedy
+from loopdropout_trainer.generation.decoding import SlotCache
 from loopdropout_trainer.generation.generation import sample_completions
+from loopdropout_trainer.generation.memory import decoding_memory
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -51,6 +53,7 @@ def plain_greedy(model, tokenizer, prompt, max_new_tokens):
     return ids[0, length:].tolist()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("num_loops", [1, 6])
 def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tokenizer, num_loops):
     model = adapted(varied(make_tiny())).double()
@@ -62,6 +65,7 @@ def test_completions_are_those_of_a_plain_loop_for_any_batch_size(make_tiny, tok
     assert len(set(want)) == len(want)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("gates", [[1, 0, 0, 0], [0, 0, 0, 0], [0.5, 2.0, 0.0, 1.3]])
 def test_generation_is_under_the_gates_that_the_caller_applies(make_tiny, tokenizer, gates):
     model = adapted(varied(make_tiny())).double()
@@ -125,6 +129,7 @@ def stops_for(texts):
     return stops
 
 
+@two_families
 def test_rows_that_come_and_go_say_what_they_say_in_plain_batches(make_tiny, tokenizer, monkeypatch):
     for seed in range(1, 20):  # until completions end at many lengths, some past three blocks of columns
         model = adapted(varied(make_tiny()), seed).double()  # in float32 rounding decides near ties
@@ -176,8 +181,19 @@ def test_answers_come_as_they_are_complete_and_the_model_is_itself_in_between(to
     assert generate_greedy(model, tokenizer, [], 4, progress=False) == []
 
 
-def test_compiled_steps_give_the_same_text_and_are_compiled_once(tokenizer, caplog, monkeypatch, tmp_path):
+@pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.slow)])  # the second needs a C++ compiler
+def backend(request, monkeypatch, tmp_path):
+    """What torch.compile compiles by: the same graphs, without programs or with them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # an earlier run may have compiled for fewer lengths
+    compile_ = torch.compile
+    if request.param == "eager":  # which knows no options
+        monkeypatch.setattr(torch, "compile", lambda *args, options: compile_(*args, backend="eager"))
+    decoding._compiled.cache_clear()
+    yield
+    decoding._compiled.cache_clear()
+
+
+def test_compiled_steps_give_the_same_text_and_are_compiled_once(tokenizer, caplog, backend):
     model = adapted(varied(tiny_ouro(num_hidden_layers=1, num_loops=2))).double()
     arguments = model, tokenizer, MANY, 290, 6, STOPS[:1]
     want = generate_greedy(*arguments, progress=False, decoding="generate")
@@ -263,3 +279,23 @@ def test_what_cannot_be_generated_is_refused(tokenizer):
     ):
         with use_gates(model, gates), pytest.raises(ValueError, match=message):
             generate_greedy(model, tokenizer, prompts, 4, progress=False, decoding=form)
+
+
+def test_keys_and_values_take_what_decoding_allocates(make_tiny, tokenizer, monkeypatch):
+    model, caches, build = make_tiny(num_loops=3).eval(), [], SlotCache.__init__
+    monkeypatch.setattr(SlotCache, "__init__", lambda cache, *args: (caches.append(cache), build(cache, *args))[1])
+    generate_greedy(model, tokenizer, [[3] * 20, [4] * 300, [5] * 7], max_new_tokens=3, batch_size=2, progress=False)
+    allocated = sum(states.numel() for layer in caches[0].layers for states in layer.allocated) * model.dtype.itemsize
+    assert decoding_memory(model, [20, 300, 7], 3, num_slots=2)["keys and values"] == allocated
+
+
+def test_large_weights_in_16_bits_are_used_where_they_lie(monkeypatch):
+    model = tiny_ouro().bfloat16()
+    assert PreparedProjections(model).copied_bytes == sum(
+        2 * model.get_submodule(name).weight.numel() for name in model.recurrent_linears()
+    )
+    monkeypatch.setattr(prepared, "LARGE", 100)
+    assert PreparedProjections(model).copied_bytes == 0
+    with PreparedProjections(model).in_use():
+        assert not any(hasattr(model.get_submodule(name), "project_together") for name in model.recurrent_linears())
+    assert PreparedProjections(model.float()).copied_bytes > 0  # in float32 copies are faster at any size

@@ -1,15 +1,13 @@
 """`recipes/grpo.py` and `recipes/dpo.py` from settings to results; GRPO killed and continued, and in two processes."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 import yaml
-from conftest import ENVIRONMENT, ROOT, load_script, python
+from conftest import ROOT, load_script
+from processes import Program, python, wait_for
 from safetensors.torch import load_file
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
@@ -100,15 +98,12 @@ def test_killed_at_any_step_a_run_ends_with_the_same_bits(tmp_path, tiny_folder)
     fields = {**GRPO, "max_steps": 5, "benchmarks": None, "save_total_limit": 1}
     grpo.main(command(tmp_path / "straight", tiny_folder, fields))
     words = command(tmp_path / "killed", tiny_folder, fields, "--resume_from_checkpoint", "true")
-    run = [sys.executable, str(ROOT / "recipes" / "grpo.py"), *words]
+    run = [ROOT / "recipes" / "grpo.py", *words]
     for step in (1, 3):
-        process = subprocess.Popen(run, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for line in process.stdout:
-            if "'loss'" in line and (tmp_path / "killed" / "out" / f"checkpoint-{step}" / "manifest.json").exists():
-                os.kill(process.pid, signal.SIGKILL)
-                break
-        assert process.wait() == -signal.SIGKILL
-    python(*run[1:])
+        program, checkpoint = Program(*run), tmp_path / "killed" / "out" / f"checkpoint-{step}"
+        wait_for((checkpoint / "manifest.json").exists, program)
+        assert program.end() == -signal.SIGKILL
+    python(*run)
     files = [tmp_path / name / "out" / "adapter_model.safetensors" for name in ("straight", "killed")]
     assert files[0].read_bytes() == files[1].read_bytes()
 

@@ -31,9 +31,10 @@ from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import load_adapter, merge_and_save, push_merged_to_hub, use_gates
 from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
-from loopdropout_trainer.saving.hub import PushError
+from loopdropout_trainer.saving.hub import PushError, merged_state_dict
 
 
 IDS = torch.arange(2, 42).view(4, 10)
@@ -173,7 +174,9 @@ def test_the_code_of_cards_runs_in_a_fresh_process(tmp_path, base, trained, toke
     merged = merge_and_save(model, tmp_path / "merged", tokenizer)
     bare = merge_and_save(model, tmp_path / "bare")
     (adapter,) = blocks_of(trained)
-    printed = python("-c", "".join(run_in(*each) for each in [(merged, *blocks_of(merged)), (trained, adapter)]))
+    printed = python(
+        "-c", "".join(run_in(*each) for each in [(merged, *blocks_of(merged)), (trained, adapter)]), fresh=True
+    )
     want = pytest.approx(model(IDS).logits.double().sum().item(), abs=1e-2)
     assert [float(line) for line in printed.split()] == [want, want]
     assert config_of(trained / "merged") == config_of(merged)  # the adapter's card merges
@@ -323,7 +326,7 @@ import sys
 assert type(model).__name__ == "PlainOuroForCausalLM" and "loopdropout_trainer" not in sys.modules
 torch.save(model.eval()(torch.arange(2, 42).view(4, 10)).logits, {str(tmp_path / "logits.pt")!r})
 """
-    python("-c", code, env={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""})
+    python("-c", code, env={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}, fresh=True)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(IDS).logits, atol=2e-5, rtol=1e-4)
 
 
@@ -381,7 +384,13 @@ def test_cards_say_base_rule_p_depths_and_loss(tmp_path, train, tokenizer, caplo
         card = card_of(merge_and_save(reloaded, tmp_path / "merged_deep"))
         assert "| Trained at depths | 2 to 6 |" in card and "| Loops in the loss | uniform |" in card
     metadata = json.loads((folder / "loop_dropout.json").read_text())
-    for name, wrong in (("num_loops", "4"), ("depths", 4), ("depths", [2]), ("depths", ["2", "6"])):
+    for name, wrong in (
+        ("num_loops", "4"),
+        ("depths", 4),
+        ("depths", [2]),
+        ("depths", ["2", "6"]),
+        ("eos_token_id", "0"),
+    ):
         (folder / "loop_dropout.json").write_text(json.dumps({**metadata, name: wrong}))
         with pytest.raises(ValueError, match="loop_dropout.json is not what was saved with the adapter"):
             load_adapter(tiny_ouro(), folder)
@@ -415,3 +424,13 @@ def test_a_card_has_no_local_paths(tmp_path):
         "| rows.jsonl |",
     ):
         assert kept in card
+
+
+def test_merged_weights_need_no_memory_of_their_own(tmp_path):
+    model = adapted()
+    merged, files = merged_state_dict(model, tmp_path), {file.name for file in tmp_path.iterdir()}
+    assert files == set(find_looped_model(model).recurrent_linears())
+    for name in files:
+        tensor = merged[f"{name}.weight"]
+        assert (tmp_path / name).read_bytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        assert torch.equal(tensor, merged_state_dict(model)[f"{name}.weight"])

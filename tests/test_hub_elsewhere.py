@@ -94,7 +94,7 @@ def test_the_original_code_loads_a_merged_model_and_gives_its_logits(name, golde
     subprocess.run([*install, *ORIGINALS[name][1].split()], check=True)
     env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(tmp_path / "packages")}
     files = (folder, tmp_path / "arguments.pt", tmp_path / "logits.pt")
-    python("-c", FORWARD, *files, not auto_map, env=env, cwd=tmp_path)
+    python("-c", FORWARD, *files, not auto_map, env=env, cwd=tmp_path, fresh=True)
     with torch.no_grad():
         want = AutoModelForCausalLM.from_pretrained(folder)(ids, **own_arguments).logits
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt").float(), want, atol=1e-4, rtol=1e-4)
@@ -149,7 +149,9 @@ def test_mlx_lm_gives_the_logits_of_a_merged_nanbeige_and_the_cards_line_runs(na
     torch.testing.assert_close(torch.tensor(logits.tolist()), want, atol=1e-4, rtol=1e-4)
     ((program, *words),) = commands_of(folder, "MLX-LM")
     assert program == "mlx_lm.generate"
-    assert "4 tokens" in python("-m", "mlx_lm", "generate", *words, "--max-tokens", "4", env=None, cwd=folder)
+    assert "4 tokens" in python(
+        "-m", "mlx_lm", "generate", *words, "--max-tokens", "4", env=None, cwd=folder, fresh=True
+    )
 
 
 @pytest.mark.peer
@@ -161,7 +163,7 @@ def test_llama_cpp_gives_the_probabilities_of_a_merged_nanbeige(nanbeige, tmp_pa
     (convert, _) = commands_of(folder, "llama.cpp")
     assert convert[0] == "python"
     (folder / "llama.cpp").symlink_to(os.environ["LLAMA_CPP"])
-    python(*convert[1:], "--outtype", "f32", env=None, cwd=folder)
+    python(*convert[1:], "--outtype", "f32", env=None, cwd=folder, fresh=True)
     file = folder / "model.gguf"
 
     params = xllamacpp.CommonParams()

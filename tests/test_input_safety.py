@@ -43,9 +43,9 @@ def test_a_pattern_that_takes_for_ever_is_not_matched(tmp_path):
     path = tmp_path / "adapter_config.json"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "target_modules": r"(([a-z_]+)*\.?)*!"}))
-    began = time.monotonic()
+    began = time.process_time()
     adapted = load_adapter(tiny_ouro(), tmp_path)
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
     names = {name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name}
     assert len(names) == len(tiny_ouro().recurrent_linears())
 
@@ -67,9 +67,9 @@ def test_tokens_of_text_are_kept_and_those_of_the_hub_are_not(monkeypatch):
 
 
 def test_a_long_answer_is_scored_in_linear_time():
-    began = time.monotonic()
+    began = time.process_time()
     assert normalize("#### " + "\n7" * 500_000) == "\n7" * 500_000
     assert score("#### 7", "x" * 1_000_000 + "#### 7").correct
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     for text, answer in (("#### $1,000.", "1000"), ("a #### b #### C.", "c"), ("5.\n", "5\n"), ("..", ".")):
         assert normalize(text) == answer

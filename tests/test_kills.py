@@ -7,7 +7,6 @@ chooses other moments.
 import collections
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -15,26 +14,19 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import STEPS, load_script, save_tiny_model, tiny_ouro
+from conftest import ROOT, STEPS, save_tiny_model, tiny_ouro
 from datasets import Dataset
+from processes import SERVER, Program, ended, fork, ranks, wait_for
 from test_runs import RECIPE, sft
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.errors import run_command
 
 
-layouts = load_script("benchmarks/layouts.py")
 KILLS, SEED = int(os.environ.get("KILLS", "50")), int(os.environ.get("KILL_SEED", "0"))
-os.environ["OMP_NUM_THREADS"] = "1"
-here = Path(__file__).resolve().parent
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["test_kills"])  # imports once, so that a real process starts in milliseconds
 
 
 def die_at(place, event):
@@ -47,12 +39,6 @@ def die_at(place, event):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-
-
-def start(child, *given, **keywords):
-    process = processes.Process(target=child, args=given, kwargs=keywords)
-    process.start()
-    return process
 
 
 # --- a training -------------------------------------------------------------------------------------------------------
@@ -78,9 +64,7 @@ def training(output_dir, rows, tokenizer, begun=None, event=None):
 
 
 def finish(folder, *given):
-    process = start(training, str(folder), *given)
-    process.join(60)
-    assert process.exitcode == 0
+    assert ended(fork(training, str(folder), *given)) == 0
     return (folder / "final" / "adapter_model.safetensors").read_bytes()
 
 
@@ -97,13 +81,12 @@ def uninterrupted(tmp_path_factory, given):
 def test_killed_again_and_again_at_random_a_training_ends_with_the_same_weights(tmp_path, given, uninterrupted):
     chance, killed = random.Random(0), 0
     while killed < 8:
-        begun = processes.Event()
-        process = start(training, str(tmp_path), *given, begun)
-        assert begun.wait(60)
+        begun = SERVER.Event()
+        process = fork(training, str(tmp_path), *given, begun)
+        wait_for(begun.is_set)
         time.sleep(chance.uniform(0.02, 0.35))
         process.kill()
-        process.join(60)
-        if process.exitcode == 0:  # it was faster
+        if ended(process) == 0:  # it was faster
             shutil.rmtree(tmp_path)
             tmp_path.mkdir()
         killed += process.exitcode == -signal.SIGKILL
@@ -114,9 +97,7 @@ def test_killed_again_and_again_at_random_a_training_ends_with_the_same_weights(
 def test_killed_at_any_file_of_a_checkpoint_a_training_ends_with_the_same_weights(
     tmp_path, given, uninterrupted, event
 ):
-    process = start(training, str(tmp_path), *given, event=event)
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    assert ended(fork(training, str(tmp_path), *given, event=event)) == -signal.SIGKILL
     assert finish(tmp_path, *given) == uninterrupted
 
 
@@ -145,9 +126,7 @@ def command(words, place=None, event=0, after=None):
 
 
 def exit_code(words, **kill):
-    process = start(command, words, **kill)
-    process.join(1800)
-    return process.exitcode
+    return ended(fork(command, words, **kill))
 
 
 def ends(folder):
@@ -160,27 +139,15 @@ def ends(folder):
     return [(folder / name).read_bytes() for name in files], timeless, *measured
 
 
-def process_of_two(rank, port, words, log):
-    """Run the script as a launcher starts each of two processes."""
-    sys.stderr = open(log, "w")  # noqa: SIM115
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    os.environ.update(ACCELERATE_USE_CPU="true")
-    run_command(lambda: sft.main(words))
-
-
 def test_a_process_whose_peer_dies_says_so_in_one_sentence(tmp_path):
     save_tiny_model(tmp_path / "model")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "max_steps": 10000, "save_total_limit": 2}))
     words = f"{tmp_path}/recipe.yaml --model_name_or_path {tmp_path}/model --output_dir {tmp_path}/run".split()
-    log, port = tmp_path / "stderr.txt", str(layouts._free_port())
-    survivor, killed = (start(process_of_two, rank, port, words, str(log) + "1" * rank) for rank in range(2))
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "checkpoint-1").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    killed.kill()
-    survivor.join(60)
-    said = log.read_text()
-    assert survivor.exitcode == 2, said
+    survivor, killed = (Program(ROOT / "recipes" / "sft.py", *words, env=env) for env in ranks(2))
+    wait_for((tmp_path / "run" / "checkpoint-1").exists, survivor)
+    killed.end()
+    said = survivor.wait() and survivor.stderr
+    assert survivor.exit_code == 2, said
     assert re.search(r": Another process of this run ended .* from the newest checkpoint.*\n$", said)
     assert "Traceback" not in said
 

@@ -1,18 +1,18 @@
 """The same run in any layout: processes, accumulation, packing, checkpointing and resume change no gate and no weight."""
 
 import math
-import time
 
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from conftest import Recorder, load_script, randomise, tiny_ouro, trained_parameters
+from conftest import ROOT, Recorder, load_script, randomise, tiny_ouro, trained_parameters
 from packaging.version import Version
+from processes import Program, ranks, wait_for
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.models import OuroForCausalLM
-from loopdropout_trainer.training.distributed import check_packed_batch, check_processes
+from loopdropout_trainer.training.distributed import check_arguments, check_packed_batch, check_processes
 
 
 layouts = load_script("benchmarks/layouts.py")
@@ -26,11 +26,23 @@ def alone(folder, names, **fields):
     return {name: layouts.Run([record], layouts._adapter(folder / name)) for name, record in records.items()}
 
 
-def launched(name, folder, *given, **fields):
-    """Runs in the processes of a layout; skipped without DeepSpeed where it needs it."""
+def forked(layout, folder, runs=tuple(layouts.RUNS), **fields):
+    """Runs in the processes of a layout without sharding, as forks that are told what a launcher tells."""
+    spec = layouts.write_spec(layout, folder, runs, **fields)
+    words, output = (ROOT / "benchmarks" / "layouts.py", "--work", spec), folder / "log.txt"
+    programs = [Program(*words, output=output, env=env) for env in ranks(layout.processes)]
+    for program in programs:
+        program.wait()
+    return layouts.read(layout, folder, runs)
+
+
+def launched(name, folder, runs=tuple(layouts.RUNS), **fields):
+    """Runs in the processes of a layout, by its launch file; skipped without DeepSpeed where it needs it."""
     if name.startswith("zero"):
         pytest.importorskip("deepspeed")
-    return layouts.launch(layouts.LAYOUTS[name], folder, *given, timeout=600, **fields)
+    process = layouts.start(layouts.LAYOUTS[name], folder, runs, **fields)
+    wait_for(lambda: process.poll() is not None)
+    return layouts.read(layouts.LAYOUTS[name], folder, runs)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +77,10 @@ def test_two_processes_and_accumulation_train_as_one_process_does(reference, tmp
     if Version(torch.__version__) < Version("2.13"):
         # Older torch loads no optimizer state onto `cpu:0`, as transformers calls the CPU of a DDP process.
         all_runs.remove("resuming")
-    for name, runs in (("one process, accumulation 2x4", ["plain", "packing"]), ("ddp, accumulation", all_runs)):
-        check(launched(name, tmp_path / "run", runs), reference, layouts.LAYOUTS[name])
+    one = layouts.LAYOUTS["one process, accumulation 2x4"]
+    check(forked(one, tmp_path / "one", ["plain", "packing"]), reference, one)
+    ddp = "ddp, accumulation"
+    check(launched(ddp, tmp_path / "run", all_runs), reference, layouts.LAYOUTS[ddp])
 
 
 @pytest.mark.slow
@@ -89,10 +103,35 @@ def test_an_uneven_last_batch_is_that_of_one_process(tmp_path, processes, batch,
     rows, fields = processes * batch * accumulation, {"optim": "sgd", "learning_rate": 0.1}
     expected = alone(tmp_path, layouts.UNEVEN, per_device_train_batch_size=rows, **fields)
     layout = layouts.Layout("ddp", processes, batch, accumulation)
-    for name, run in layouts.launch(layout, tmp_path / "run", list(layouts.UNEVEN), **fields).items():
+    for name, run in forked(layout, tmp_path / "run", list(layouts.UNEVEN), **fields).items():
         assert run.records[0]["losses"] == pytest.approx(expected[name].records[0]["losses"], rel=1e-5), name
         for weight, tensor in expected[name].adapter.items():
             torch.testing.assert_close(run.adapter[weight], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_mean_over_micro_batches_is_that_of_one_process(tmp_path):
+    """Also where the last one is shorter, and where a process has none left."""
+    names = [name for name, run in layouts.UNEVEN.items() if "packing" not in run]
+    fields = {"optim": "sgd", "learning_rate": 0.1, "loss_average": "micro_batches"}
+    expected = alone(tmp_path, names, per_device_train_batch_size=2, gradient_accumulation_steps=2, **fields)
+    by_tokens = alone(tmp_path / "by tokens", names, per_device_train_batch_size=4, optim="sgd", learning_rate=0.1)
+    for name, run in layouts.launch(layouts.Layout("ddp", 2, 2, 1), tmp_path / "run", names, **fields).items():
+        assert run.records[0]["losses"] == pytest.approx(expected[name].records[0]["losses"], rel=1e-5), name
+        for weight, tensor in expected[name].adapter.items():
+            torch.testing.assert_close(run.adapter[weight], tensor, rtol=0, atol=1e-6, msg=name)
+        assert run.distance(by_tokens[name]) > 10 * TOLERANCE, name
+
+
+def test_what_changes_a_micro_batch_is_refused_with_a_mean_over_them(make_sft, monkeypatch):
+    with pytest.raises(ValueError, match="`loss_average: micro_batches` .* `packing` changes which"):
+        make_sft(loss_average="micro_batches", packing=True, max_length=64)
+    args = LoopDropoutConfig("out", loss_average="micro_batches", accelerator_config={"split_batches": True})
+    check_arguments(args)
+    monkeypatch.setattr(LoopDropoutConfig, "world_size", 2)
+    with pytest.raises(ValueError, match="`loss_average: micro_batches` .* `split_batches` changes which"):
+        check_arguments(args)
+    with pytest.raises(ValueError, match="`loss_average` must be one of tokens, micro_batches; got 'rows'"):
+        LoopDropoutConfig("out", loss_average="rows")
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -110,9 +149,7 @@ def test_the_evaluation_loss_is_the_mean_over_tokens_on_any_layout(tmp_path, pro
     expected = torch.cat(losses).mean().item()
     layout = layouts.Layout("ddp" if processes > 1 else None, processes, 2)
     for rows in (1, 2, 3, 4) if processes == 1 else (2,):
-        runs = layouts.launch(
-            layout, tmp_path / f"run{rows}", list(layouts.EVALUATIONS), per_device_eval_batch_size=rows
-        )
+        runs = forked(layout, tmp_path / f"run{rows}", list(layouts.EVALUATIONS), per_device_eval_batch_size=rows)
         for record in (record for run in runs.values() for record in run.records):
             assert record["eval_loss"] == pytest.approx(expected, abs=2e-6), rows
 
@@ -122,7 +159,7 @@ def test_dpos_evaluation_loss_is_the_mean_over_pairs_on_any_layout(tmp_path):
     losses = []
     for processes, rows in ((1, 7), (2, 2), (3, 1)):
         layout = layouts.Layout("ddp" if processes > 1 else None, processes, 1)
-        runs = layouts.launch(layout, tmp_path, [layouts.PREFERENCES], per_device_eval_batch_size=rows)
+        runs = forked(layout, tmp_path, [layouts.PREFERENCES], per_device_eval_batch_size=rows)
         losses += [record["eval_loss"] for record in runs[layouts.PREFERENCES].records]
     assert losses == pytest.approx([losses[0]] * 6, abs=1e-6)
     assert abs(losses[0] - math.log(2)) > 1e-3  # of a policy that is not its reference
@@ -131,7 +168,7 @@ def test_dpos_evaluation_loss_is_the_mean_over_pairs_on_any_layout(tmp_path):
 @pytest.fixture(scope="module")
 def rules_alone(tmp_path_factory):
     """A run of each kind of rule in one process."""
-    return launched(layouts.REFERENCE, tmp_path_factory.mktemp("rules"), list(layouts.RULES))
+    return forked(layouts.LAYOUTS[layouts.REFERENCE], tmp_path_factory.mktemp("rules"), list(layouts.RULES))
 
 
 @pytest.mark.slow
@@ -156,11 +193,8 @@ def test_all_processes_killed_resume_to_the_weights_of_an_uninterrupted_run(refe
         pytest.importorskip("deepspeed")
     layout, folder, fields = layouts.LAYOUTS[name], tmp_path / "run", {"save_steps": 1, "save_total_limit": 2}
     process = layouts.start(layout, folder, ["saving"], **fields)
-    for _ in range(3000):
-        if process.poll() is not None or (folder / "saving" / "run" / "checkpoint-2").exists():
-            break
-        time.sleep(0.1)
-    time.sleep(0.05)
+    checkpoint = folder / "saving" / "run" / "checkpoint-2"
+    wait_for(lambda: process.poll() is not None or checkpoint.exists())
     layouts.kill(process)
     run = launched(name, folder, ["saving"], resume_from_checkpoint="true", **fields)["saving"]
     assert {record["first_step"] for record in run.records} <= {1, 2, 3}

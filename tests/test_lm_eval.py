@@ -1,14 +1,13 @@
 """Looped models in lm-eval: its own numbers at unit gates, any depth, gates and readout, and its command line."""
 
 import json
-import subprocess
-import sys
 from configparser import ConfigParser
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, python, tiny_ouro
+from conftest import ROOT, tiny_ouro
+from processes import Program, python
 from test_evaluation import saved  # noqa: F401 (a fixture)
 from test_generation import adapted, varied
 
@@ -19,7 +18,9 @@ from loopdropout_trainer.looped import find_looped_model
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.evaluator import simple_evaluate  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM  # noqa: E402
 
@@ -52,6 +53,7 @@ def assert_same(got, want):
     assert got[2] == want[2]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("max_length", [None, 24])
 def test_every_kind_of_request_gets_the_answer_of_lm_evals_hf(make_tiny, tokenizer, max_length):
     model = adapted(varied(make_tiny()))
@@ -62,6 +64,7 @@ def test_every_kind_of_request_gets_the_answer_of_lm_evals_hf(make_tiny, tokeniz
         assert_same(numbers(lm), want)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("num_loops", "gates", "readout"),
     [(6, None, None), (4, [1, 0, 0, 0], None), (4, [0.5, 0, 2, 1], 3), (6, [0] * 6, 2)],
@@ -127,8 +130,7 @@ def run_lm_eval(tasks, model_args, folder, *flags, processes=1):
     command = ["-m", "loopdropout_trainer.lm_eval", "--model", "looped", "--batch_size=2"]
     command += ["--model_args", model_args, "--tasks", "own_choice,own_text,own_rolling", "--include_path", str(tasks)]
     command += ["--log_samples", "--output_path", str(folder), *flags]
-    cache = {"HF_DATASETS_CACHE": str(tasks / "datasets"), "HF_HOME": str(tasks)}
-    printed = python(*command, processes=processes, env={**ENVIRONMENT, **cache}, cwd=tasks)
+    printed = python(*command, processes=processes, cwd=tasks)
     assert "own_choice" in printed and "looped" in printed
     (file,) = folder.rglob("results_*.json")
     samples = {}
@@ -140,15 +142,18 @@ def run_lm_eval(tasks, model_args, folder, *flags, processes=1):
 
 
 def test_lm_evals_own_command_line_with_its_flags(saved, tasks, tmp_path):  # noqa: F811
-    flags, arguments = ("--limit", "5", "--seed", "7"), f"pretrained={saved / 'base'},dtype=float32"
-    results, samples = run_lm_eval(tasks, arguments, tmp_path / "ours", *flags)
-    assert {kind: len(rows) for kind, rows in samples.items()} == {"choice": 5, "text": 5, "rolling": 5}
+    arguments = f"pretrained={saved / 'base'},dtype=float32"
     gated = f"{arguments},adapter={saved / 'adapter'},num_loops=3,gates=0-0-0,readout=2"
-    got, _ = run_lm_eval(tasks, gated, tmp_path / "gated", *flags)
-    want, _ = run_lm_eval(tasks, f"{arguments},num_loops=2", tmp_path / "shallow", *flags)
-    perplexities = [each["own_rolling"]["byte_perplexity,none"] for each in (got, want, results)]
-    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)  # no gate, two loops
-    assert perplexities[0] != pytest.approx(perplexities[2], rel=1e-5)
+    results, samples = run_lm_eval(tasks, gated, tmp_path, "--limit", "5", "--seed", "7")
+    assert {kind: len(rows) for kind, rows in samples.items()} == {"choice": 5, "text": 5, "rolling": 5}
+    perplexity = lambda results: results["own_rolling"]["byte_perplexity,none"]
+    here = {"tasks": ["own_rolling"], "task_manager": TaskManager(include_path=str(tasks), include_defaults=False)}
+    for num_loops in (2, 4):  # without gates
+        want = simple_evaluate("looped", f"{arguments},num_loops={num_loops}", batch_size=2, limit=5, **here)[
+            "results"
+        ]
+        is_same = perplexity(results) == pytest.approx(perplexity(want), rel=1e-5)
+        assert is_same == (num_loops == 2)
 
 
 @pytest.mark.slow
@@ -175,6 +180,6 @@ def test_without_lm_eval_a_sentence_names_the_extra():
         "from loopdropout_trainer.evaluation import load_benchmark; "
         "from loopdropout_trainer.errors import run_command; run_command(lambda: load_benchmark('mmlu'))",
     ):
-        done = subprocess.run([sys.executable, "-c", absent + code], env=ENVIRONMENT, capture_output=True, text=True)
-        assert done.returncode and "Traceback" not in done.stderr
-        assert 'pip install "loopdropout-trainer[eval]"' in done.stderr
+        program = Program("-c", absent + code)
+        assert program.wait() and "Traceback" not in program.stderr
+        assert 'pip install "loopdropout-trainer[eval]"' in program.stderr

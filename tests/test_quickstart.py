@@ -5,7 +5,8 @@ import json
 
 import pytest
 import yaml
-from conftest import ROOT, SAMPLES, load_script, python
+from conftest import ROOT, SAMPLES, load_script
+from processes import python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 import yaml
 from accelerate.data_loader import prepare_data_loader
 from conftest import ROOT, tiny_ouro
@@ -89,8 +90,8 @@ def test_sweep_recipe_parses(path, monkeypatch):
     shared = Path(arguments.output_dir).name
     assert shared == path.stem or f"in the folder of {shared}.yaml" in " ".join(head.split("\n# ")), path
     assert Path(arguments.output_dir).parent == Path("outputs") / path.parent.name
-    sweep = Sweep(arguments, RECIPES)  # reads the recipe of every method
-    trainings = len(set().union(*map(sweep.planned, sweep.parts.values())))
+    sweep = Sweep(arguments)  # reads the recipe of every method
+    trainings = len(set().union(*map(sweep.trainings, sweep.parts.values())))
     assert f"{trainings} trainings" in head
     preparation = load_recipe(arguments.recipe)["preparation"]
     if preparation == "arithmetic":
@@ -115,7 +116,8 @@ def test_learning_rates_of_the_paper():
     for rate, names in expected.items():
         assert {recipes[f"metamath_gsm/{name}"]["learning_rate"] for name in names.split()} == {rate}
     assert [recipes[name]["learning_rate"] for name in PAPER] == [5e-5, 1e-4, 1e-4, 1e-4, 1e-4]
-    assert [recipes[f"gsm8k/depth_{loops}"]["num_loops"] for loops in (2, 4, 6, 8)] == [2, 4, 6, 8]
+    depths = load_recipe(RECIPES / "sweeps/gsm8k_depths.yaml")["methods"]
+    assert [depths[f"depth_{loops}"]["num_loops"] for loops in (4, 6, 8)] == [4, 6, 8]
     families = {name: (recipes[name]["num_loops"], recipes[name]["p"]) for name in ("huginn", "loopus")}
     assert families == {"huginn": (32, 0.5), "loopus": (8, 0.3)}
     assert recipes["nanbeige"]["p"] ** 2 < 0.05  # of examples without an active loop
@@ -317,3 +319,14 @@ def test_help_lists_what_this_package_adds_and_help_all_everything(capsys, monke
     assert all(f"  --{name} " in listed["--help"] for name in shown)
     assert "--torch_compile_mode" not in listed["--help"]
     assert all(f"  --{name} " in listed["--help_all"] for name in set().union(*names.values()))
+
+
+def test_a_recipe_sets_the_number_of_threads(recipe):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        parse_recipe([ModelArguments], [str(recipe("model_name_or_path: tiny-ouro\nnum_threads: 1\n"))])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert load_recipe("recipes/quickstart.yaml")["num_threads"] == 1

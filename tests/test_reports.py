@@ -1,5 +1,6 @@
 """Reports: the long table, what may be averaged, the paper's tables and figures from folders of sweeps, the page."""
 
+import functools
 import gzip
 import itertools
 import json
@@ -21,6 +22,7 @@ from loopdropout_trainer.reports.plots import automatic_figures, looks, paper_fi
 from loopdropout_trainer.reports.report import numbers_by_method, summary_tables, write_report
 from loopdropout_trainer.reports.specs import best, build_table, load_spec, missing_of
 from loopdropout_trainer.reports.statistics import estimate
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
@@ -73,17 +75,13 @@ def write_evaluation(folder, adapter, results, depth=4, gates=None, **settings):
 
 def run_sweep(path, outputs, rng, benchmarks=None):
     """Leave the folders of a sweep. Without `full_grid` the middle rate is the chosen one."""
-    sweep = load_recipe(path)
+    sweep, arguments = load_recipe(path), SweepArguments(**load_recipe(path))
     folder, measure = outputs / Path(sweep["output_dir"]).name, sweep["measure"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.json").write_text("{}")
-    rates = sorted(map(float, sweep["learning_rates"]))
-    for method in sweep.get("methods", ["lora", "loop_dropout"]):
-        is_recipe = method.endswith(".yaml")
-        settings = load_recipe(ROOT / (method if is_recipe else sweep["recipe"]))
-        settings |= {} if is_recipe else {"rule": method}
-        settings = {key: value for key, value in settings.items() if key != "p" or method != "lora"}
-        name = Path(method).stem if is_recipe else method
+    rates = arguments.learning_rates
+    for name, settings in Sweep(arguments).methods.items():
+        settings = {key: value for key, value in settings.items() if key != "p" or settings.get("rule") != "lora"}
         factor = (sweep.get("rate_factors") or {}).get(name, 1.0)
         for rate in rates:
             chosen = sweep.get("full_grid") or rate == rates[len(rates) // 2]
@@ -139,12 +137,18 @@ def table(tmp_path_factory):
     return found
 
 
+@pytest.fixture(scope="module")
+def filled_table(table):
+    """`filled_table(path)`: what a file makes of the long table, once for all tests."""
+    return functools.cache(lambda path: build_table(load_spec(path), table))
+
+
 # --- the paper's tables and figures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_every_table_comes_out_of_what_its_sweeps_leave(path, table):
-    filled = build_table(load_spec(path), table)
+def test_every_table_comes_out_of_what_its_sweeps_leave(path, filled_table):
+    filled = filled_table(path)
     assert not filled["missing"].any()
     markdown, tex = specs.markdown(filled), specs.latex(filled)
     assert all(text in markdown for text in [*filled["text"], *filled["paper"]])
@@ -173,17 +177,17 @@ gsm8k_scale: 81.8 81.9 81.2 89.0 88.1 | lr_curve: 82.2 | transfer: 83.8 60.0 83.
 """  # what the paper prints in bold; all other tables have nothing of it
 
 
-def test_bold_is_the_papers(table):
+def test_bold_is_the_papers(filled_table):
     """Each table's rule of bold, applied to the paper's own means, gives the numbers that the paper prints in bold."""
     want = dict(entry.split(": ") for line in BOLD.strip().splitlines() for entry in line.split(" | "))
     for path in TABLES:
-        filled = build_table(load_spec(path), table)
+        filled = filled_table(path).copy()
         printed = filled["paper"].str.split().str[0]
         filled["mean"] = printed.where(filled["bold"].map(lambda bold: isinstance(bold, str))).astype(float)
         found = sorted(text.split()[0] for text in filled["paper"][best(filled)])
         assert found == sorted(want.pop(path.stem, "").split()), path.stem
     assert not want
-    filled = build_table(load_spec(ROOT / "recipes/tables/mask_controls.yaml"), table)
+    filled = filled_table(ROOT / "recipes/tables/mask_controls.yaml")
     text = filled["text"][best(filled)].iloc[0]
     assert rf"\textbf{{{text}}}".replace("±", r"$\pm$") in specs.latex(filled)
     assert f"**{text}**" in specs.markdown(filled)
@@ -212,12 +216,12 @@ def test_a_benchmark_with_two_metrics_gives_each_column_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
-def test_every_figure_comes_out_of_what_its_sweeps_leave(path, table, tmp_path):
+def test_every_figure_comes_out_of_what_its_sweeps_leave(path, table, filled_table, tmp_path):
     plot = paper_figure(load_spec(path), table)
     for file in save_figure(plot, tmp_path / path.stem):
         assert file.stat().st_size > 3_000
     if path.stem == "figure_depth_gains":
-        matrix = build_table(load_spec(ROOT / "recipes/tables/depth_matrix.yaml"), table)
+        matrix = filled_table(ROOT / "recipes/tables/depth_matrix.yaml")
         six = matrix[matrix["column"] == "Eval K = 6"].set_index("row")["mean"]
         lora, loop_dropout = six["LoRA", "4"], six["Loop Dropout", "4"]
         gain = plot.data[(plot.data["x"] == "6") & (plot.data["y"] == "4")]["mean"].item()

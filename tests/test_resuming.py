@@ -4,16 +4,15 @@ import json
 import math
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import ENVIRONMENT, STEPS, Trainer, contents, flat_weights, tiny_ouro
+from conftest import STEPS, Trainer, contents, flat_weights, tiny_ouro
 from datasets import Dataset
 from peft import get_peft_model
+from processes import Program, wait_for
 from transformers import EarlyStoppingCallback
 
 from loopdropout_trainer import default_peft_config
@@ -375,40 +374,35 @@ def test_a_plain_kill_ends_a_command_that_trains_several_times(tmp_path):
         "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 1,
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
-    command = [sys.executable, "-u", "-m", "loopdropout_trainer", "sft", "recipe.yaml"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **streams)
-    assert any("'loss'" in line for line in process.stdout)
-    process.terminate()
-    said = process.stdout.readlines()
-    assert process.wait(120) == 143 and said[-1].startswith("loopdropout sft: Stopped after step")
+    program = Program("-m", "loopdropout_trainer", "sft", "recipe.yaml", cwd=tmp_path)
+    wait_for(lambda: "'loss'" in program.stdout + program.stderr, program)
+    assert program.end(signal.SIGTERM) == 143
+    assert program.stderr.splitlines()[-1].startswith("loopdropout sft: Stopped after step")
     assert len(list(tmp_path.glob("out/checkpoint-*/manifest.json"))) == 1 and not (tmp_path / "out/lora").exists()
 
 
 # --- one process in a folder ------------------------------------------------------------------------------------------
 
 HOLD = """
-import sys, time
+import signal, sys
 from loopdropout_trainer.saving.files import folder_lock
 with folder_lock(sys.argv[1]):
     print("held", flush=True)
-    time.sleep(60)
+    signal.pause()
 """
 
 
 def test_another_process_keeps_a_run_out_until_it_is_killed(make_trainer):
     trainer = make_trainer(save_strategy="no", max_steps=1)
     folder = Path(trainer.args.output_dir)
-    hold = [sys.executable, "-c", HOLD, str(folder)]
-    holder = subprocess.Popen(hold, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    assert holder.stdout.readline() == "held\n"
+    holder = Program("-c", HOLD, folder)
+    wait_for(lambda: holder.stdout == "held\n", holder)
     with pytest.raises(LockedError, match=rf"process {holder.pid} on .*`output_dir`"):
         trainer.train()
-    holder.kill()
-    holder.wait()
+    holder.end()
     assert (folder / LOCK_FILE).exists()  # what it left does not matter
     with folder_lock(folder):  # one process may ask for its folder several times
         trainer.train()
-        again = subprocess.run(hold, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
-        assert "LockedError" in again.stderr
+        again = Program("-c", HOLD, folder)
+        assert again.wait() and "LockedError" in again.stderr
     assert not (folder / LOCK_FILE).exists()

@@ -5,8 +5,6 @@ import os
 import pty
 import re
 import resource
-import subprocess
-import sys
 import termios
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ENVIRONMENT, ROOT, contents, load_script, tiny_ouro
+from conftest import ROOT, contents, load_script, tiny_ouro
+from processes import Program, wait_for
 from safetensors.torch import load_file
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
@@ -176,16 +175,20 @@ def test_a_full_disk_leaves_the_last_adapter_and_the_last_merged_model(disk, con
 
 
 def test_on_a_terminal_of_80_columns_lines_and_bars_do_not_break_into_each_other(command):
-    words = [sys.executable, str(ROOT / "recipes" / "sft.py"), *command(disable_tqdm=False, logging_steps=1)]
+    words = [ROOT / "recipes" / "sft.py", *command(disable_tqdm=False, logging_steps=1)]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (50, 80))
-    process = subprocess.Popen(words, stdout=theirs, stderr=theirs, env=ENVIRONMENT)
-    os.close(theirs)
-    written = b""
-    with suppress(OSError):  # at its end
-        while block := os.read(ours, 65536):
-            written += block
-    assert process.wait() == 0, written.decode()
+    os.set_blocking(ours, False)
+    program, written = Program(*words, output=os.ttyname(theirs)), bytearray()
+
+    def has_ended():
+        over = program.exit_code is not None
+        with suppress(BlockingIOError):  # nothing new
+            written.extend(os.read(ours, 65536))
+        return over
+
+    wait_for(has_ended)
+    assert program.exit_code == 0, written.decode()
     shown = []
     for line in written.decode().split("\n"):
         row = ""

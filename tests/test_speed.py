@@ -6,17 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from conftest import TINY, assert_same_weights, load_script, tiny_ouro, trained_parameters, with_adapter
+from conftest import TINY, assert_same_weights, tiny_ouro, trained_parameters, with_adapter
 from peft import get_peft_model
+from test_layouts import forked, layouts
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model
 from loopdropout_trainer.models.speed import packed_attention
 from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
-
-
-layouts = load_script("benchmarks/layouts.py")
 
 
 MIXED = torch.tensor([[0.0, 2, 0, 0], [0, 0, 2, 0], [2, 2, 0, 0], [0, 2, 2, 0]])  # first active loops 2, 0, 1, none
@@ -191,13 +189,15 @@ class Compiled(LoopDropoutSFTTrainer):
         return loss
 
 
-SLOW = [("loopus", False, "eager"), ("ouro", True, "inductor")]  # half a minute in a C++ compiler
+SLOW = [
+    ("huginn", True, "eager"),
+    ("loopus", False, "eager"),
+    ("ouro", True, "inductor"),
+]  # half a minute in a compiler
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
-@pytest.mark.parametrize(
-    ("family", "checkpointing", "backend"), [("ouro", False, "eager"), ("huginn", True, "eager"), *SLOW]
-)
+@pytest.mark.parametrize(("family", "checkpointing", "backend"), [("ouro", False, "eager"), *SLOW])
 def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, train, compiles):
     compiles(backend)
     fields = {"max_steps": 9, "per_device_train_batch_size": 3, "gradient_checkpointing": checkpointing or None}
@@ -207,6 +207,7 @@ def test_the_repeated_layer_is_compiled_once(family, checkpointing, backend, tra
     assert_same_weights(on, train(TINY[family](num_loops=3), **fields), atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_each_training_of_a_process_is_compiled(train, compiles):
     compiles("eager")
     programs = [0]
@@ -223,7 +224,7 @@ def test_two_processes_train_as_one_although_some_have_no_active_example(compile
     layouts.save_model(tmp_path / "model")
     record = layouts.train(tmp_path, "plain", per_device_train_batch_size=8, p=[0.9], **off)
     plain = layouts.Run([record], layouts._adapter(tmp_path / "plain"))
-    ddp = layouts.launch(layouts.LAYOUTS["ddp, accumulation"], tmp_path / "two", ["plain", "checkpointing"], **fields)
+    ddp = forked(layouts.LAYOUTS["ddp, accumulation"], tmp_path / "two", ["plain", "checkpointing"], **fields)
     for run in ddp.values():
         assert [record["world_size"] for record in run.records] == [2, 2]
         assert run.gates == plain.gates

@@ -3,19 +3,24 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import optuna
 import pytest
 import yaml
-from conftest import ENVIRONMENT, ROOT, load_script
+from conftest import ROOT, load_script
+from processes import ENVIRONMENT, Program, fork, wait_for
 
-from loopdropout_trainer.runs.sweep import Sweep, SweepArguments, SweepError, load_runs
+from loopdropout_trainer.runs.queue import Queue, SweepError
+from loopdropout_trainer.runs.summary import load_runs
+from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 from loopdropout_trainer.settings.recipe import RecipeError, load_recipe, parse_recipe, settings_yaml
 
 
@@ -25,12 +30,16 @@ RECIPE = {
     "bf16": False, "report_to": "none", "benchmarks": ["arithmetic_test"], "benchmark_limit": 2, "single_loop_batches": 1,
     "compare_with": ["lora"],
 }  # fmt: skip
-# Stands in for sft.py: notes what it did, then writes results with a score that peaks at the rate 0.02. `RUN` is the real one.
+# Stands in for sft.py, and imports nothing of the package: it notes what it did, then writes what a training writes, with a
+# score that peaks at the rate 0.02. `RUN` is the real one where that is imported already.
 SCRIPT = """
 import json, os, pathlib, sys, time, yaml
-if __name__ != "__main__":
-    from loopdropout_trainer.runs.run import Run as RUN
 LAB = pathlib.Path(__file__).parent
+REAL = sys.modules.get("loopdropout_trainer.runs.run")
+RUN = REAL.Run if REAL else type("RUN", (), {"read": print, "__init__": print})
+
+def told(name, default):
+    return json.loads((LAB / name).read_text()) if (LAB / name).exists() else default
 
 def main(argv):
     recipe, out = yaml.safe_load(open(argv[0])), pathlib.Path(argv[argv.index("--output_dir") + 1])
@@ -39,30 +48,36 @@ def main(argv):
     note = [did, "/".join(out.parts[-3:]), recipe["benchmarks"], os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")]
     with open(LAB / "log", "a") as log:
         print(json.dumps(note), file=log)
-    trap = LAB / "trap"
-    if trap.exists() and trap.read_text() in ("fail", str(out)):
-        trap.unlink()
+    if told("trap", None) in ("fail", str(out)):
+        (LAB / "trap").unlink()
         (out / "results.json").write_text('{"run_info": ')  # cut off
         print("It is broken.", file=sys.stderr)
         sys.exit(3)
-    if (LAB / "slow").exists():
-        time.sleep(float((LAB / "slow").read_text()))
+    while (LAB / "hold").exists():
+        time.sleep(0.02)
     out.mkdir(parents=True, exist_ok=True)
-    if (LAB / "diverging").exists() and rate in json.loads((LAB / "diverging").read_text()):
-        error = {"run_name": recipe["run_name"], "error": "The loss of step 3 is not finite (nan)."}
+    identity = {"settings": {"rule": recipe["rule"], "learning_rate": rate}, "seeds": {"seed": seed}, **told("world", {})}
+    if rate in told("diverging", []):
+        error = {"run_name": recipe["run_name"], "run": identity, "error": "The loss of step 3 is not finite (nan)."}
         (out / "diverged.json").write_text(json.dumps(error))
         sys.exit(2)
     (out / "trained").touch()
-    correct = {0.01: 5, 0.02: 7, 0.04: 7}.get(rate, 1)
+    correct = told("scores", {"0.01": 5, "0.02": 7, "0.04": 7}).get(str(rate), 1)
     scores = {name: correct if name == "development" else seed % 10 for name in recipe["benchmarks"]}
     results = {name: {"score": 10.0 * n, "correct": n, "total": 10, "predictions": []} for name, n in scores.items()}
-    cost = {"train_seconds": 90.0, "peak_memory_gb": 2.5}
-    report = {"benchmarks": results, "train_info": cost, "run_info": {"settings": {**recipe, "output_dir": str(out)}}}
+    cost, settings = {"train_seconds": 90.0, "peak_memory_gb": 2.5}, {**recipe, "output_dir": str(out)}
+    report = {"benchmarks": results, "train_info": cost, "run_info": {"settings": settings}, "run": identity}
     (out / "results.json").write_text(json.dumps(report))
 
 if __name__ == "__main__":
     main(sys.argv[1:])
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once():
+    """All trainings of this process are forks of one that has imported what the real script imports."""
+    fork(print).join()
 
 
 class Lab:
@@ -75,6 +90,11 @@ class Lab:
         self.recipe = folder / "recipe.yaml"
         self.recipe.write_text(yaml.safe_dump(RECIPE))
 
+    def tell(self, **values):
+        """Tell the script at which rates it diverges, which scores it gives, ...; see there."""
+        for name, value in values.items():
+            (self.folder / name).write_text(json.dumps(value))
+
     def arguments(self, **fields):
         defaults = {"recipe": str(self.recipe), "learning_rates": [0.04, 0.01, 0.02], "seeds": [101, 102]}
         return {"methods": ["lora"], "output_dir": str(self.out), **defaults, **fields}
@@ -82,12 +102,15 @@ class Lab:
     def sweep(self, **fields):
         (self.folder / "sweep.yaml").write_text(yaml.safe_dump(self.arguments(**fields), sort_keys=False))
         (arguments,), _ = parse_recipe([SweepArguments], [str(self.folder / "sweep.yaml")])
-        return Sweep(arguments, self.folder)
+        return Sweep(arguments)
+
+    def queue(self, **fields):
+        return Queue(self.sweep(**fields), self.folder)
 
     def run(self, **fields):
-        sweep = self.sweep(**fields)
-        sweep.run()
-        return sweep
+        queue = self.queue(**fields)
+        queue.run()
+        return queue
 
     def ran(self):
         """(trained or measured, METHOD/lr_X/seed_S, benchmarks, process, GPU) of each start of the script."""
@@ -96,6 +119,11 @@ class Lab:
     def did(self):
         return [(did, run) for did, run, *_ in self.ran()]
 
+    def rates(self, method="lora"):
+        """The rates that a method was trained at, in this order."""
+        trained = [run for did, run in self.did() if did == "trained" and run.startswith(f"{method}/")]
+        return list(dict.fromkeys(float(run.split("/")[1].removeprefix("lr_")) for run in trained))
+
 
 @pytest.fixture
 def lab(tmp_path):
@@ -103,7 +131,7 @@ def lab(tmp_path):
 
 
 def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
-    sweep = lab.run(methods=["lora", "loop_dropout"])
+    queue = lab.run(methods=["lora", "loop_dropout"])
     # The score peaks at 0.02 and is the same at 0.04: the smaller one is chosen. Its run is measured, not trained again.
     lora = [(did, run) for did, run in lab.did() if run.startswith("lora/")]
     assert lora == [
@@ -115,13 +143,13 @@ def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
     assert [run for _, run in lab.did()][-2:] == [f"{method}/lr_0.02/seed_102" for method in ("lora", "loop_dropout")]
     measured = [names for _, run, names, *_ in lab.ran() if run == "lora/lr_0.02/seed_101"]
     assert measured == [["development"], ["arithmetic_test"]]
-    cells = [line.split() for line in sweep.table().splitlines() if "lora" in line]
+    cells = [line.split() for line in queue.table().splitlines() if "lora" in line]
     assert cells == [
         ["lora", "0.01", "50.00"],
         ["lora", "0.02", "70.00*", "1.50", "2.50", "15.00", "±", "7.07", "(2)"],
         ["lora", "0.04", "70.00"],
     ]
-    assert (lab.out / "summary.txt").read_text() == sweep.table() + "\n"
+    assert (lab.out / "summary.txt").read_text() == queue.table() + "\n"
 
     runs = load_runs(lab.out)
     assert {(r["method"], r["learning_rate"], r["seed"]) for r in runs if r["final"]} == {
@@ -130,10 +158,10 @@ def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
     choices = [(r["learning_rate"], r["chosen"], r["selection_score"]) for r in runs if r["method"] == "lora"]
     assert choices == [(0.01, False, 50.0), (0.02, True, 70.0), (0.02, True, None), (0.04, False, 70.0)]
     assert all(r["results"]["run_info"]["settings"]["seed"] == r["seed"] for r in runs)
-    frame = sweep.study.trials_dataframe()
+    frame = queue.study.trials_dataframe()
     assert len(frame) == len(lab.ran()) == 10 and set(frame["state"]) == {"COMPLETE"}
 
-    sweep.run()
+    queue.run()
     assert len(lab.ran()) == 10  # nothing is done twice
     lab.run(methods=["lora"], seeds=[101, 102, 103])  # a sweep may grow
     assert lab.did()[10:] == [("trained", "lora/lr_0.02/seed_103")]
@@ -142,15 +170,106 @@ def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
 def test_what_is_measured_may_change_on_a_finished_sweep(lab):
     lab.run()
     count = len(lab.ran())
-    sweep = lab.run(measure={"benchmarks": ["arithmetic_test", "arithmetic_hard"]})
+    queue = lab.run(measure={"benchmarks": ["arithmetic_test", "arithmetic_hard"]})
     assert lab.did()[count:] == [("measured", f"lora/lr_0.02/seed_{seed}") for seed in (101, 102)]
     assert all("arithmetic_hard" in run["results"]["benchmarks"] for run in load_runs(lab.out) if run["final"])
-    sweep.run()
+    queue.run()
     assert len(lab.ran()) == count + 2
-    sweep = lab.run(output_dir=str(lab.folder / "two"), selection_seeds=2, measure={"benchmark_limit": 1})
+    queue = lab.run(output_dir=str(lab.folder / "two"), selection_seeds=2, measure={"benchmark_limit": 1})
     assert Counter(did for did, _ in lab.did()[count + 2 :]) == {"trained": 6, "measured": 2}
-    settings = sweep.settings("lora", selects=True)
+    settings = queue.sweep.settings("lora", selects=True)
     assert settings["benchmark_limit"] == 2 and "single_loop_batches" not in settings  # whatever is measured
+
+
+SCORES = {"0.0025": 6, "0.005": 8, "0.01": 7, "0.02": 6, "0.04": 5}
+ROW = ["0.005", "80.00*"]
+
+
+def test_a_grid_is_extended_until_its_best_rate_is_inside(lab):
+    lab.tell(scores=SCORES, trap=str(lab.out / "lora/lr_0.0025/seed_101"))
+    grid = {"methods": ["lora", "loop_dropout"], "extend_grid": True, "rate_factors": {"loop_dropout": 2}}
+    with pytest.raises(SweepError, match="lr_0.0025"):
+        lab.run(**grid)
+    queue = lab.run(**grid)  # goes on where it was
+    assert lab.rates() == [0.01, 0.02, 0.04, 0.005, 0.0025]
+    assert lab.rates("loop_dropout") == [0.02, 0.04, 0.08, 0.01, 0.005, 0.0025]
+    done = Counter(run for did, run in lab.did() if did == "trained")
+    assert done.pop("lora/lr_0.0025/seed_101") == 2 and set(done.values()) == {1}
+    final = {(run["method"], run["learning_rate"], run["seed"]) for run in load_runs(lab.out) if run["final"]}
+    assert final == {(method, 0.005, seed) for method in grid["methods"] for seed in (101, 102)}
+    assert "smallest" not in queue.table()
+    assert queue.sweep.plan().split()[-1] == "8"
+
+
+def test_a_rate_that_stays_at_the_edge_of_its_grid_is_named(lab):
+    lab.tell(scores={**SCORES, "0.0025": 9, "0.00125": 10})
+    queue = lab.run(extend_grid=True, max_extensions=2)
+    assert lab.rates() == [0.01, 0.02, 0.04, 0.005, 0.0025]
+    (sentence,) = [line for line in queue.table().splitlines() if "smallest" in line]
+    assert sentence.startswith("lora in `all`: the best rate, 0.0025, is the smallest of the 5 that were tried")
+    (choice,) = json.loads((lab.out / "summary.json").read_text())["choices"]
+    assert choice["edge"] == "smallest" and choice["rates"] == [0.0025, 0.005, 0.01, 0.02, 0.04]
+    lab.run(extend_grid=True, max_extensions=4)  # a limit may be raised
+    assert lab.rates()[5:] == [0.00125, 0.000625]
+
+
+def test_a_grid_is_extended_upwards_to_the_first_rate_that_diverges(lab):
+    lab.tell(scores={"0.01": 1, "0.02": 2, "0.04": 3, "0.08": 4}, diverging=[0.16])
+    queue = lab.run(extend_grid=True)
+    assert lab.rates() == [0.01, 0.02, 0.04, 0.08, 0.16] and "largest" not in queue.table()
+    lab.tell(scores={"0.01": 3, "0.02": 3, "0.04": 3, "0.005": 2})  # of equal rates the smallest, which is then inside
+    out = str(lab.folder / "equal")
+    lab.run(extend_grid=True, output_dir=out)
+    assert {run["learning_rate"] for run in load_runs(out) if run["chosen"]} == {0.01}
+
+
+WORLD = {"base": {"rms_norm_eps": 1e-6}, "data": {"sha256": "a"}, "versions": {"torch": version("torch")}}
+CHANGES = [("data", "sha256", "b", "the training data"), ("base", "rms_norm_eps", 0.5, "rms_norm_eps")]
+
+
+@pytest.mark.parametrize("part, field, value, words", CHANGES)
+@pytest.mark.parametrize("method", ["lora", "unscaled"])
+def test_runs_on_other_data_or_another_base_are_not_compared(lab, part, field, value, words, method):
+    lab.tell(world=WORLD)
+    lab.run(learning_rates=[0.01], seeds=[101])
+    before = (lab.out / "summary.json").read_text()
+    lab.tell(world={**WORLD, part: {field: value}})
+    for grown in ({"learning_rates": [0.01], "seeds": [102]}, {"learning_rates": [0.02], "seeds": [101]}):
+        for _ in range(2):  # nor is it counted when it is found
+            with pytest.raises(SweepError, match=f"cannot stand beside lora/lr_0.01/seed_101: .*{words}") as refused:
+                lab.run(**grown, methods=[method])
+            assert len(str(refused.value).splitlines()) == 1
+        assert (lab.out / "summary.json").read_text() == before
+
+
+def test_a_run_whose_folder_is_gone_is_trained_anew(lab):
+    """What its earlier trial noted is void, its score and its data: one of two ways out for who has changed his data."""
+    lab.tell(world=WORLD)
+    fields = {"learning_rates": [0.01, 0.02], "seeds": [101]}
+    lab.run(**fields)
+    lab.tell(world={**WORLD, "data": {"sha256": "b"}}, scores={"0.01": 9})
+    for rate in ("0.01", "0.02"):
+        shutil.rmtree(lab.out / f"lora/lr_{rate}/seed_101")
+    lab.run(**fields)
+    assert [(run["learning_rate"], run["chosen"], run["selection_score"]) for run in load_runs(lab.out)] == [
+        (0.01, True, 90.0),
+        (0.02, False, 10.0),
+    ]
+    lab.tell(world=WORLD)
+    with pytest.raises(SweepError, match="lora/lr_0.01/seed_102 cannot stand"):
+        lab.run(**{**fields, "seeds": [101, 102]})
+    shutil.rmtree(lab.out / "lora/lr_0.01/seed_102")
+    lab.tell(world={**WORLD, "data": {"sha256": "b"}})
+    lab.run(**{**fields, "seeds": [101, 102]})
+    assert len([run for run in load_runs(lab.out) if run["final"]]) == 2
+
+
+def test_other_packages_are_refused_before_anything_runs(lab):
+    lab.tell(world={**WORLD, "versions": {"torch": "0.1"}})
+    lab.run(learning_rates=[0.01], seeds=[101])
+    with pytest.raises(SweepError, match="`torch` was '0.1' and is"):
+        lab.run(learning_rates=[0.01], seeds=[101, 102])
+    assert len(lab.ran()) == 1
 
 
 def test_two_sweeps_of_one_folder_keep_both_their_runs(lab):
@@ -194,7 +313,7 @@ def test_parts_share_runs_and_have_settings_of_their_own(lab):
 
 
 def test_a_failure_stops_with_the_log_and_is_done_again(lab):
-    (lab.folder / "trap").write_text("fail")
+    lab.tell(trap="fail")
     with pytest.raises(SweepError, match=r"(?s)lora/lr_0.01/seed_101 failed with exit status 3;.*It is broken"):
         lab.run()
     assert len(lab.ran()) == 1
@@ -203,13 +322,13 @@ def test_a_failure_stops_with_the_log_and_is_done_again(lab):
 
 
 def test_a_rate_that_diverges_is_out(lab):
-    (lab.folder / "diverging").write_text("[0.02]")
-    sweep = lab.run()
-    assert [line.split()[2] for line in sweep.table().splitlines()[1:]] == ["50.00", "diverged", "70.00*"]
+    lab.tell(diverging=[0.02])
+    queue = lab.run()
+    assert [line.split()[2] for line in queue.table().splitlines()[1:4]] == ["50.00", "diverged", "70.00*"]
     count = len(lab.ran())
-    sweep.run()
+    queue.run()
     assert len(lab.ran()) == count  # nor is it tried again
-    (lab.folder / "diverging").write_text("[0.01, 0.02, 0.04]")
+    lab.tell(diverging=[0.01, 0.02, 0.04])
     lab.run(output_dir=str(lab.folder / "none"))
     assert len(lab.ran()) == count + 3  # nothing to choose from
     lab.run(output_dir=str(lab.folder / "full"), full_grid=True)
@@ -217,14 +336,14 @@ def test_a_rate_that_diverges_is_out(lab):
 
 
 def test_a_run_waits_for_what_still_works_in_its_folder(lab):
-    code = "import sys, time; from loopdropout_trainer.saving.files import folder_lock\n"
-    code += f"with folder_lock({str(lab.out / 'lora/lr_0.01/seed_101')!r}): print(1, flush=True); time.sleep(1.5)"
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=ENVIRONMENT)
-    holder.stdout.readline()
-    began = time.monotonic()
+    code = "import pathlib, time; from loopdropout_trainer.saving.files import folder_lock\n"
+    code += f"with folder_lock({str(lab.out / 'lora/lr_0.01/seed_101')!r}): print(1, flush=True); time.sleep(1.5); "
+    code += f"pathlib.Path({str(lab.folder / 'left')!r}).touch()"
+    holder = Program("-c", code)
+    wait_for(lambda: holder.stdout, holder)
     lab.run(learning_rates=[0.01], seeds=[101])
-    assert time.monotonic() - began > 1
-    holder.wait()
+    assert holder.wait() == 0
+    assert (lab.folder / "log").stat().st_mtime_ns >= (lab.folder / "left").stat().st_mtime_ns
 
 
 def test_what_a_running_job_reads_is_never_written_again(lab):
@@ -232,16 +351,16 @@ def test_what_a_running_job_reads_is_never_written_again(lab):
     before = {path: path.read_bytes() for path in (lab.out / "recipes").iterdir()}
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "max_steps": 5}))
     for fields in ({}, {"print_commands": True}):
-        sweep = lab.sweep(**fields)
+        queue = lab.queue(**fields)
         with pytest.raises(SweepError, match="made with `lora: max_steps` 1, and now it is 5: .*another `output_dir`"):
-            sweep.commands() if fields else sweep.run()
+            queue.commands() if fields else queue.run()
     with pytest.raises(SweepError, match="made with `select_on` 'development'"):
-        lab.sweep(select_on="arithmetic_hard").run()
+        lab.run(select_on="arithmetic_hard")
     assert {path: path.read_bytes() for path in (lab.out / "recipes").iterdir()} == before
 
 
 def test_commands_for_a_scheduler(lab):
-    commands = lambda: lab.sweep(print_commands=True).commands()
+    commands = lambda: lab.queue(print_commands=True).commands()
     finish = lambda commands: [subprocess.run(shlex.split(command), check=True) for command in commands]
     grid = commands()
     assert len(grid) == 3 and all(str(lab.folder / "sft.py") in command for command in grid)
@@ -262,7 +381,7 @@ def test_commands_for_a_scheduler(lab):
 def test_a_launcher_starts_the_script(lab):
     words = f"--recipe {lab.recipe} --learning_rates 0.01 --methods lora --seeds 101 --output_dir {lab.out} --launcher"
     parse = lambda launcher: parse_recipe([SweepArguments], [*words.split(), launcher])[0][0]
-    Sweep(parse(f"env CUDA_VISIBLE_DEVICES=7 {sys.executable}"), lab.folder).run()
+    Queue(Sweep(parse(f"env CUDA_VISIBLE_DEVICES=7 {sys.executable}")), lab.folder).run()
     assert [gpu for *_, gpu in lab.ran()] == ["7"]
     with pytest.raises(RecipeError, match="`launcher`"):
         parse("'")
@@ -281,7 +400,7 @@ def test_a_method_is_trained_with_the_text_that_its_recipe_has(lab):
     """Quoted text that looks like a number stays text, in what a training reads and in what is refused as another's."""
     texts = {"prompt_end": "1e3", "model_revision": "86e1234", "system_instruction": "12:30"}
     lab.recipe.write_text(settings_yaml({**RECIPE, **texts}))
-    lab.sweep(methods={"x": {"rule": "lora", "hub_revision": "null"}}, print_commands=True).commands()
+    lab.queue(methods={"x": {"rule": "lora", "hub_revision": "null"}}, print_commands=True).commands()
     written = [load_recipe(path) for path in (lab.out / "recipes").iterdir()]
     expected = {**texts, "hub_revision": "null"}
     assert len(written) == 3 and all({name: recipe[name] for name in expected} == expected for recipe in written)
@@ -322,7 +441,7 @@ REFUSALS = [  # fields, the field that is named, the fault
 def test_refused_before_the_first_training(lab, monkeypatch, fields, field, fault):
     monkeypatch.chdir(lab.folder)
     with pytest.raises((ValueError, SweepError)) as refused:
-        lab.sweep(**fields).run()
+        lab.run(**fields)
     text = str(refused.value)
     assert field in text and fault in text and len(text.splitlines()) == 1 and "hf_secret" not in text
     assert not lab.ran() and not lab.out.exists()
@@ -332,17 +451,11 @@ def start(lab, *options, **fields):
     """Start the real script, beside the one that stands in for sft.py."""
     (lab.folder / "sweep.py").write_text((ROOT / "recipes/sweep.py").read_text())
     (lab.folder / "sweep.yaml").write_text(yaml.safe_dump(lab.arguments(**fields), sort_keys=False))
-    command = [sys.executable, str(lab.folder / "sweep.py"), str(lab.folder / "sweep.yaml"), *options]
+    command = [lab.folder / "sweep.py", lab.folder / "sweep.yaml", *options]
     environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "5,7"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
-def wait_for(condition, process=None, seconds=180):
-    end = time.monotonic() + seconds
-    while not (met := condition()):
-        assert time.monotonic() < end and (process is None or process.poll() is None)
-        time.sleep(0.02)
-    return met
+    return Program(
+        *command, env=environment, output=lab.folder / f"said{len(list(lab.folder.iterdir()))}.txt", fresh=True
+    )
 
 
 def is_running(pid):
@@ -363,40 +476,42 @@ def under_way(lab):
 
 def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
     """SIGKILL of a worker and of its training: the other one finishes everything. Then a failure stops them both."""
-    (lab.folder / "slow").write_text("1")
+    (lab.folder / "hold").touch()
     fields = {"methods": ["lora", "loop_dropout"]}
     process = start(lab, "--workers", "2", **fields)
     run, *pids = wait_for(lambda: len({gpu for *_, gpu in lab.ran()}) == 2 and under_way(lab), process)[0]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, output
+    (lab.folder / "hold").unlink()
+    assert process.wait() == 0, process.stdout
+    output = process.stdout
     assert len({gpu for *_, gpu in lab.ran()}) == 2  # one GPU each, while there were two
     done = Counter(run for _, run in lab.did())
     lost = done.pop(run)
     assert sum(done.values()) + lost == 10 + 1  # only what was lost was begun again
     assert "10 of at most 10" in output and len(load_runs(lab.out)) == 8
 
-    (lab.folder / "trap").write_text(str(lab.out / "lora/lr_0.02/seed_103"))
+    lab.tell(trap=str(lab.out / "lora/lr_0.02/seed_103"))
     process = start(lab, "--workers", "2", methods=["lora", "loop_dropout"], seeds=[101, 102, 103, 104])
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 2 and "It is broken" in output and "goes on from there" in output.splitlines()[-1]
+    code, output = process.wait(), process.stdout
+    assert code == 2 and "It is broken" in output and "goes on from there" in output.splitlines()[-1]
     assert ("trained", "loop_dropout/lr_0.02/seed_103") in lab.did()  # what ran beside it was finished
     assert (lab.out / "loop_dropout/lr_0.02/seed_103/results.json").exists()
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stop", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGINT))]
+)
 def test_a_sweep_that_is_stopped_takes_its_run_with_it_and_goes_on(lab, stop):
-    (lab.folder / "slow").write_text("60")
+    (lab.folder / "hold").touch()
     process = start(lab)
     wait_for(lambda: lab.ran(), process)
     training = lab.ran()[0][3]
-    process.send_signal(stop)
-    output, _ = process.communicate(timeout=60)
+    code = process.end(stop)
     if stop != signal.SIGKILL:
-        assert process.returncode == 130 and "the same command continues" in output
-    wait_for(lambda: not is_running(training), seconds=30)
-    (lab.folder / "slow").unlink()
+        assert code == 130 and "the same command continues" in process.stdout
+    wait_for(lambda: not is_running(training))
+    (lab.folder / "hold").unlink()
     lab.run()
     assert lab.did()[0] == lab.did()[1] and len(lab.ran()) == 1 + 5
 
@@ -417,3 +532,36 @@ def test_a_real_sweep(tmp_path):
         assert run["results"]["meta_info"]["num_loops"] == (2 if run["method"] == "lora@deep" else 4)
         log = (tmp_path / "out" / run["folder"] / "log.txt").read_text()
         assert ("nothing is trained" in log) == (run["method"] != "lora@deep")
+
+
+def test_a_real_sweep_goes_on_only_with_its_own_data_and_base(tmp_path, capsys):
+    """Real trainings: between two starts of the command the data, or a field of the base's config.json, are changed."""
+    base, rows = shutil.copytree(TINY_OURO_PATH, tmp_path / "base"), tmp_path / "train.jsonl"
+    config = json.loads((base / "config.json").read_text())
+
+    def write(answer=5, **changed):
+        (base / "config.json").write_text(json.dumps({**config, **changed}))
+        lines = [
+            json.dumps({"prompt": f"{number} + {answer} = ", "completion": f"{number + answer}"})
+            for number in range(8)
+        ]
+        rows.write_text("\n".join(lines))
+
+    recipe = {name: value for name, value in RECIPE.items() if name not in ("preparation", "num_train_examples")}
+    recipe |= {"model_name_or_path": str(base), "train_files": [str(rows)], "single_loop_batches": 0}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    fields = {"recipe": str(tmp_path / "recipe.yaml"), "learning_rates": [0.001], "output_dir": str(tmp_path / "out")}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({**fields, "methods": ["lora"]}))
+    sweep = lambda *seeds: load_script("recipes/sweep.py").main([str(tmp_path / "sweep.yaml"), "--seeds", *seeds])
+    write()
+    sweep("1")
+    for changed, words in (({"answer": 6}, "the training data"), ({"rms_norm_eps": 0.5}, "`rms_norm_eps` was")):
+        write(**changed)
+        with pytest.raises(SweepError, match=f"seed_2 cannot stand beside lora/lr_0.001/seed_1: {words}"):
+            sweep("1", "2")
+        assert [run["seed"] for run in load_runs(tmp_path / "out")] == [1]
+        shutil.rmtree(tmp_path / "out/lora/lr_0.001/seed_2")
+    write()
+    capsys.readouterr()
+    sweep("1", "2")
+    assert "(2)" in capsys.readouterr().out

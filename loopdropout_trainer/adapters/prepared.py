@@ -22,11 +22,11 @@ from loopdropout_trainer.adapters.gated import GatedLora
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState
 
 
-LARGE = 2**21
-"""Weights of maps of one input from which, in 16 bits on a CPU, their copy is no faster than they are where they lie.
+LARGE = 2**24
+"""Weights of a recurrent block from which copies in 16 bits on a CPU are no faster than the maps are where they lie.
 
-Measured on one core with 1 to 32 rows: joined 0.6 to 0.9 times the time of the maps themselves up to 0.4 million weights,
-1.1 to 1.5 times from 3 million on. In float32 the copy was 1.0 to 1.3 times faster at every size.
+Measured on one core with 1 to 32 rows: joined 0.6 to 0.9 times the time of the maps of one input themselves up to 0.4 million
+weights in them, 1.1 to 1.5 times from 3 million on. In float32 the copy was 1.0 to 1.3 times faster at every size.
 """
 
 
@@ -35,11 +35,15 @@ class PreparedProjections:
 
     Args:
         looped: model; whatever adapters are active when a projection is called.
+
+    Attributes:
+        copied_bytes: what the copies take when all are made; 0 where there are none, since they would not be faster.
     """
 
     def __init__(self, looped: LoopedModelMixin) -> None:
         self.state = looped.loop_state
         self.layers = [looped.get_submodule(name) for name in looped.recurrent_linears()]
+        self.copied_bytes = _copied_bytes([layer.weight for layer in self.layers])
         self._made: dict[tuple[nn.Module, bool], _Matrix | None] = {}  # by the first layer, and whether gates are one
         self._former: dict[nn.Module, Callable | None] = {}
 
@@ -48,7 +52,7 @@ class PreparedProjections:
         """Answer the model's calls inside the block; its weights must not change there, but may outside."""
         self._made = {}
         self._former = {layer: getattr(layer, "project_together", None) for layer in self.layers}
-        for layer in self.layers:
+        for layer in self.layers if self.copied_bytes else ():
             layer.project_together = self
         try:
             yield
@@ -101,12 +105,10 @@ class _Matrix:
     @classmethod
     @torch.no_grad()
     def of(cls, layers: Sequence[nn.Module], state: LoopState, unit: bool) -> _Matrix | None:
-        """Return the matrix of some layers; None if one of them does something else, or a copy is of no use or too large."""
+        """Return the matrix of some layers, or None if one of them does something else, or memory does not suffice."""
         if not all(_is_plain(layer, state, unit) for layer in layers):
             return None
         bases = [layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in layers]
-        if _are_faster_in_place([base.weight for base in bases]):
-            return None
         parts, up = [base.weight for base in bases], None
         widths, dtype = list(map(len, parts)), parts[0].dtype
         try:
@@ -128,9 +130,11 @@ class _Matrix:
             return None
 
 
-def _are_faster_in_place(weights: Sequence[torch.Tensor]) -> bool:
-    of_cpu_in_16_bits = weights[0].device.type == "cpu" and weights[0].dtype.itemsize == 2
-    return of_cpu_in_16_bits and sum(weight.numel() for weight in weights) >= LARGE
+def _copied_bytes(weights: Sequence[torch.Tensor]) -> int:
+    numbers, dtype = sum(weight.numel() for weight in weights), weights[0].dtype
+    if weights[0].device.type == "cpu" and dtype.itemsize == 2 and numbers >= LARGE:
+        return 0
+    return numbers * dtype.itemsize
 
 
 def _factors(layer: nn.Module, base: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:

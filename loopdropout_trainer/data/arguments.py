@@ -41,6 +41,16 @@ class DataArguments:
     split_seed: int = HfArg(default=0, help="Seed of the choice of rows (held out, drawn); not the seed of training.")
     prompt_template: str | None = HfArg(default=None, help="`alpaca`, `question`, or a text with {column} fields.")
     prompt_end: str = HfArg(default="", help="Text between the prompt template and the target; part of the prompt.")
+    target_prefix: str = HfArg(
+        default="",
+        help="Text before the target that is trained on. Prompt, prefix and target are then tokenised as one text; a token "
+        "that spans prompt and target belongs to the target.",
+    )
+    example_token_limit: int | None = HfArg(
+        default=512,
+        help="Of `preparation: metamath_gsm`: rows of so many tokens or more are left out, counted in the prompt, "
+        "`target_prefix`, a space, and the response. null: none are.",
+    )
     arithmetic_steps: list[int] | None = HfArg(
         default=None,
         help="Fewest and most steps of a problem of `preparation: arithmetic` or `arithmetic_pairs`. Default: 3 5.",
@@ -76,6 +86,12 @@ class DataArguments:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), least)
         check_integer("split_seed", self.split_seed, least=-(2**63))
+        if self.example_token_limit is not None:
+            check_integer("example_token_limit", self.example_token_limit)
+        if self.preparation != "metamath_gsm" and self.example_token_limit != type(self).example_token_limit:
+            raise UserError(
+                "`example_token_limit` belongs to `preparation: metamath_gsm`; `max_length` drops the long examples of others."
+            )
         if self.arithmetic_steps is None:
             return
         if self.preparation not in ("arithmetic", "arithmetic_pairs"):

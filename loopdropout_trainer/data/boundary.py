@@ -1,7 +1,8 @@
 """The one tokenisation of examples, with a boundary between prompt and completion: training sees a prompt as evaluation does.
 
 Tokenised as one text, the end of a prompt may merge with the completion's start: of "Answer:" and "The" some tokenizers
-make the token ":The", which no answer to the prompt can begin with.
+make the token ":The", which no answer to the prompt can begin with. Where that is wanted all the same (`target_prefix`), such
+a token is a target.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ def tokenise(
     """Return `input_ids` and `labels` (-100: no target) of rows in one of TRL's formats, as the SFT trainer makes them.
 
     Args:
-        batch: columns: `prompt` and `completion` (texts or messages), `messages`, or `text`; texts get the end token.
+        batch: columns: `prompt` and `completion` (texts or messages), `messages`, or `text`; texts get the end token. Where
+            `is_one_text` is true, prompt and completion are not tokenised apart.
         tokenizer: with the chat template that training uses.
         completion_only_loss: whether targets are the completion alone; default: for rows that have one.
         assistant_only_loss: whether targets are what the chat template marks as the assistant's.
     """
     tokenizer, prompts = as_in_its_file(tokenizer), batch.get("prompt")
     texts = next(batch[name] for name in ("completion", "messages", "text") if name in batch)
-    if isinstance(texts[0], str):
+    if prompts is not None and all(batch.get("is_one_text", [False])):
+        ids, lengths = one_text_ids(tokenizer, prompts, texts)
+        labels = ids
+    elif isinstance(texts[0], str):
         texts = [text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token for text in texts]
         if prompts is None:
             ids = labels = tokenizer(texts, verbose=False)["input_ids"]
@@ -88,6 +93,19 @@ def prompt_completion_ids(
         ids.append(text_ids)
         lengths.append(common_prefix(prompt_ids, text_ids))
     return ids, lengths
+
+
+def one_text_ids(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str]
+) -> tuple[list[list[int]], list[int]]:
+    """Return the token ids of each prompt and its completion as one text, then the end token; and how many are the prompt's.
+
+    Those are the ones up to which the prompt alone has the same: a token that spans both is none of them.
+    """
+    of_prompts = tokenizer(list(prompts), verbose=False)["input_ids"]
+    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(texts, verbose=False)["input_ids"]]
+    return ids, list(map(common_prefix, of_prompts, ids))
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

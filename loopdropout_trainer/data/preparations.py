@@ -96,8 +96,9 @@ class Preparation:
         if self.template is not None and not prompt_fields(self.template):  # the same prompt for every row
             valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {{column}}"
             raise UserError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
-        if args.prompt_end and self.template is None:
-            raise UserError("`prompt_end` follows a `prompt_template`: give one, or leave it out.")
+        for name in ("prompt_end", "target_prefix"):
+            if getattr(args, name) and self.template is None:
+                raise UserError(f"`{name}` follows a `prompt_template`: give one, or leave it out.")
         if type(self) is Preparation and self.template is not None:
             self.columns = (*prompt_fields(self.template), "completion")
         for name in args.column_mapping or ():
@@ -112,8 +113,9 @@ class Preparation:
         return standard_example(row) if self.template is None else self.prompted(row, target(row, "completion"))
 
     def prompted(self, columns: Mapping[str, Any], completion: str) -> dict[str, Any]:
-        """Return the example whose prompt is the template filled from these columns."""
-        return {"prompt": render_prompt(self.template, columns) + self.args.prompt_end, "completion": completion}
+        """Return the example whose prompt is the template filled from these columns; see `tokenise` for `is_one_text`."""
+        prompt, prefix = render_prompt(self.template, columns) + self.args.prompt_end, self.args.target_prefix
+        return {"prompt": prompt, "completion": prefix + completion, **({"is_one_text": True} if prefix else {})}
 
     def identity(self, row: Mapping[str, Any]) -> str:
         """Return a string that two rows share exactly if they are duplicates."""
@@ -286,11 +288,15 @@ class ArithmeticPairs(Arithmetic):
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
         example = super().example(row)
         wrong = with_a_mistake(row["answer"], random_order(row["question"], self.args.split_seed))
-        return {"prompt": example["prompt"], "chosen": example["completion"], "rejected": f" {wrong}"}
+        return {
+            "prompt": example["prompt"],
+            "chosen": example["completion"],
+            "rejected": f"{self.args.target_prefix} {wrong}",
+        }
 
 
 class MetaMathGSM(Preparation):
-    """The first 100,000 rows of MetaMathQA, in source order, that are of GSM type and shorter than 512 tokens.
+    """The first 100,000 rows of MetaMathQA, in source order, that are of GSM type and below `example_token_limit`.
 
     500 such rows that come after them are held out: the same 500 in every run, however many rows it trains on. The prompt
     is Alpaca's (Appendix "Models, Data and Splits").
@@ -301,7 +307,6 @@ class MetaMathGSM(Preparation):
     num_eval_examples = 500
     prompt_template = "alpaca"
     num_training_rows = 100_000
-    token_limit = 512
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if "GSM" not in text(row, "type"):
@@ -328,17 +333,22 @@ class MetaMathGSM(Preparation):
     def _short_examples(self, examples: Dataset, tokenizer, report: DataReport) -> Iterator[int]:
         """Yield the indices of the examples below the token limit, tokenising only as many as are asked for.
 
-        As in LoRA-Pro, what counts is the prompt, a space, and the response without an end token.
+        As in LoRA-Pro, what counts is the prompt, a space, and the response without an end token; of what stands between
+        prompt and response, only what is trained on.
         """
+        limit, end, prefix = self.args.example_token_limit, len(self.args.prompt_end), self.args.target_prefix
+        if limit is None:
+            yield from range(len(examples))
+            return
         for start in tqdm(range(0, len(examples), 1024), "Counting tokens", unit="batch", disable=None):
             batch = examples[start : start + 1024]
-            prompts = [prompt[: len(prompt) - len(self.args.prompt_end)] for prompt in batch["prompt"]]
-            texts = [f"{prompt} {response}" for prompt, response in zip(prompts, batch["completion"], strict=True)]
+            pairs = zip(batch["prompt"], batch["answer"], strict=True)
+            texts = [f"{prompt[: len(prompt) - end]}{prefix} {response}" for prompt, response in pairs]
             for index, ids in enumerate(tokenizer(texts, verbose=False)["input_ids"], start=start):
-                if len(ids) < self.token_limit:
+                if len(ids) < limit:
                     yield index
                 else:
-                    report.dropped[f"{self.token_limit} tokens or more"] += 1
+                    report.dropped[f"{limit} tokens or more"] += 1
 
 
 class Tulu2(Preparation):

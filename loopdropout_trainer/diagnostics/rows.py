@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import DataArguments, DataError, load_data
 from loopdropout_trainer.data.arguments import LossArguments
@@ -33,6 +32,9 @@ class RowArguments(LossArguments, DataArguments):
     )
     benchmark_files: dict[str, str] | None = HfArg(
         default=None, help="Local files of benchmarks, as a mapping name: path (JSON on the command line)."
+    )
+    benchmark_revisions: dict[str, str] | None = HfArg(
+        default=None, help="{benchmark: branch, tag or commit of its dataset on the Hub} (JSON on the command line)."
     )
     num_rows: int = HfArg(default=500, help="At most so many rows, from the first on.")
     rows_batch_size: int = HfArg(default=8, help="Rows that one process computes at a time.")
@@ -60,6 +62,8 @@ def labelled_batches(
 
 def batched(found: Mapping[str, list], batch_size: int, pad_token_id: int | None) -> list[Batch]:
     """Return columns `input_ids` and `labels` as batches in their order, padded on the right."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
     rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
     collate = DataCollatorForLanguageModeling(pad_token_id or 0)
     return [collate(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
@@ -81,8 +85,9 @@ def load_rows_to_score(
             )
         rows = rows[: arguments.num_rows]
     else:
-        file = (arguments.benchmark_files or {}).get(arguments.rows)
-        benchmark = load_benchmark(arguments.rows, file, arguments.num_rows)
+        of_benchmark = lambda given: (given or {}).get(arguments.rows)
+        file, revision = map(of_benchmark, (arguments.benchmark_files, arguments.benchmark_revisions))
+        benchmark = load_benchmark(arguments.rows, file, arguments.num_rows, revision=revision)
         published = getattr(benchmark, "rows", [])
         columns = [name for name in ("solution", "answer") if published and isinstance(published[0].get(name), str)]
         if not columns:

@@ -48,6 +48,16 @@ class Task(ABC):
 
     part_of: str | None = None
 
+    def at_revision(self, name: str, revision: str) -> Task:
+        """Return the benchmark `name` with its problems from a revision of their dataset on the Hub, a branch, tag or commit.
+
+        Raises:
+            ValueError: if its problems do not come from one dataset of the Hub that this package reads.
+        """
+        raise UserError(
+            f"`benchmark_revisions` cannot name {name}, whose problems another library loads: leave it out."
+        )
+
     @abstractmethod
     def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> Benchmark:
         """Return the benchmark with its problems, from local files or as published; see `load_benchmark`."""

@@ -140,7 +140,8 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
             if find_task(name).part_of not in arguments.benchmarks:
                 with user_supplied(f"The benchmark `{name}` cannot be loaded"):
                     limit, confirmed = arguments.benchmark_limit, arguments.confirm_run_unsafe_code
-                    benchmarks.append(load_benchmark(name, files.get(name), limit, confirmed))
+                    revision = (arguments.benchmark_revisions or {}).get(name)
+                    benchmarks.append(load_benchmark(name, files.get(name), limit, confirmed, revision))
     run_info = {
         "settings": public_settings({**asdict(model), **asdict(arguments)}),
         "versions": library_versions(),

@@ -14,6 +14,7 @@ from loopdropout_trainer.adapters import adapted_layers, use_gates
 from loopdropout_trainer.data.templates import apply_chat_template, check_vocabulary
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
+from loopdropout_trainer.saving.adapter_files import end_tokens
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
 from loopdropout_trainer.settings.ranges import check_integer
@@ -109,6 +110,7 @@ class Subject:
             "chat_template": sha256_of_json(self.tokenizer.chat_template) if in_turns else None,
             "system_instruction": self.system_instruction,
             "own_max_new_tokens": self.max_new_tokens,
+            "end_tokens": sorted({self.tokenizer.eos_token_id, *end_tokens(self.looped)} - {None}),
         }
 
 

@@ -20,7 +20,10 @@ from transformers.utils import logging
 from loopdropout_trainer.adapters import PreparedProjections
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation.decoding import Decoder, Sampler, why_unsupported
+from loopdropout_trainer.generation.memory import decoding_memory
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.adapter_files import end_tokens
+from loopdropout_trainer.settings.ranges import shown_parts
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
@@ -68,12 +71,16 @@ def generate_greedy(
     looped = find_looped_model(model)
     reason = None if decoding == "generate" else why_unsupported(looped)
     form = decoding if reason is None else "generate"
+    prepared = PreparedProjections(looped)
+    copied_bytes = 0 if form == "compiled" else prepared.copied_bytes
+    sizes = decoding_memory(looped, list(map(len, token_ids)), max_new_tokens, batch_size, copied_bytes)
+    logger.info(f"Memory: about {shown_parts(sizes)}.")
     logger.info(f"Decoding: {form}{f', because {reason}' if reason else ''} (`decoding`).")
     ends = _Ends(looped, tokenizer, stop_strings)
     decoder = DECODINGS[form](looped, token_ids, max_new_tokens, batch_size, ends)
     completions: dict[int, str] = {}
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
-        for finished in _advancing(decoder, model, looped, form == "compiled"):
+        for finished in _advancing(decoder, model, looped, prepared if form != "compiled" else None):
             for index, tokens in finished:
                 completions[index] = ends.text(tokens)
                 keep(index, completions[index])
@@ -102,23 +109,30 @@ def sample_completions(
     looped, ends = find_looped_model(model), frozenset(end_ids)
     have_ended = lambda rows: [tokens[-1] in ends for tokens in rows]
     decoder = Decoder(looped, list(map(list, prompts)), max_new_tokens, num_slots, have_ended, compiled, sampler)
-    finished = chain.from_iterable(_advancing(decoder, model, looped, compiled))
+    prepared = None if compiled else PreparedProjections(looped)
+    finished = chain.from_iterable(_advancing(decoder, model, looped, prepared))
     return [tokens for _, tokens in sorted(finished)]
 
 
-def _advancing(decoder: Decoder | _Generate, model: torch.nn.Module, looped: PreTrainedModel, compiled: bool):
-    """Yield (index of the prompt, completion) pairs as they come; while the caller has them, the model is as it was."""
+def _advancing(
+    decoder: Decoder | _Generate,
+    model: torch.nn.Module,
+    looped: PreTrainedModel,
+    prepared: PreparedProjections | None,
+):
+    """Yield (index of the prompt, completion) pairs as they come; while the caller has them, the model is as it was.
+
+    `prepared` is None for compiled steps, which read the weights where they are, and join the products by themselves.
+    """
     gates = looped.loop_state.gates
     if gates is not None and gates.shape[1] > 1:
         raise UserError(f"Generation applies the same gates to all prompts; those of {gates.shape[1]} are in force.")
-    # A compiled step reads the weights where they are, and joins the products by itself.
-    prepared = nullcontext if compiled else PreparedProjections(looped).in_use
     while True:
         was_training, generation_config = model.training, looped.generation_config
         model.eval()
         looped.generation_config = GenerationConfig()  # `generate` fills unset fields from it, such as penalties
         try:
-            with prepared():
+            with nullcontext() if prepared is None else prepared.in_use():
                 finished = decoder.advance()
         finally:
             looped.generation_config = generation_config
@@ -133,8 +147,7 @@ class _Ends:
 
     def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
         self.tokenizer, self.stop_strings = tokenizer, stops
-        of_model = looped.generation_config.eos_token_id
-        ids = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
+        ids = [tokenizer.eos_token_id, *end_tokens(looped)]
         added = tokenizer.get_added_vocab()  # a stop string that is a special token never shows in decoded text
         ids += [added[stop] for stop in stops if stop in added]
         self.end_ids = sorted({token for token in ids if token is not None})

@@ -194,7 +194,8 @@ class LoopedConfigMixin:
         if "dtype" in fields:  # `torch_dtype` before transformers 5; a file that has one of the two names keeps it
             fields["torch_dtype"] = fields["dtype"]
         left_open = {"backprop_depth": None, **self.__dict__.get("_left_open", {})}
-        changed = lambda name, value: "dtype" not in name and value != left_open[name]
+        of_the_run = ("dtype", "torch_dtype", "use_cache")  # loading and training set them
+        changed = lambda name, value: name not in of_the_run and value != left_open[name]
         return {name: value for name, value in fields.items() if name not in left_open or changed(name, value)}
 
 

@@ -112,11 +112,14 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
 
     def nested(self) -> dict[str, Any]:
         """Return `base_config_dict` with the present values."""
-        stored = self.base_config_dict
+        stored, present = (
+            self.base_config_dict,
+            [name for name in _QWEN3_FIELDS if name != "use_cache"],
+        )  # off in training
         if stored is None:
-            base = Qwen3Config(**{name: getattr(self, name) for name in _QWEN3_FIELDS})
+            base = Qwen3Config(**{name: getattr(self, name) for name in present})
             stored = {**base.to_dict(), "model_type": "qwen3"}
-        return {**stored, **{n: getattr(self, n) for n in stored if n in _QWEN3_FIELDS and "rope" not in n}}
+        return {**stored, **{name: getattr(self, name) for name in stored if name in present and "rope" not in name}}
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "base_config_dict": self.nested()}

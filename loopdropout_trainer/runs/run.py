@@ -45,7 +45,6 @@ from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.memory import device_name, memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config
-from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
 
 
 SHORT = 20_000  # examples; a bar over fewer of them is gone before anyone can read it
@@ -62,8 +61,14 @@ class Run:
     """
 
     config_class: ClassVar[type[LoopDropoutArguments]] = LoopDropoutConfig
-    trainer_class: ClassVar[type[GateSamplingMixin]] = LoopDropoutSFTTrainer
     more_arguments: ClassVar[Sequence[type]] = ()
+
+    @property
+    def trainer_class(self) -> type[GateSamplingMixin]:
+        """What trains; it is imported when a training begins."""
+        from loopdropout_trainer import LoopDropoutSFTTrainer
+
+        return LoopDropoutSFTTrainer
 
     def __init__(self, argv: list[str] | None = None, description: str | None = None) -> None:
         parsed, self.settings = self.read(argv, description)
@@ -137,7 +142,9 @@ class Run:
             if name == DEVELOPMENT:  # the held-out training rows
                 self.benchmarks.append(development_benchmark(self.data.eval, self.data_args.preparation, limit))
             else:
-                self.benchmarks.append(load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code))
+                revision = (self.script.benchmark_revisions or {}).get(name)
+                confirmed = self.script.confirm_run_unsafe_code
+                self.benchmarks.append(load_benchmark(name, file, limit, confirmed, revision))
 
     def announce(self) -> None:
         """Print what became of the data, and what is about to be done with it."""
@@ -208,7 +215,8 @@ class Run:
             trainer.save_state()  # the learning curve
         except NonFiniteLossError as error:
             if is_main:  # for a sweep: this rate is out, the others go on
-                report = {"run_name": config.run_name, "step": trainer.state.global_step, "error": str(error)}
+                run = {"run_name": config.run_name, "run": trainer.run_identity}
+                report = {**run, "step": trainer.state.global_step, "error": str(error)}
                 write_atomically(diverged, json.dumps(report) + "\n")
             raise
         if is_main:

@@ -1,60 +1,39 @@
-"""Sweeps: methods, learning rates and seeds, compared in parts, and shared by any number of processes.
+"""What a sweep trains, in which order, and which learning rates it chooses.
 
 A run is a folder, `output_dir/METHOD/lr_X/seed_S`. A learning rate is chosen for each method on a benchmark of held-out rows,
-with the first seed or seeds; all seeds are then trained at it and evaluated (Appendix "Hyperparameters"). Each job is a
-trial of an Optuna study, so that no two processes do it at once, and it is done again if its process was lost.
+with the first seed or seeds; all seeds are then trained at it and evaluated (Appendix "Hyperparameters").
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import re
 import shlex
-import socket
-import sys
-import time
-import warnings
-from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optuna
-import pandas as pd
-import psutil
-import torch
-from filelock import FileLock
-from optuna.trial import TrialState
 from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.errors import UserError, run_command, user_supplied
-from loopdropout_trainer.evaluation.results import mean_sd
-from loopdropout_trainer.runs import workers
-from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
-from loopdropout_trainer.saving.files import LOCK_FILE, sha256_of_json, write_atomically
+from loopdropout_trainer.errors import UserError, user_supplied
+from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
 from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown
-from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, load_recipe, settings_yaml
+from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, laid_over, load_recipe
 
 
-SUMMARY_FILE = "summary.json"
 _ONE_TRAINING = {"compare_with", "dry_run"}  # what makes several of a training, or none
 # What `measure` may set: what is done with a trained adapter. All other fields affect the training.
 _MEASURED = {f.name for f in fields(RunArguments)} - _ONE_TRAINING
 _ONLY_FINAL = _MEASURED - {f.name for f in fields(BenchmarkArguments)}
 # A sweep sets these itself; those of a base recipe are ignored.
 _SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", *_ONE_TRAINING}
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # results that are not there or not complete
 
-
-class SweepError(RuntimeError):
-    """A run of the sweep failed, or the folder belongs to another sweep."""
+Scores = Mapping[str, float | None]
+"""The scores that choose the learning rate, by run, in percent; None: it diverged."""
 
 
 @dataclass(kw_only=True)
@@ -68,6 +47,11 @@ class PartArguments:
     )
     seeds: list[int] = HfArg(default_factory=lambda: [101, 102, 103], help="The first ones choose the learning rate.")
     full_grid: bool = HfArg(default=False, help="Train every seed at every rate; so it is with one rate.")
+    extend_grid: bool = HfArg(
+        default=False,
+        help="While a method's best rate is the smallest or largest of its grid, add the next one there.",
+    )
+    max_extensions: int = HfArg(default=4, help="How many rates `extend_grid` adds to a method's grid at most.")
     settings: dict[str, Any] | None = HfArg(
         default=None, help="Fields of every recipe (JSON). A part's own make methods METHOD@PART."
     )
@@ -87,6 +71,7 @@ class PartArguments:
             check_integer("seeds", seed, least=0, most=2**32 - 1)
         for name in self.measure or ():
             check_choice("measure", name, sorted(_MEASURED))
+        check_integer("max_extensions", self.max_extensions)
         self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
 
 
@@ -98,8 +83,8 @@ class SweepArguments(PartArguments):
     script: str = HfArg(default="sft", help="Script of the recipe.", metadata={"choices": ["sft", "dpo", "grpo"]})
     parts: dict[str, dict[str, Any] | None] | None = HfArg(
         default=None,
-        help="Name: {methods, learning_rates, seeds, full_grid, settings, measure}, in order of priority. A run that two "
-        "parts share is trained once, and measured as the first one says. Default: one part, `all`.",
+        help="Name: {methods, learning_rates, seeds, full_grid, extend_grid, settings, measure}, in order of priority. A run "
+        "that two parts share is trained once, and measured as the first one says. Default: one part, `all`.",
     )
     only: list[str] | None = HfArg(default=None, help="Parts to do. Default: all.")
     rate_factors: dict[str, float] | None = HfArg(default=None, help="Factors on learning rates by method (JSON).")
@@ -140,405 +125,215 @@ class Job(NamedTuple):
         return f"{self.method}/lr_{self.learning_rate:.6g}/seed_{self.seed}"
 
 
-def load_runs(output_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the finished runs of a sweep from its folder alone, by method, learning rate and seed.
+class Choice(NamedTuple):
+    """A method's learning rates in a part, the smallest first, and the one that is chosen; None: not yet, or all diverged."""
 
-    Returns:
-        For each run: `method`, `learning_rate`, `seed`; `chosen`, whether the rate was chosen for the method; `final`, whether
-        it was measured, not only compared with other rates; `selection_score`, in percent; `diverged`; `folder`, below
-        `output_dir`; `results`, its results.json ({} if it diverged).
+    rates: list[float]
+    learning_rate: float | None
 
-    Raises:
-        OSError, ValueError: if the folder holds no summary of a sweep, or a file is damaged.
-    """
-    runs = json.loads((Path(output_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))["runs"]
-    for run in runs:
-        path = Path(output_dir) / run["folder"] / RESULTS_FILE
-        run["results"] = {} if run["diverged"] else json.loads(path.read_text(encoding="utf-8"))
-    return runs
+    @property
+    def edge(self) -> str | None:
+        """`smallest` or `largest` if the chosen rate is one of these, so that a rate beyond it may be better."""
+        return {self.rates[0]: "smallest", self.rates[-1]: "largest"}.get(self.learning_rate)
 
 
 class Sweep:
-    """Plans, starts and summarises the runs of a sweep; `scripts` is the folder of the training scripts.
+    """The methods, parts and jobs of a sweep. It reads recipes, and nothing of what has run.
+
+    Attributes:
+        methods: each method's training recipe, with nothing left to look up elsewhere.
+        parts: all of them, by name. to_do: those that are asked for.
 
     Raises:
         ValueError: for a method, part or field that does not exist, or a recipe that cannot be read.
     """
 
-    def __init__(self, arguments: SweepArguments, scripts: Path) -> None:
+    def __init__(self, arguments: SweepArguments) -> None:
         self.arguments, self.output_dir = arguments, Path(arguments.output_dir)
-        self.script, self.launcher = scripts / f"{arguments.script}.py", shlex.split(arguments.launcher)
-        self.methods: dict[str, dict[str, Any]] = {}  # resolved recipes, frozen here: no file is read again
+        self.methods: dict[str, dict[str, Any]] = {}
         self.parts: dict[str, PartArguments] = {}
         self._measure: dict[str, dict[str, Any]] = {}
-        self.study: optuna.Study | None = None
-        definitions, parts = arguments.methods, arguments.parts or {"all": {}}
-        if not isinstance(definitions, Mapping):
-            definitions = {Path(each).stem if _is_recipe(each) else each: each for each in arguments.methods}
-            if len(definitions) < len(arguments.methods):
-                raise RecipeError(f"`methods` must have different names; got {', '.join(arguments.methods)}.")
-        for field, names in (("methods", definitions), ("parts", parts)):
-            for name in names:
-                if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-                    raise RecipeError(f"`{field}` must have names of letters, digits, `._-`; got {shown(name)}.")
-        for field, names in (("only", parts), ("rate_factors", definitions)):
-            for name in getattr(arguments, field) or ():
-                check_choice(field, name, list(names))
+        definitions, parts = _definitions(arguments.methods), arguments.parts or {"all": {}}
+        _check_names("methods", definitions)
+        _check_names("parts", parts)
+        for name in arguments.only or ():
+            check_choice("only", name, list(parts))
+        for name in arguments.rate_factors or ():
+            check_choice("rate_factors", name, list(definitions))
         for name, given in parts.items():
-            part = self.parts[name] = self._part(name, given or {}, list(definitions))
-            for place, method in enumerate(part.methods):
-                check_choice(f"methods` of the part `{name}", method, list(definitions))
-                own = part.methods[place] = f"{method}@{name}" if part.settings else method
-                if own not in self.methods:
-                    self.methods[own] = self._resolved(definitions[method], part.settings or {})
-                    self._measure[own] = part.measure
-                if not self.settings(own, selects=False).get("benchmarks"):
-                    raise RecipeError(f"`measure` of the part `{name}` must name `benchmarks`: its recipe does not.")
+            self.parts[name] = self._part(name, given or {}, definitions)
         self.to_do = [self.parts[name] for name in arguments.only or parts]
-        self._refresh()
 
-    def _part(self, name: str, given: dict[str, Any], methods: list[str]) -> PartArguments:
-        """Return a part with its own fields, and the sweep's where it has none."""
+    def _part(self, name: str, given: dict[str, Any], definitions: Mapping[str, Any]) -> PartArguments:
+        """Return a part with its own fields, and the sweep's where it has none; its methods join the others."""
         parser = RecipeParser([PartArguments])
         given = parser.read_recipe(given, f"the part `{name}`")
-        shared = {key: getattr(self.arguments, key) for key in parser.hints} | {"methods": methods, "settings": None}
+        shared = {key: getattr(self.arguments, key) for key in parser.hints}
+        shared |= {"methods": list(definitions), "settings": None}
         measure = {**(self.arguments.measure or {}), **(given.get("measure") or {})}
         try:
             part = build(PartArguments, {**shared, **given, "measure": measure})
         except ValueError as error:
             raise RecipeError(f"The part `{name}`: {error}") from None
-        part.methods, part.full_grid = list(part.methods), part.full_grid or len(part.learning_rates) == 1
+        for method in part.methods:
+            check_choice(f"methods` of the part `{name}", method, list(definitions))
+        own_name = {method: f"{method}@{name}" if part.settings else method for method in part.methods}
+        for method, own in own_name.items():
+            if own not in self.methods:
+                self.methods[own] = self._resolved(definitions[method], part.settings or {})
+                self._measure[own] = measure
+            if not self.settings(own, selects=False).get("benchmarks"):
+                raise RecipeError(f"`measure` of the part `{name}` must name `benchmarks`: its recipe does not.")
+        part.methods = list(own_name.values())
+        part.full_grid = part.full_grid or len(part.learning_rates) == 1
         return part
 
-    def _resolved(self, definition: Any, of_part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a method's recipe with nothing left to look up elsewhere."""
-        own = {} if _is_recipe(definition) else {"rule": definition} if isinstance(definition, str) else definition
-        recipe = load_recipe(definition if _is_recipe(definition) else self.arguments.recipe)
-        recipe = {key: value for key, value in recipe.items() if key not in _SET_BY_SWEEP} | (
-            self.arguments.settings or {}
-        )
-        recipe = for_another_rule(recipe, own["rule"]) if "rule" in own else recipe
-        recipe = {**recipe, **own, **of_part}
+    def _resolved(self, definition: str | Mapping[str, Any], of_part: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a method's recipe, frozen: no file is read again."""
+        path, own = self.arguments.recipe, definition
+        if isinstance(definition, str):
+            path, own = (definition, {}) if _is_recipe(definition) else (path, {"rule": definition})
+        recipe = {name: value for name, value in load_recipe(path).items() if name not in _SET_BY_SWEEP}
+        recipe = laid_over(recipe, self.arguments.settings or {})
+        if "rule" in own:
+            recipe = for_another_rule(recipe, own["rule"])
+        recipe = laid_over(recipe, {**own, **of_part})
         if of_sweep := sorted(_SET_BY_SWEEP & recipe.keys()):
             raise RecipeError(f"`{of_sweep[0]}` is the sweep's: it can be no field of `methods` or `settings`.")
-        if secret := [key for key in recipe if public_settings(recipe).get(key) != recipe[key]]:
+        public = public_settings(recipe)
+        if secret := [name for name in recipe if public.get(name) != recipe[name]]:
             raise RecipeError(f"`{secret[0]}` holds a secret, which a sweep would write down: give it as HF_TOKEN.")
         if recipe.get("save_strategy") == "no":  # measured after the choice, without another training
             recipe["save_strategy"] = "epoch"
         return recipe
 
-    # The runs
-
     def settings(self, method: str, selects: bool) -> dict[str, Any]:
         """Return a method's recipe without rate and seed; `selects`: to choose the rate, without what `measure` sets."""
         recipe, measure = self.methods[method], self._measure[method]
         if selects:
-            recipe = {key: value for key, value in recipe.items() if key not in _ONLY_FINAL}
+            recipe = {name: value for name, value in recipe.items() if name not in _ONLY_FINAL}
             measure = {"benchmarks": [self.arguments.select_on]}
         recipe = {**recipe, "resume_from_checkpoint": "true", "evaluate_base": False, **measure}
         return json.loads(json.dumps(recipe, default=str))
 
-    def _recipe(self, job: Job) -> dict[str, Any]:
+    def recipe(self, job: Job) -> dict[str, Any]:
         """Return a job's settings; their `run_name` tells whether a results.json is of this job."""
         settings = self.settings(job.method, job.selects)
         run_name = f"{job.run} {sha256_of_json(settings)[:16]}"
         return {**settings, "learning_rate": job.learning_rate, "seed": job.seed, "run_name": run_name}
 
+    # Learning rates
+
     def rates(self, part: PartArguments, method: str) -> list[float]:
         """Return a method's candidates in a part, the smallest first."""
         factor = (self.arguments.rate_factors or {}).get(method.split("@")[0], 1.0)
-        return [float(f"{factor * rate:.6g}") for rate in part.learning_rates]
+        return [_rounded(factor * rate) for rate in part.learning_rates]
 
-    def _selection_jobs(self, part: PartArguments, method: str) -> list[Job]:
-        seeds = [] if part.full_grid else part.seeds[: self.arguments.selection_seeds]
-        return [Job(method, rate, seed, True) for rate in self.rates(part, method) for seed in seeds]
+    def choice(self, part: PartArguments, method: str, scores: Scores) -> Choice:
+        """Return the learning rates that a method is tried at, and the one with the best mean over the selection seeds.
 
-    def chosen_rate(self, part: PartArguments, method: str) -> float | None:
-        """Return the rate with the best mean score over the selection seeds, the smallest one of a tie.
-
-        A rate at which a seed diverged is out. None if none is left, a run is unfinished, or the part chooses no rate.
+        Of equal ones it is the smallest, which changes the base least. A rate at which a seed diverged is out. While the best
+        is at an edge of the grid, `extend_grid` adds a rate there, as far from its neighbour as that is from the next.
         """
-        scores: dict[float, list[float | None]] = {}
-        for job in self._selection_jobs(part, method):
-            if not self.is_done(job):
-                return None
-            scores.setdefault(job.learning_rate, []).append(self._selected[job.run].value)  # None: it diverged
-        means = {rate: sum(each) / len(each) for rate, each in scores.items() if None not in each}
-        return max(means, key=means.get, default=None)  # the first of equals, and the rates ascend
+        choice = self._choice(part, self.rates(part, method), method, scores)
+        for _ in range(part.max_extensions if part.extend_grid else 0):
+            rates = choice.rates
+            if choice.edge == "smallest":
+                choice = self._choice(part, [_rounded(rates[0] ** 2 / rates[1]), *rates], method, scores)
+            if choice.edge == "largest":
+                choice = self._choice(part, [*rates, _rounded(rates[-1] ** 2 / rates[-2])], method, scores)
+        return choice
 
-    def _choices(self) -> set[tuple[str, float]]:
-        """Return (method, rate) of the rates that the parts have chosen."""
-        choices = {(m, self.chosen_rate(part, m)) for part in self.parts.values() for m in part.methods}
-        return {(method, rate) for method, rate in choices if rate is not None}
+    def _choice(self, part: PartArguments, rates: list[float], method: str, scores: Scores) -> Choice:
+        means = {}
+        for rate in rates:
+            runs = [job.run for job in self._selection_jobs(part, method, [rate])]
+            if not all(run in scores for run in runs):
+                return Choice(rates, None)
+            values = [scores[run] for run in runs]
+            if None not in values:
+                means[rate] = sum(values) / len(values)
+        return Choice(rates, max(means, key=means.get, default=None))  # the first of equals, and the rates ascend
 
-    def _jobs_of(self, part: PartArguments) -> list[Job]:
+    def choices(self, scores: Scores) -> Iterator[tuple[str, str, Choice]]:
+        """Yield part, method and choice wherever a learning rate is chosen."""
+        for name, part in self.parts.items():
+            for method in () if part.full_grid else part.methods:
+                yield name, method, self.choice(part, method, scores)
+
+    # Jobs
+
+    def _selection_jobs(self, part: PartArguments, method: str, rates: list[float]) -> list[Job]:
+        seeds = part.seeds[: self.arguments.selection_seeds]
+        return [Job(method, rate, seed, True) for rate in rates for seed in seeds]
+
+    def jobs_of(self, part: PartArguments, scores: Scores) -> list[Job]:
+        """Return the jobs of a part, by method; the final ones have no learning rate until it is chosen."""
         jobs = []
         for method in part.methods:
-            rates = self.rates(part, method) if part.full_grid else [self.chosen_rate(part, method)]
-            jobs += self._selection_jobs(part, method)
-            jobs += [Job(method, rate, seed, False) for rate in rates for seed in part.seeds]
+            final_rates = self.rates(part, method)
+            if not part.full_grid:
+                choice = self.choice(part, method, scores)
+                jobs += self._selection_jobs(part, method, choice.rates)
+                final_rates = [choice.learning_rate]
+            jobs += [Job(method, rate, seed, False) for rate in final_rates for seed in part.seeds]
         return jobs
 
-    def jobs(self) -> list[Job]:
-        """Return the jobs known now, in order of priority: part by part, then seed by seed.
+    def jobs(self, scores: Scores, is_done: Callable[[Job], bool]) -> list[Job]:
+        """Return the jobs that are known and not done, in order of priority: part by part, then seed by seed.
 
         A sweep that is stopped has then compared its methods on the same seeds.
         """
-        choosing = {job for part in self.parts.values() for m in part.methods for job in self._selection_jobs(part, m)}
+        choosing = {job for part in self.parts.values() for job in self.jobs_of(part, scores) if job.selects}
         jobs = []
         for part in self.to_do:
-            known = [job for job in self._jobs_of(part) if job.learning_rate is not None]
+            known = [job for job in self.jobs_of(part, scores) if job.learning_rate is not None]
             for job in sorted(known, key=lambda job: part.seeds.index(job.seed)):
+                # Another part may choose by this run: first, since its results would take the place of the final ones.
                 first = job._replace(selects=True)
-                # Another part chooses by this run: first, since its results would take the place of the final ones.
-                jobs.append(first if first in choosing and not self.is_done(first) else job)
-        return list(dict.fromkeys(jobs))
+                jobs.append(first if first in choosing and not is_done(first) else job)
+        return [job for job in dict.fromkeys(jobs) if not is_done(job)]
 
-    # What is done
-
-    def _refresh(self) -> None:
-        """Read the trials: the last finished one of each run, the one that chooses its rate, and those under way."""
-        self._trials = self.study.get_trials(deepcopy=False) if self.study else []
-        self._last, self._selected = {}, {}
-        self._active = {trial.user_attrs.get("run") for trial in self._trials if trial.state == TrialState.RUNNING}
-        files = {TrialState.COMPLETE: RESULTS_FILE, TrialState.PRUNED: DIVERGED_FILE}
-        for trial in self._trials:
-            run, file = trial.user_attrs.get("run", ""), files.get(trial.state)
-            if file and (self.output_dir / run / file).exists():
-                self._last[run] = trial
-                if trial.user_attrs["selects"] or trial.state == TrialState.PRUNED:
-                    self._selected[run] = trial
-
-    def is_done(self, job: Job) -> bool:
-        """Say whether there is nothing left to do for a job, as far as the trials were read."""
-        if job.selects or job.run not in self._last:
-            return job.run in self._selected
-        last = self._last[job.run]
-        return last.state == TrialState.PRUNED or last.user_attrs["run_name"] == self._recipe(job)["run_name"]
-
-    def _outcome(self, job: Job) -> dict[str, Any] | None:
-        """Return a finished job's results as attributes of a trial, the `error` if it diverged; None if it is unfinished."""
-        folder, run_name = self.output_dir / job.run, self._recipe(job)["run_name"]
-        with suppress(*_DAMAGED):
-            report = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-            if report["run_info"]["settings"]["run_name"] == run_name:
-                cost = {name: report["train_info"].get(name) for name in ("train_seconds", "peak_memory_gb")}
-                return {"benchmarks": {name: each["score"] for name, each in report["benchmarks"].items()}, **cost}
-        with suppress(*_DAMAGED):
-            report = json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))
-            if report["run_name"] == run_name:
-                return {"error": report["error"]}
-        return None
-
-    # Doing it
-
-    def start(self, check: bool = True) -> None:
-        """Check everything, unless another process has, open the storage, and write down there whose folder this is.
-
-        Raises:
-            RecipeError: if the script refuses a recipe, or there is no such benchmark.
-            SweepError: if the folder belongs to another sweep.
-        """
-        methods = dict.fromkeys(method for part in self.to_do for method in part.methods)
-        if check:
-            recipes = {m: self._recipe(Job(m, 1.0, 0, False)) for m in methods}
-            final = {m: {**recipe, "output_dir": str(self.output_dir / m)} for m, recipe in recipes.items()}
-            benchmarks = [self.arguments.select_on, *(name for each in final.values() for name in each["benchmarks"])]
-            with_model = not self.arguments.print_commands  # which may be printed where no model is
-            with ProcessPoolExecutor(1, mp_context=workers.FORKS) as pool:
-                pool.submit(workers.check_recipes, str(self.script), final, benchmarks, with_model).result()
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.output_dir / "sweep.lock")
-        with self._lock:
-            self._open_storage()
-            mine = {"": {name: getattr(self.arguments, name) for name in ("script", "select_on", "selection_seeds")}}
-            mine |= {f"{method}: ": self.settings(method, selects=True) for method in methods}
-            for owner, now in mine.items():  # without parts, rates, seeds and `measure`, which may change
-                before = self.study.user_attrs.get(owner, now)
-                if changed := [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]:
-                    raise SweepError(
-                        f"The runs in {self.output_dir} were made with `{owner}{changed[0]}` {before.get(changed[0])!r}, and "
-                        f"now it is {now.get(changed[0])!r}: put it back, or choose another `output_dir`."
-                    )
-            for owner, now in mine.items():
-                self.study.set_user_attr(owner, now)
-            if check:
-                self.study.set_user_attr("failure", None)  # what failed before is tried again
-
-    def _open_storage(self) -> None:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats
-        given, file = self.arguments.storage, self.output_dir.resolve() / "sweep.db"
-        wait = None if given else {"connect_args": {"timeout": 60}}
-        # In seconds; what died on this machine is noticed at once.
-        heartbeats = {"heartbeat_interval": 10, "grace_period": 60}
-        with user_supplied(f"{'`storage`' if given else file} cannot be opened"):
-            storage = optuna.storages.RDBStorage(given or f"sqlite:///{file}", wait, **heartbeats)
-            study = {"study_name": str(file.parent) if given else "sweep", "direction": "maximize"}
-            self.study = optuna.create_study(storage=storage, load_if_exists=True, **study)
-
-    def run(self) -> None:
-        """Do all that is not done yet, with as many processes as `workers` says.
-
-        Raises:
-            SweepError: if a run fails, here or in another process, or the folder belongs to another sweep.
-        """
-        self.start()
-        number, spawn = self.arguments.workers, multiprocessing.get_context("spawn")
-        if number == 1:
-            self.work()
-            return
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-        given = [(self.arguments, self.script.parent, gpus[place % len(gpus)]) for place in range(number)]
-        status = workers.run_processes([spawn.Process(target=_work, args=each) for each in given])
-        self._refresh()
-        if not all(map(self.is_done, self.jobs())):
-            raise SweepError(f"A worker ended with exit status {status}; the same command goes on from there.")
-
-    def work(self, train: bool = True) -> list[Job]:
-        """Do one job after the other until none is left, and return those that remain.
-
-        Without `train`, it only records jobs that were done without a trial, by a scheduler or before the storage was lost.
-        """
-        while True:
-            with self._lock:  # one process at a time decides what it does, and says so
-                ready = self._ready_jobs()
-                if failure := self.study.user_attrs.get("failure"):
-                    raise SweepError(f"Stopped, since another process met this: {failure}")
-                to_do = ready if train else [job for job in ready if self._outcome(job)]
-                if to_do:
-                    # `optimize` begins a trial, keeps up its heartbeat, and ends it as the function ends.
-                    self.study.optimize(lambda trial, job=to_do[0]: self._do(trial, job), n_trials=1)
-                elif not (train and self._active):
-                    return ready
-            if not to_do:
-                time.sleep(0.5)  # others are at work: what they finish may be needed here, or they may be lost
-
-    def _ready_jobs(self) -> list[Job]:
-        """Return the jobs that are neither done nor running, after reading the trials again. The caller holds the lock."""
-        optuna.storages.fail_stale_trials(self.study)
-        for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-            host, _, pid = trial.user_attrs.get("worker", "").rpartition(":")  # none: its process died as it began
-            if not pid or (host == socket.gethostname() and not psutil.pid_exists(int(pid))):
-                self.study.tell(trial.number, state=TrialState.FAIL)
-        self._refresh()
-        write_atomically(self.output_dir / SUMMARY_FILE, json.dumps({"runs": self.summary()}, indent=1) + "\n")
-        write_atomically(self.output_dir / "summary.txt", self.table() + "\n")
-        return [job for job in self.jobs() if not self.is_done(job) and job.run not in self._active]
-
-    def _do(self, trial: optuna.Trial, job: Job) -> float:
-        """Do a job as a trial, and return its score. Releases the caller's lock once the trial names this process."""
-        known = {"worker": f"{socket.gethostname()}:{os.getpid()}", "run": job.run, **job._asdict()}
-        chosen = (job.method, job.learning_rate) in self._choices()
-        for name, value in {**known, "run_name": self._recipe(job)["run_name"], "chosen": chosen}.items():
-            trial.set_user_attr(name, value)
-        self._lock.release()
-        outcome = self._outcome(job) or self._train(job)
-        for name, value in outcome.items():
-            trial.set_user_attr(name, value)
-        if "error" in outcome:
-            raise optuna.TrialPruned(outcome["error"])
-        return float(next(iter(outcome["benchmarks"].values())))
-
-    def _train(self, job: Job) -> dict[str, Any]:
-        """Start the script for a job, and return its outcome."""
-        began, folder = time.monotonic(), self.output_dir / job.run
-        with FileLock(folder / LOCK_FILE):  # a training outlives its worker for as long as its last checkpoint takes
-            pass
-        log = folder / "log.txt"
-        arguments = (str(self.script), self._argv(job), self.launcher, str(log))
-        status = workers.run_processes([workers.FORKS.Process(target=workers.train, args=arguments)])
-        outcome = self._outcome(job)
-        if outcome is None or (status and "error" not in outcome):
-            error = f"{job.run} failed with exit status {status}; the same command goes on from there. {log} ends:"
-            self.study.set_user_attr("failure", error)
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-            raise SweepError("\n  ".join([error, *[line for line in lines if line.strip()][-12:]]))
-        self._refresh()  # others have worked in the meantime
-        jobs = {job, *(each for part in self.to_do for each in self._jobs_of(part))}
-        done = sum(each == job or each.learning_rate is not None and self.is_done(each) for each in jobs)
-        text = ", ".join(f"{name} {score:.2f}%" for name, score in outcome.get("benchmarks", {}).items())
-        text = f"{done} of at most {len(jobs)}. {job.run}: {text or outcome['error']}"
-        print(f"{text} ({time.monotonic() - began:.0f} s)", flush=True)
-        return outcome
-
-    def _argv(self, job: Job) -> list[str]:
-        """Return a job's arguments for its script, after writing its recipe to a file that is named by its content."""
-        recipe = self._recipe(job)
-        path = self.output_dir / "recipes" / f"{re.sub('[/ ]', '_', recipe['run_name'])}.yaml"
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, settings_yaml(recipe))
-        return [str(path), "--output_dir", str(self.output_dir / job.run)]
-
-    def commands(self) -> list[str]:
-        """Return the commands of the jobs that can start now, for a scheduler."""
-        self.start()
-        words = [*(self.launcher or [sys.executable]), str(self.script)]
-        return [shlex.join([*words, *self._argv(job)]) for job in self.work(train=False)]
-
-    # What it takes, and what came of it
-
-    def planned(self, part: PartArguments) -> set[tuple[str, float | None, int]]:
+    def trainings(self, part: PartArguments) -> set[tuple[str, float | None, int]]:
         """Return (method, rate, seed) of a part's trainings before the first one; None: a rate that is still to be chosen."""
         first = part.seeds[: self.arguments.selection_seeds]
-        return {job[:3] for job in self._jobs_of(part) if job.learning_rate is not None or job.seed not in first}
+        return {job[:3] for job in self.jobs_of(part, {}) if job.learning_rate is not None or job.seed not in first}
 
     def plan(self) -> str:
         """Return how many trainings each part adds to those before it."""
-        lines, every = ["Trainings"], set()
+        lines, trainings, extensions = ["Trainings"], set(), 0
         for name, part in zip(self.arguments.only or self.parts, self.to_do, strict=True):
-            new = self.planned(part) - every
-            lines.append(f"{name:<40} {len(new):>5}")
-            every |= new
-        return "\n".join([*lines, f"{'all':<40} {len(every):>5}"])
-
-    def summary(self) -> list[dict[str, Any]]:
-        """Return the finished runs in this folder, also those of other sweeps, as plain JSON; see `load_runs`."""
-        rows, choices = [], self._choices()
-        for run, trial in self._last.items():
-            known, selected = trial.user_attrs, self._selected.get(run)
-            row = {key: known[key] for key in ("method", "learning_rate", "seed")} | {"folder": run}
-            # Without a choice here another sweep may have made one, as the trial then says.
-            chose = any(method == row["method"] for method, _ in choices)
-            row["chosen"] = (row["method"], row["learning_rate"]) in choices if chose else known["chosen"]
-            row |= {"final": not known["selects"], "diverged": trial.state == TrialState.PRUNED}
-            row["selection_score"] = selected and selected.value
-            rows.append(row | {key: known.get(key) for key in ("benchmarks", "train_seconds", "peak_memory_gb")})
-        return sorted(rows, key=lambda row: (row["method"], row["learning_rate"], row["seed"]))
-
-    def table(self) -> str:
-        """Return a line for each method and rate: selection score (* if chosen), minutes, GB, and mean ± SD over seeds."""
-        rows, runs = [], self.summary()
-        for (method, rate), same in pd.DataFrame(runs).groupby(["method", "learning_rate"]) if runs else ():
-            final, score = same[same["final"]], same["selection_score"].mean()
-            choice = "diverged" if same["diverged"].any() else "" if pd.isna(score) else f"{score:.2f}"
-            row = {"method": method, "rate": f"{rate:.6g}"}
-            row[self.arguments.select_on] = choice + "*" * bool(same["chosen"].any())
-            row |= {"minutes": final["train_seconds"].mean() / 60, "GB": final["peak_memory_gb"].max()}
-            scores = pd.DataFrame([each or {} for each in final["benchmarks"]])
-            for name in scores:
-                known = scores[name].dropna().tolist()
-                diverged = f", {len(scores) - len(known)} diverged" * (len(known) < len(scores))
-                row[f"{name} (seeds)"] = f"{mean_sd(known)} ({len(known)}{diverged})"
-            rows.append(row)
-        return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.2f}".format)
+            before = len(trainings)
+            trainings |= self.trainings(part)
+            lines.append(f"{name:<40} {len(trainings) - before:>5}")
+            if part.extend_grid and not part.full_grid:
+                seeds = len(part.seeds[: self.arguments.selection_seeds])
+                extensions += len(part.methods) * part.max_extensions * seeds
+        lines.append(f"{'all':<40} {len(trainings):>5}")
+        if extensions:
+            lines.append(f"{'at most, to extend grids':<40} {extensions:>5}")
+        return "\n".join(lines)
 
 
-def _work(arguments: SweepArguments, scripts: Path, gpu: str) -> None:
-    """Be one of several workers of a sweep that another process has checked, with one GPU if there are any."""
-    workers.stop_with_parent()
-    workers.stop_on_sigterm()
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+def _definitions(methods: Mapping[str, Any] | list[str]) -> Mapping[str, Any]:
+    """Return the definition of each method by its name: that of a recipe is its file's."""
+    if isinstance(methods, Mapping):
+        return methods
+    definitions = {Path(method).stem if _is_recipe(method) else method: method for method in methods}
+    if len(definitions) < len(methods):
+        raise RecipeError(f"`methods` must have different names; got {', '.join(methods)}.")
+    return definitions
 
-    def work() -> None:
-        sweep = Sweep(arguments, scripts)
-        sweep.start(check=False)
-        sweep.work()
 
-    run_command(work)
+def _check_names(field: str, names: Mapping[str, Any]) -> None:
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise RecipeError(f"`{field}` must have names of letters, digits, `._-`; got {shown(name)}.")
 
 
 def _is_recipe(method: Any) -> bool:
     return isinstance(method, str) and method.endswith((".yaml", ".yml"))
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.6g}")  # as in the name of its folder

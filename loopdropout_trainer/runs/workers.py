@@ -6,6 +6,7 @@ fork of it: a fresh process, so that a crash ends one run, and without a CUDA co
 
 from __future__ import annotations
 
+import ast
 import multiprocessing
 import os
 import runpy
@@ -16,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,25 @@ from loopdropout_trainer.errors import is_user_error, run_command, sentence
 from loopdropout_trainer.settings.recipe import RecipeError, settings_yaml
 
 
-FORKS = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
-FORKS.set_forkserver_preload(["__main__", "loopdropout_trainer.runs.run", "loopdropout_trainer.evaluation.benchmarks"])
 # With it torch asks the driver, not CUDA, whether there are GPUs: forks of a process that has asked CUDA cannot use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def forks(script: Path) -> BaseContext:
+    """Return a context whose processes are forks of one that has imported what a sweep and its script import."""
+    context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+    statements = ast.parse(script.read_text(encoding="utf-8")).body
+    modules = [statement.module for statement in statements if isinstance(statement, ast.ImportFrom)]
+    context.set_forkserver_preload(["loopdropout_trainer.runs.queue", *modules])
+    return context
+
+
+def gpus() -> list[str]:
+    """Return the GPUs of this machine as `CUDA_VISIBLE_DEVICES` names them; [""] if there are none."""
+    import torch
+
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    return os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
 
 
 def run_processes(processes: Sequence[BaseProcess]) -> int:

@@ -20,9 +20,11 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, card_on_hub, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
+from loopdropout_trainer.settings.ranges import shown_parts
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
@@ -67,6 +69,17 @@ def merged_state_dict(model: PeftModel, folder: Path | None = None) -> dict[str,
             continue
         merged[f"{module_name}.{parameter}"] = tensor
     return merged
+
+
+def merging_memory(model: PeftModel) -> dict[str, int]:
+    """Return the bytes that merging and saving takes at most: of `libraries`, `weights` and `one merged weight`."""
+    weights = [weight for name, weight in model.named_parameters() if ".lora_" not in name]
+    in_float32 = 12 * max(weight.numel() for weight in weights)  # itself, the update and their sum
+    sizes = {
+        "libraries": int(LIBRARY_BYTES),
+        "weights": sum(weight.numel() * weight.element_size() for weight in weights),
+    }
+    return {**sizes, "one merged weight": in_float32}
 
 
 def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tensor) -> torch.Tensor:
@@ -119,6 +132,7 @@ def merge_and_save(
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
     base, fields = model.get_base_model(), card_fields(model, facts)
+    logger.info(f"Memory: about {shown_parts(merging_memory(model))}.")
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
             base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))

@@ -19,7 +19,7 @@ TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
 
 @dataclass
 class ModelArguments:
-    """Which looped model to train."""
+    """Which looped model, and on how many threads."""
 
     model_name_or_path: str = HfArg(help="Hub name or folder of a looped model; `tiny-ouro` is in this package.")
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the Hub.")
@@ -27,12 +27,14 @@ class ModelArguments:
     dtype: Literal["bfloat16", "float16", "float32"] = HfArg(default="bfloat16", help="Of the frozen weights.")
     attn_implementation: str = HfArg(default="sdpa", help="sdpa, eager, flex_attention, flash_attention_2, ...")
     chat_template: str | None = HfArg(default=None, help="Name (tulu2, ouro ...) or Jinja file; else the tokenizer's.")
+    num_threads: int | None = HfArg(default=None, help="CPU threads of each process. Default: torch's own choice.")
 
     def __post_init__(self):
         if not str(self.model_name_or_path).strip():
             raise UserError("`model_name_or_path` must be a Hub name or a folder; got ''.")
-        if self.num_loops is not None:
-            check_integer("num_loops", self.num_loops, 1, MOST_LOOPS)
+        for name, most in (("num_loops", MOST_LOOPS), ("num_threads", 1024)):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1, most)
         if self.model_name_or_path == "tiny-ouro":
             self.model_name_or_path = str(TINY_OURO_PATH)
 
@@ -85,6 +87,9 @@ class BenchmarkArguments:
 
     benchmarks: list[str] | None = HfArg(default=None, help="Names such as `gsm8k`; `lm_eval:TASK`: one of lm-eval's.")
     benchmark_files: dict[str, str] | None = HfArg(default=None, help="{benchmark: local file} (JSON when typed).")
+    benchmark_revisions: dict[str, str] | None = HfArg(
+        default=None, help="{benchmark: branch, tag or commit of its dataset on the Hub} (JSON when typed)."
+    )
     benchmark_limit: int | None = HfArg(default=None, help="Number of problems of each benchmark. Default: all.")
     benchmark_batch_size: int = HfArg(default=16, help="Problems that one process decodes at a time.")
     decoding: Literal["eager", "compiled", "generate"] = HfArg(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from huggingface_hub.dataclasses import type_validator
 from trl import TrlParser
 
-from loopdropout_trainer.errors import program_name
+from loopdropout_trainer.errors import RecipeError, program_name
 from loopdropout_trainer.secrets import is_secret
 from loopdropout_trainer.settings.ranges import shown
 
@@ -33,10 +33,6 @@ epsilon scale_rewards reward_weights log_completions use_vllm
 """The fields of TRL's and transformers' training arguments that `--help` lists; `--help_all` lists all."""
 
 _MAPPING_OR_PATH = ("deepspeed", "fsdp_config", "accelerator_config")
-
-
-class RecipeError(ValueError):
-    """A recipe or command line that cannot be run, in one sentence."""
 
 
 class RecipeParser(TrlParser):

@@ -172,3 +172,14 @@ def _field_kinds(cls: type) -> dict[str, set[Any]]:
 def _kinds(hint: Any) -> set[Any]:
     """Return the types that a hint is made of: int and NoneType of `list[int] | None`."""
     return {kind for part in typing.get_args(hint) for kind in _kinds(part)} or {hint}
+
+
+def shown_bytes(size: float) -> str:
+    """Return a number of bytes as people read it: 12 MB, 2.87 GB, in powers of ten."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+
+
+def shown_parts(sizes: Mapping[str, float]) -> str:
+    """Return an estimate in bytes by parts as people read it: their sum, and each one that is not 0."""
+    parts = ", ".join(f"{name} {shown_bytes(size)}" for name, size in sizes.items() if size)
+    return f"{shown_bytes(sum(sizes.values()))} (estimate): {parts}"

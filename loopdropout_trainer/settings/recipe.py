@@ -17,11 +17,9 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
+from loopdropout_trainer.errors import RecipeError as RecipeError
 from loopdropout_trainer.errors import one_line
-from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.secrets import public_settings
-from loopdropout_trainer.settings.parser import RecipeError as RecipeError
-from loopdropout_trainer.settings.parser import RecipeParser
 from loopdropout_trainer.settings.ranges import shown
 
 
@@ -145,16 +143,25 @@ def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str,
         return recipe
     if not isinstance(base, str) or not base.strip():
         raise RecipeError(f"`extends` in {path} must be the path of one recipe; got {shown(base)}.")
-    return _over(load_recipe(path.parent / base, (*extending, path.resolve())), recipe)
+    return laid_over(load_recipe(path.parent / base, (*extending, path.resolve())), recipe)
 
 
-_INSTEAD_OF = {"dataset_name": ["train_files"], "at_depths": ["num_loops"]}
+_INSTEAD_OF = {
+    "dataset_name": ["train_files", "dataset_revision"],
+    "at_depths": ["num_loops"],
+    "benchmark_files": ["benchmark_revisions"],
+    "model_name_or_path": ["model_revision"],
+}
 _INSTEAD_OF["train_files"] = [f"dataset_{name}" for name in ("name", "config", "revision", "split")]
 
 
-def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's settings with those that go before them, which also take away what they exclude."""
-    gone = {other for name in own for other in _INSTEAD_OF.get(name, ())}
+def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's settings with those that go before them, which also take away what they exclude, or replace.
+
+    A revision belongs to the model or data set that it was given with.
+    """
+    changed = [name for name in own if own[name] != base.get(name)]
+    gone = {other for name in changed for other in _INSTEAD_OF.get(name, ())}
     return {**{name: value for name, value in base.items() if name not in gone}, **own}
 
 
@@ -179,7 +186,8 @@ def parse_recipe(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
-    If `--rule` is not the recipe's, the recipe's `p` and `rule_args` count only as far as the new rule has them too.
+    If `--rule` is not the recipe's, the recipe's `p` and `rule_args` count only as far as the new rule has them too. From here
+    on torch computes on as many threads as `num_threads` says.
 
     Args:
         dataclass_types: whose fields are the valid keys; no field name may occur twice.
@@ -193,6 +201,10 @@ def parse_recipe(
     Raises:
         RecipeError: for an unknown key, a wrong type, a missing field, or a value that a dataclass refuses.
     """
+    import torch
+
+    from loopdropout_trainer.settings.parser import RecipeParser
+
     argv = list(sys.argv[1:] if argv is None else argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
     parser = RecipeParser(dataclass_types, description)
@@ -203,8 +215,11 @@ def parse_recipe(
     recipe = parser.read_recipe({key: value for key, value in recipe.items() if key not in unread}, path)
     if "rule" in command_line:
         recipe = for_another_rule(recipe, command_line["rule"])
-    settings = _over(recipe, command_line)
-    return [build(cls, settings) for cls in dataclass_types], settings
+    settings = laid_over(recipe, command_line)
+    arguments = [build(cls, settings) for cls in dataclass_types]
+    if settings.get("num_threads") is not None:
+        torch.set_num_threads(settings["num_threads"])
+    return arguments, settings
 
 
 def build(cls: type, settings: Mapping[str, Any]) -> Any:
@@ -225,6 +240,8 @@ def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
 
     A `p` of 0 is left out, too: it makes plain LoRA of nearly every rule, which would then go by the rule's name.
     """
+    from loopdropout_trainer.gates import RULES
+
     settings = dict(settings)
     if rule not in RULES or rule == settings.get("rule", "loop_dropout"):  # an unknown one is an error later
         return settings

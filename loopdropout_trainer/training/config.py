@@ -19,7 +19,7 @@ from trl import DPOConfig, SFTConfig, pack_dataset
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.settings.ranges import Range, check_numbers
+from loopdropout_trainer.settings.ranges import Range, check_choice, check_numbers
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler, make_choice
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 from loopdropout_trainer.training.loop_loss import LOOP_LOSSES, LoopLoss
@@ -86,6 +86,11 @@ class LoopDropoutArguments:
         help="In training, compile the repeated layer, once for all layers, loops and lengths. For GPUs; needs "
         "`remove_padding` and a single process or DDP.",
     )
+    warmup_from_first_step: bool = HfArg(
+        default=False,
+        help="Warm up at the rates 1/w, 2/w, ..., 1 of the peak, w steps rounded down but at least one. By default they are "
+        "0, 1/w, ..., rounded up, so that the first step changes nothing.",
+    )
     stop_on_nan: bool = HfArg(
         default=True, help="Stop, before the step is taken, when the loss or a gradient is NaN or infinite."
     )
@@ -114,6 +119,11 @@ class LoopDropoutArguments:
         if len(unsaid) == len(CHECKPOINTING_FIELDS):  # transformers takes that for no; the trainer will know
             for name in unsaid:
                 setattr(self, name, None)
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        if self.warmup_from_first_step and self.warmup_steps < 1:
+            return max(1, int(num_training_steps * self.warmup_steps))
+        return super().get_warmup_steps(num_training_steps)
 
     def make_rule(self) -> GateRule:
         """Build the gate rule that these arguments describe."""
@@ -224,6 +234,12 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args", "depth_sampling_args", "loop_loss_args"]
 
+    loss_average: str = HfArg(
+        default="tokens",
+        help="What the loss of a step is a mean over: its `tokens`, or its `micro_batches`, each of which counts as its mean "
+        "over its own tokens.",
+        metadata={"choices": ["tokens", "micro_batches"]},
+    )
     depth_sampling: str = HfArg(
         default="fixed",
         help="How many loops a training step runs: `fixed` (the model's own depth K, as in the paper), `uniform`, "
@@ -238,6 +254,7 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
 
     def __post_init__(self):
         self.make_depth_sampler()
+        check_choice("loss_average", self.loss_average, ("tokens", "micro_batches"))
         scores_all = self.make_loop_loss().scores_all
         for name, usual in (("loss_type", "nll"), ("label_smoothing_factor", 0)):
             if scores_all and getattr(self, name) != usual:

@@ -33,11 +33,16 @@ CHECKPOINTING_FIELDS = tuple(
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for layouts in which an example's place in the global batch, or in its row, is not known."""
     parallelism = getattr(args, "parallelism_config", None)
+    packs, splits = getattr(args, "packing", False), args.accelerator_config.split_batches and args.world_size > 1
+    mixes = "packing" if packs else "split_batches"
     shared = [size for size in ("tp_size", "cp_size", "sp_size") if (getattr(parallelism, size, 1) or 1) > 1]
     for refused, reason in (
-        (getattr(args, "packing", False) and args.packing_strategy != "bfd",
+        (packs and args.packing_strategy != "bfd",
          f"`packing_strategy` {getattr(args, 'packing_strategy', None)!r} cuts examples in two, and one example has one gate "
          "vector: use 'bfd', which never cuts one."),
+        (getattr(args, "loss_average", "tokens") == "micro_batches" and (packs or splits),
+         f"`loss_average: micro_batches` weighs an example by the others of its micro-batch, and `{mixes}` changes "
+         "which they are: leave one of them out."),
         (shared, f"`parallelism_config.{' and '.join(shared)}` above 1 is not supported: several processes would share rows."),
         (args.ddp_static_graph and args.gradient_accumulation_steps > 1,
          "`ddp_static_graph` fails with `gradient_accumulation_steps` above 1, where only the last micro-batch synchronises "

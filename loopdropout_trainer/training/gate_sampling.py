@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import time
 from contextlib import nullcontext
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -204,6 +207,16 @@ class GateSamplingMixin:
         fields |= {"loraplus_lr_ratio": args.loraplus_lr_ratio, "loraplus_weight_decay": args.weight_decay}
         self.optimizer = create_loraplus_optimizer(model, optimizer_class, **fields)
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None):
+        is_given = self.lr_scheduler is not None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.args.warmup_from_first_step and not is_given:
+            num_warmup = self.args.get_warmup_steps(num_training_steps)
+            warm_up = lambda step, after: (step + 1) / num_warmup if step < num_warmup else after(step)
+            lambdas = [functools.partial(warm_up, after=after) for after in scheduler.lr_lambdas]
+            self.lr_scheduler = scheduler = LambdaLR(scheduler.optimizer, lambdas)
+        return scheduler
 
     def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_ids: torch.Tensor | None) -> None:
         ids = self.example_ids_of(inputs) if packed_ids is None else packed_ids.tolist()

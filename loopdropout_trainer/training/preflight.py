@@ -11,6 +11,7 @@ from datasets import Dataset
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -141,6 +142,8 @@ def _check_parts(args: TrainingArguments) -> None:
             optimizer = optimizer_class(layer.parameters(), **fields)
     with user_supplied(f"`lr_scheduler_type` {schedule} with `lr_scheduler_kwargs` {shown(keywords)} cannot be used"):
         scheduler = get_scheduler(schedule, optimizer, 2, 8, scheduler_specific_kwargs=keywords)
+        if args.warmup_from_first_step and not isinstance(scheduler, LambdaLR):
+            raise UserError(f"`warmup_from_first_step` needs a schedule with a warm-up; {schedule} has none.")
         follows_loss = schedule in ("reduce_lr_on_plateau", "greedy")
         for _ in range(8):
             optimizer.step()

@@ -78,6 +78,20 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
                 raise UserError(reason)
         self.loop_loss.check_model(looped)
 
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device):
+        num_items = super()._get_num_items_in_batch(batch_samples, device)
+        if self.args.loss_average == "micro_batches" and num_items is not None:
+            trained = torch.tensor(sum(self.evaluated_weight(batch) > 0 for batch in batch_samples), device=device)
+            is_shared = self.args.average_tokens_across_devices
+            self._num_micro_batches = int(self.accelerator.gather(trained).sum() if is_shared else trained)
+        return num_items
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Let TRL divide a micro-batch's sum by the number that makes it its share of the step's loss (`loss_average`)."""
+        if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
+            num_items_in_batch = self.evaluated_weight(inputs) * self._num_micro_batches
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+
     def draw_depth(self, seed: int) -> tuple[int, int]:
         if (self.args.depth_sampling, self.args.loop_loss) == ("fixed", "final"):
             return super().draw_depth(seed)

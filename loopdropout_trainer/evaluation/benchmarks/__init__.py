@@ -40,6 +40,7 @@ def load_benchmark(
     files: str | Path | Sequence[str | Path] | None = None,
     limit: int | None = None,
     confirm_run_unsafe_code: bool = False,
+    revision: str | None = None,
 ) -> Benchmark:
     """Load a benchmark's problems, and check that everything is there that scoring needs.
 
@@ -49,13 +50,17 @@ def load_benchmark(
             the tasks of a group in lm-eval also a folder of them (`TASK.jsonl`).
         limit: only the first problems, of each task in a group.
         confirm_run_unsafe_code: run programs that a model has written also where nothing contains them.
+        revision: branch, tag or commit of the problems' dataset on the Hub; not read if there are `files`.
 
     Raises:
         ValueError: for an unknown name, a file that cannot be read, a bad row (it names file and row), or
             if something is missing that scoring needs.
     """
     files = [files] if isinstance(files, str | Path) else files
-    return find_task(name).load(name, files and list(map(Path, files)), limit, confirm_run_unsafe_code)
+    task = find_task(name)
+    if revision is not None and files is None:
+        task = task.at_revision(name, revision)
+    return task.load(name, files and list(map(Path, files)), limit, confirm_run_unsafe_code)
 
 
 def development_benchmark(rows: Dataset | None, preparation: str | None, limit: int | None = None):

@@ -15,7 +15,6 @@ from datasets import load_dataset
 from loopdropout_trainer.data.rows import BadRow, DataError, read_files
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
-from loopdropout_trainer.evaluation.metrics import AnswerMetric
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_greedy
@@ -92,6 +91,8 @@ class GeneratedBenchmark(Benchmark):
 
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
     """Judge one completion for each problem of `benchmark`."""
+    from loopdropout_trainer.evaluation.metrics.answer_metric import AnswerMetric  # which imports `evaluate`
+
     metric = AnswerMetric(benchmark.metric, keep_in_memory=True)
     found = metric.compute(predictions=list(completions), references=list(benchmark.references))
     fields = (benchmark.prompts, completions, benchmark.references, *map(found.get, ("extracted", "correct", "error")))
@@ -120,6 +121,11 @@ class GeneratedTask(Task):
     metric: str
     max_new_tokens: int
     stop_strings: tuple[str, ...] = ()
+
+    def at_revision(self, name: str, revision: str) -> GeneratedTask:
+        if not isinstance(self.rows, HubRows):
+            return super().at_revision(name, revision)
+        return replace(self, rows=replace(self.rows, revision=revision))
 
     def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> GeneratedBenchmark:
         def problem(row: Row) -> tuple[str, str, Row]:
@@ -154,6 +160,14 @@ def read_problems(name: str, rows: Iterable[tuple[str, Row | BadRow]], read: Cal
     return found
 
 
-def from_hub(path: str, config: str | None = None, split: str = "test") -> Callable[[int | None], Iterable[Row]]:
-    """Return what loads a dataset's split from the Hub."""
-    return lambda limit: load_dataset(path, config, split=split)
+@dataclass(frozen=True)
+class HubRows:
+    """The rows of a dataset's split on the Hub, at a revision: a branch, tag or commit; None: the newest."""
+
+    path: str
+    config: str | None = None
+    split: str = "test"
+    revision: str | None = None
+
+    def __call__(self, limit: int | None) -> Iterable[Row]:
+        return load_dataset(self.path, self.config, split=self.split, revision=self.revision)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.preparations import text
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
-from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, Row, from_hub
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, HubRows, Row
 from loopdropout_trainer.evaluation.metrics.gsm8k_strict import ANSWER
 
 
@@ -29,9 +29,9 @@ def _task(rows: Callable[[int | None], Iterable[Row]], answer: str = "answer", m
 
 
 BENCHMARKS = {
-    "gsm8k": _task(from_hub("openai/gsm8k", "main")),
-    "gsm8k_platinum": _task(from_hub("madrylab/gsm8k-platinum", "main")),
-    "gsm_plus_mini": _task(from_hub("qintongli/GSM-Plus", split="testmini"), answer="solution"),
+    "gsm8k": _task(HubRows("openai/gsm8k", "main")),
+    "gsm8k_platinum": _task(HubRows("madrylab/gsm8k-platinum", "main")),
+    "gsm_plus_mini": _task(HubRows("qintongli/GSM-Plus", split="testmini"), answer="solution"),
     **{
         f"arithmetic_{split}": _task(
             lambda limit, split=split: arithmetic_problems(split, limit or ARITHMETIC_PROBLEMS), max_new_tokens=80

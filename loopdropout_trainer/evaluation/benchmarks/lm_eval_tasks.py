@@ -6,6 +6,7 @@ from them. So the results do not depend on the number of processes, and a killed
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import random
@@ -67,15 +68,9 @@ class LmEvalTask(Task):
         return tuple(self.metrics or ())
 
     def load(self, name: str, files: list[Path] | None, limit: int | None, confirmed: bool) -> LmEvalBenchmark:
-        import lm_eval.tasks
-
-        where = {}
-        if self.folder is not None:
-            folder = Path(lm_eval.tasks.__file__).parent / self.folder
-            where = {"include_path": str(folder), "include_defaults": False}
+        manager = _task_manager(self.folder)
         splits = None if files is None else self._local_splits(name, files)
         with user_supplied(f"`{name}` cannot be loaded"):
-            manager = lm_eval.tasks.TaskManager(**where)
             names = [self.tasks]
             if self.folder is not None and self.tasks not in manager.all_subtasks:
                 names = [task for task in manager.all_subtasks if task.startswith(f"{self.tasks}_")]
@@ -148,6 +143,17 @@ class LocalSplits:
                 f"`{name}` shows {config.num_fewshot} examples of the split `{source}`: let `benchmark_files` name a folder "
                 f"with {self.task}.jsonl and {self.task}.{source}.jsonl."
             )
+
+
+@functools.cache
+def _task_manager(folder: str | None) -> Any:
+    """Return lm-eval's index of its tasks, or of those in one of its folders. All of them take seconds to read: once."""
+    import lm_eval.tasks
+
+    if folder is None:
+        return lm_eval.tasks.TaskManager()
+    path = Path(lm_eval.tasks.__file__).parent / folder
+    return lm_eval.tasks.TaskManager(include_path=str(path), include_defaults=False)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loopdropout_trainer.data.preparations import text
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
-from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, Row, from_hub
+from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, HubRows, Row
 from loopdropout_trainer.evaluation.metrics import metamath_gsm8k
 
 
@@ -23,7 +23,7 @@ BENCHMARKS = {
     "metamath_gsm8k": GeneratedTask(
         prompt=lambda row: PROMPT.format(instruction=text(row, "question")),
         reference=lambda row: str(metamath_gsm8k.extract_gold(text(row, "answer"))),
-        rows=from_hub("openai/gsm8k", "main"),
+        rows=HubRows("openai/gsm8k", "main"),
         metric="metamath_gsm8k",
         max_new_tokens=512,
         stop_strings=STOPS,
@@ -31,7 +31,7 @@ BENCHMARKS = {
     "metamath_math500": GeneratedTask(
         prompt=lambda row: PROMPT.format(instruction=text(row, "problem")),
         reference=_boxed_answer,
-        rows=from_hub("HuggingFaceH4/MATH-500"),
+        rows=HubRows("HuggingFaceH4/MATH-500"),
         metric="metamath_math",
         max_new_tokens=2048,
         stop_strings=STOPS,

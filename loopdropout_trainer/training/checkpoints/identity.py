@@ -55,6 +55,7 @@ _NAMES = {
     "sha256": "the training data",
     "weights": "the base weights",
     "examples_per_step": "the examples in a step",
+    "examples_per_micro_batch": "the examples in a micro-batch",
 }
 
 
@@ -71,12 +72,14 @@ def run_identity(args: TrainingArguments, model: PeftModel, dataset: Any, unshar
     frozen = {name: p for name, p in base.named_parameters() if ".lora_" not in name}
     lora, config = model.peft_config[model.active_adapters[0]].to_dict(), base.config.to_dict()
     fields = {name for name, field in type(args).__dataclass_fields__.items() if field.init} - _NOT_COMPARED
+    parts_count = getattr(args, "loss_average", "tokens") == "micro_batches"
     identity = {
         "settings": {
             **{name: getattr(args, name) for name in fields},
             "data_seed": args.seed if args.data_seed is None else args.data_seed,
             "gate_seed": args.seed if args.gate_seed is None else args.gate_seed,
             "examples_per_step": args.examples_per_step,
+            **({"examples_per_micro_batch": args.train_batch_size} if parts_count else {}),
         },
         # How long the run is; of the two fields the one that does not count is None.
         "length": {

@@ -1,0 +1,407 @@
+"""The work on a sweep, shared by any number of processes: each takes a job, does it, and takes the next.
+
+Each job is a trial of an Optuna study, so that no two processes do it at once, and it is done again if its process was lost.
+A run joins the finished ones only if it has their base, data, settings and versions.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import optuna
+import psutil
+from filelock import FileLock
+from optuna.trial import FrozenTrial, TrialState
+
+from loopdropout_trainer.errors import run_command, user_supplied
+from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, make_identity
+from loopdropout_trainer.runs import workers
+from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
+from loopdropout_trainer.runs.summary import SUMMARY_FILE, edges, table
+from loopdropout_trainer.runs.sweep import Job, Sweep
+from loopdropout_trainer.saving.files import LOCK_FILE, write_atomically
+from loopdropout_trainer.settings.arguments import AdapterArguments
+from loopdropout_trainer.settings.recipe import settings_yaml
+
+
+HEARTBEAT, GRACE = 10, 60  # seconds; of a process on this machine it is known at once that it has died
+_OF_ADAPTER = {"rule", "p", "rule_args", *(f.name for f in fields(AdapterArguments))}
+_OF_RUN = ("learning_rate", "seed", "data_seed", "gate_seed")
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # results that are not there or not complete
+
+Outcome = dict[str, Any]
+"""What a finished run's trial keeps: its `identity`, and its `benchmarks` and costs, or the `error` at which it diverged."""
+
+
+class SweepError(RuntimeError):
+    """A run of the sweep failed, or the folder belongs to another sweep."""
+
+
+class Queue:
+    """The jobs of a sweep, and what is known of them; `scripts` is the folder of the training scripts."""
+
+    def __init__(self, sweep: Sweep, scripts: Path) -> None:
+        self.sweep, self.output_dir = sweep, sweep.output_dir
+        self.script = scripts / f"{sweep.arguments.script}.py"
+        self.launcher = shlex.split(sweep.arguments.launcher)
+        self.lock = FileLock(self.output_dir / "sweep.lock")
+
+    def open(self, check: bool = True) -> None:
+        """Check everything, unless another process has, open the storage, and write down there whose folder this is.
+
+        Raises:
+            RecipeError: if the script refuses a recipe, or there is no such benchmark.
+            SweepError: if the folder belongs to another sweep.
+        """
+        if check:
+            self._check_recipes()
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        with self.lock:
+            self._open_storage()
+            self._claim_folder()
+            self._refresh()
+            self._check_alike("A run of now", make_identity())
+            if check:
+                self.study.set_user_attr("failure", None)  # what failed before is tried again
+
+    def _methods(self) -> list[str]:
+        return list(dict.fromkeys(method for part in self.sweep.to_do for method in part.methods))
+
+    def _check_recipes(self) -> None:
+        recipes, benchmarks = {}, {self.sweep.arguments.select_on}
+        for method in self._methods():
+            recipe = self.sweep.recipe(Job(method, 1.0, 0, False))
+            recipes[method] = {**recipe, "output_dir": str(self.output_dir / method)}
+            benchmarks |= set(recipe["benchmarks"])
+        with_model = not self.sweep.arguments.print_commands  # which may be printed where no model is
+        with ProcessPoolExecutor(1, mp_context=workers.forks(self.script)) as pool:
+            pool.submit(workers.check_recipes, str(self.script), recipes, benchmarks, with_model).result()
+
+    def _open_storage(self) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats
+        warnings.filterwarnings("ignore", "Heartbeat of storage")  # they come from `_heartbeat`, not from `optimize`
+        given, file = self.sweep.arguments.storage, self.output_dir.resolve() / "sweep.db"
+        wait = None if given else {"connect_args": {"timeout": 60}}
+        with user_supplied(f"{'`storage`' if given else file} cannot be opened"):
+            self.storage = optuna.storages.RDBStorage(
+                given or f"sqlite:///{file}", wait, heartbeat_interval=HEARTBEAT, grace_period=GRACE
+            )
+            self.study = optuna.create_study(
+                storage=self.storage,
+                study_name=str(file.parent) if given else "sweep",
+                direction="maximize",
+                load_if_exists=True,
+            )
+
+    def _claim_folder(self) -> None:
+        """Write down the settings of this sweep, apart from parts, rates, seeds and `measure`, which may change."""
+        arguments, before = self.sweep.arguments, self.study.user_attrs
+        now = {"": {name: getattr(arguments, name) for name in ("script", "select_on", "selection_seeds")}}
+        now |= {f"{method}: ": self.sweep.settings(method, selects=True) for method in self._methods()}
+        for owner, settings in now.items():
+            old = before.get(owner, settings)
+            for name in sorted({*old, *settings}):
+                if old.get(name) != settings.get(name):
+                    raise SweepError(
+                        f"The runs in {self.output_dir} were made with `{owner}{name}` {old.get(name)!r}, and now it is "
+                        f"{settings.get(name)!r}: put it back, or choose another `output_dir`."
+                    )
+        for owner, settings in now.items():
+            self.study.set_user_attr(owner, settings)
+
+    # What is done
+
+    def _refresh(self) -> None:
+        """Read the trials: the last finished one of each run, the scores that choose rates, and the runs under way."""
+        files = {TrialState.COMPLETE: RESULTS_FILE, TrialState.PRUNED: DIVERGED_FILE}
+        self._last: dict[str, FrozenTrial] = {}
+        self._scores: dict[str, float | None] = {}
+        self._active: set[str] = set()
+        for trial in self.study.get_trials(deepcopy=False):
+            run = trial.user_attrs.get("run", "")
+            if trial.user_attrs.get("anew"):
+                self._last.pop(run, None)
+                self._scores.pop(run, None)
+            if trial.state == TrialState.RUNNING:
+                self._active.add(run)
+            elif trial.state in files and (self.output_dir / run / files[trial.state]).exists():
+                self._last[run] = trial
+                if trial.user_attrs["selects"] or trial.state == TrialState.PRUNED:
+                    self._scores[run] = trial.value
+
+    def is_done(self, job: Job) -> bool:
+        """Say whether there is nothing left to do for a job, as far as the trials were read."""
+        if job.selects:
+            return job.run in self._scores
+        last = self._last.get(job.run)
+        if last is None or last.state == TrialState.PRUNED:
+            return last is not None
+        return last.user_attrs["run_name"] == self.sweep.recipe(job)["run_name"]
+
+    def _outcome(self, job: Job) -> Outcome | None:
+        """Return what a finished run has left in its folder; None if it is unfinished."""
+        folder, run_name = self.output_dir / job.run, self.sweep.recipe(job)["run_name"]
+        with suppress(*_DAMAGED):
+            results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+            if results["run_info"]["settings"]["run_name"] == run_name:
+                trained = results["train_info"]
+                return {
+                    "identity": results["run"],
+                    "benchmarks": {name: result["score"] for name, result in results["benchmarks"].items()},
+                    "train_seconds": trained.get("train_seconds"),
+                    "peak_memory_gb": trained.get("peak_memory_gb"),
+                }
+        with suppress(*_DAMAGED):
+            diverged = json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))
+            if diverged["run_name"] == run_name:
+                return {"identity": diverged["run"], "error": diverged["error"]}
+        return None
+
+    def _check_alike(self, run: str, identity: Identity, method: str = "") -> None:
+        """Raise SweepError if a run's numbers depend on something else than those of the finished runs do.
+
+        Runs of one method differ in seed and learning rate only; methods that differ in rule and adapter only have one base
+        and one data set; and all runs have the same versions.
+        """
+        for other, trial in self._last.items():
+            if "identity" not in trial.user_attrs:
+                raise SweepError(
+                    f"{other} was trained by an earlier version of this package, which did not note its data and versions: "
+                    "choose another `output_dir`."
+                )
+            parts = ("versions",)
+            if trial.user_attrs["method"] == method:
+                parts = ONE_SETTING
+            elif method and self._beside_adapter(trial.user_attrs["method"]) == self._beside_adapter(method):
+                parts = ("base", "data", "versions")
+            for difference in differences(trial.user_attrs["identity"], identity, parts):
+                if difference.field not in _OF_RUN:
+                    raise SweepError(
+                        f"{run} cannot stand beside {other}: {difference}. Put it back and delete the folder of the one that "
+                        "is wrong, or choose another `output_dir`."
+                    )
+
+    def _beside_adapter(self, method: str) -> dict[str, Any]:
+        """Return a method's settings without those of its rule and adapter."""
+        settings = self.study.user_attrs[f"{method}: "]
+        return {name: value for name, value in settings.items() if name not in _OF_ADAPTER}
+
+    # Doing it
+
+    def run(self) -> None:
+        """Do all that is not done yet, with as many processes as `workers` says.
+
+        Raises:
+            SweepError: if a run fails, here or in another process, or the folder belongs to another sweep.
+        """
+        self.open()
+        number = self.sweep.arguments.workers
+        if number == 1:
+            self.work()
+            return
+        spawn, gpus = multiprocessing.get_context("spawn"), workers.gpus()
+        given = [(self.sweep.arguments, self.script.parent, gpus[place % len(gpus)]) for place in range(number)]
+        status = workers.run_processes([spawn.Process(target=_work, args=each) for each in given])
+        with self.lock:
+            remain = self._ready_jobs()
+        if remain:
+            raise SweepError(f"A worker ended with exit status {status}; the same command goes on from there.")
+
+    def work(self) -> None:
+        """Do one job after the other until none is left."""
+        while True:
+            with self.lock:  # one process at a time decides what it does, and says so
+                ready = self._ready_jobs()
+                if failure := self.study.user_attrs.get("failure"):
+                    raise SweepError(f"Stopped, since another process met this: {failure}")
+                trial = self._begin(ready[0]) if ready else None
+            if trial is not None:
+                self._do(ready[0], trial)
+            elif self._active:
+                time.sleep(0.5)  # others are at work: what they finish may be needed here, or they may be lost
+            else:
+                return
+
+    def commands(self) -> list[str]:
+        """Return the commands of the jobs that can start now, for a scheduler."""
+        self.open()
+        words = [*(self.launcher or [sys.executable]), str(self.script)]
+        with self.lock:
+            return [shlex.join([*words, *self._argv(job)]) for job in self._ready_jobs()]
+
+    def _ready_jobs(self) -> list[Job]:
+        """Return the jobs that are neither done nor running, after reading the trials again; this process has the lock."""
+        self._give_up_lost_trials()
+        self._refresh()
+        jobs = self.sweep.jobs(self._scores, self.is_done)
+        for job in jobs:  # done without a trial: by a scheduler, or before the storage was lost
+            if job.run not in self._active and (outcome := self._outcome(job)):
+                self._check_alike(job.run, outcome["identity"], job.method)
+                self._end(self._begin(job), outcome)
+                return self._ready_jobs()
+        self._write_summary()
+        return [job for job in jobs if job.run not in self._active]
+
+    def _give_up_lost_trials(self) -> None:
+        """Mark the trials whose process has died as failed."""
+        optuna.storages.fail_stale_trials(self.study)
+        for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+            host, _, pid = trial.user_attrs.get("worker", "").rpartition(":")  # none: its process died as it began
+            if not pid or (host == socket.gethostname() and not psutil.pid_exists(int(pid))):
+                self.study.tell(trial.number, state=TrialState.FAIL)
+
+    def _begin(self, job: Job) -> optuna.Trial:
+        """Return a new trial for a job, which is this process's; it has the lock."""
+        facts = {"worker": f"{socket.gethostname()}:{os.getpid()}", "run": job.run, **job._asdict()}
+        facts["run_name"] = self.sweep.recipe(job)["run_name"]
+        # Whose folder is gone is trained anew: what its earlier trials say is of another training.
+        facts["anew"] = not any((self.output_dir / job.run / name).exists() for name in (RESULTS_FILE, DIVERGED_FILE))
+        trial = self.study.ask()
+        for name, value in facts.items():
+            trial.set_user_attr(name, value)
+        return trial
+
+    def _end(self, trial: optuna.Trial, outcome: Outcome) -> None:
+        """End a trial with what came of it: a score, or none if it diverged."""
+        for name, value in outcome.items():
+            trial.set_user_attr(name, value)
+        if "error" in outcome:
+            self.study.tell(trial, state=TrialState.PRUNED)
+        else:
+            self.study.tell(trial, next(iter(outcome["benchmarks"].values())))
+
+    def _do(self, job: Job, trial: optuna.Trial) -> None:
+        """Train and evaluate a job's run; whatever goes wrong ends its trial."""
+        began = time.monotonic()
+        try:
+            with self._heartbeat(trial):
+                outcome = self._train(job)
+            with self.lock:
+                self._refresh()  # others have worked in the meantime
+                self._check_alike(job.run, outcome["identity"], job.method)
+                self._end(trial, outcome)
+                self._refresh()
+        except BaseException as error:
+            if isinstance(error, SweepError):
+                self.study.set_user_attr("failure", str(error).splitlines()[0])
+            self.study.tell(trial, state=TrialState.FAIL)
+            raise
+        jobs = {job for part in self.sweep.to_do for job in self.sweep.jobs_of(part, self._scores)}
+        done = sum(job.learning_rate is not None and self.is_done(job) for job in jobs)
+        scores = ", ".join(f"{name} {score:.2f}%" for name, score in outcome.get("benchmarks", {}).items())
+        seconds = f"{time.monotonic() - began:.0f} s"
+        print(f"{done} of at most {len(jobs)}. {job.run}: {scores or outcome['error']} ({seconds})", flush=True)
+
+    @contextmanager
+    def _heartbeat(self, trial: optuna.Trial) -> Iterator[None]:
+        """Tell the storage every few seconds that the process of a trial is alive."""
+        study = self.storage.get_study_id_from_name(self.study.study_name)
+        number = self.storage.get_trial_id_from_study_id_trial_number(study, trial.number)
+        ended = threading.Event()
+
+        def beat() -> None:
+            self.storage.record_heartbeat(number)
+            while not ended.wait(HEARTBEAT):
+                self.storage.record_heartbeat(number)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _train(self, job: Job) -> Outcome:
+        """Start the script for a job, and return its outcome."""
+        folder = self.output_dir / job.run
+        with FileLock(folder / LOCK_FILE):  # a training outlives its worker for as long as its last checkpoint takes
+            pass
+        log = folder / "log.txt"
+        arguments = (str(self.script), self._argv(job), self.launcher, str(log))
+        process = workers.forks(self.script).Process(target=workers.train, args=arguments)
+        status = workers.run_processes([process])
+        outcome = self._outcome(job)
+        if outcome is None or (status and "error" not in outcome):
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+            error = f"{job.run} failed with exit status {status}; the same command goes on from there. {log} ends:"
+            raise SweepError("\n  ".join([error, *[line for line in lines if line.strip()][-12:]]))
+        return outcome
+
+    def _argv(self, job: Job) -> list[str]:
+        """Return a job's arguments for its script, after writing its recipe to a file that is named by its content."""
+        recipe = self.sweep.recipe(job)
+        path = self.output_dir / "recipes" / f"{re.sub('[/ ]', '_', recipe['run_name'])}.yaml"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, settings_yaml(recipe))
+        return [str(path), "--output_dir", str(self.output_dir / job.run)]
+
+    # What came of it
+
+    def _choices(self) -> list[dict[str, Any]]:
+        """Return the chosen rates as plain JSON, also those of other sweeps in this folder."""
+        choices = self.study.user_attrs.get("choices", [])
+        new = [
+            {"method": method, "part": part, **choice._asdict(), "edge": choice.edge}
+            for part, method, choice in self.sweep.choices(self._scores)
+            if choice.learning_rate is not None
+        ]
+        methods = {choice["method"] for choice in new}
+        return [*(choice for choice in choices if choice["method"] not in methods), *new]
+
+    def summary(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the finished runs in this folder, also those of other sweeps, and the chosen rates; see `load_runs`."""
+        rows, choices = [], self._choices()
+        chosen = {(choice["method"], choice["learning_rate"]) for choice in choices}
+        for run, trial in self._last.items():
+            facts = trial.user_attrs
+            row = {name: facts[name] for name in ("method", "learning_rate", "seed")}
+            row |= {"folder": run, "chosen": (row["method"], row["learning_rate"]) in chosen}
+            row |= {"final": not facts["selects"], "diverged": trial.state == TrialState.PRUNED}
+            row["selection_score"] = self._scores.get(run)
+            rows.append(row | {name: facts.get(name) for name in ("benchmarks", "train_seconds", "peak_memory_gb")})
+        rows = sorted(rows, key=lambda row: (row["method"], row["learning_rate"], row["seed"]))
+        return {"runs": rows, "choices": choices}
+
+    def table(self) -> str:
+        """Return the table of all runs, with a sentence for each rate that was chosen at the edge of its grid."""
+        summary = self.summary()
+        return "\n".join([table(summary["runs"], self.sweep.arguments.select_on), *edges(summary["choices"])])
+
+    def _write_summary(self) -> None:
+        summary = self.summary()
+        self.study.set_user_attr("choices", summary["choices"])
+        write_atomically(self.output_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
+        write_atomically(self.output_dir / "summary.txt", self.table() + "\n")
+
+
+def _work(arguments: Any, scripts: Path, gpu: str) -> None:
+    """Be one of several workers of a sweep that another process has checked, with one GPU if there are any."""
+    workers.stop_with_parent()
+    workers.stop_on_sigterm()
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+
+    def work() -> None:
+        queue = Queue(Sweep(arguments), scripts)
+        queue.open(check=False)
+        queue.work()
+
+    run_command(work)

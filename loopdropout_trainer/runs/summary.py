@@ -1,0 +1,72 @@
+"""What came of a sweep: its finished runs, the rates that were chosen, and a table of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from loopdropout_trainer.evaluation.results import mean_sd
+from loopdropout_trainer.runs.result import RESULTS_FILE
+
+
+SUMMARY_FILE = "summary.json"
+
+
+def load_runs(output_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the finished runs of a sweep from its folder alone, by method, learning rate and seed.
+
+    Returns:
+        For each run: `method`, `learning_rate`, `seed`; `chosen`, whether the rate was chosen for the method; `final`, whether
+        it was measured, not only compared with other rates; `selection_score`, in percent; `diverged`; `folder`, below
+        `output_dir`; `results`, its results.json ({} if it diverged).
+
+    Raises:
+        OSError, ValueError: if the folder holds no summary of a sweep, or a file is damaged.
+    """
+    runs = json.loads((Path(output_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))["runs"]
+    for run in runs:
+        path = Path(output_dir) / run["folder"] / RESULTS_FILE
+        run["results"] = {} if run["diverged"] else json.loads(path.read_text(encoding="utf-8"))
+    return runs
+
+
+def table(runs: Sequence[Mapping[str, Any]], select_on: str) -> str:
+    """Return a line for each method and rate: selection score (* if chosen), minutes, GB, and mean ± SD over seeds.
+
+    Args:
+        runs: as in summary.json, the ones of a sweep.
+        select_on: name of the column of selection scores.
+    """
+    rows = []
+    for (method, rate), same in pd.DataFrame(runs).groupby(["method", "learning_rate"]) if runs else ():
+        final, score = same[same["final"]], same["selection_score"].mean()
+        choice = "" if pd.isna(score) else f"{score:.2f}"
+        if same["diverged"].any():
+            choice = "diverged"
+        row = {"method": method, "rate": f"{rate:.6g}", select_on: choice + "*" * bool(same["chosen"].any())}
+        row |= {"minutes": final["train_seconds"].mean() / 60, "GB": final["peak_memory_gb"].max()}
+        benchmarks = pd.DataFrame([scores or {} for scores in final["benchmarks"]])
+        row |= {f"{name} (seeds)": _over_seeds(benchmarks[name]) for name in benchmarks}
+        rows.append(row)
+    return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.2f}".format)
+
+
+def _over_seeds(scores: pd.Series) -> str:
+    """Return mean ± SD and the number of seeds of one benchmark's scores, which are missing where a seed diverged."""
+    finished = scores.dropna().tolist()
+    diverged = f", {len(scores) - len(finished)} diverged" if len(finished) < len(scores) else ""
+    return f"{mean_sd(finished)} ({len(finished)}{diverged})"
+
+
+def edges(choices: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each chosen rate that is the smallest or largest which was tried."""
+    return [
+        f"{choice['method']} in `{choice['part']}`: the best rate, {choice['learning_rate']:.6g}, is the {choice['edge']} of "
+        f"the {len(choice['rates'])} that were tried: one beyond it may be better (`extend_grid`, `max_extensions`)."
+        for choice in choices
+        if choice["edge"]
+    ]

@@ -1,0 +1,191 @@
+"""Programs that tests start: as forks of a server that has imported everything, and waited for without a deadline.
+
+A new interpreter spends seven seconds of a core on imports before it does anything. A fork of the server is a process of its
+own as well - it has its own streams, folder, environment and signals, and can be killed - and begins at once. What only a new
+interpreter shows asks for one: `fresh=True`.
+"""
+
+import gc
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("NLTK_DATA", str(ROOT / "tests" / "nltk_data"))  # IFEval's sentences and words
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+# The server finds what it imports by this variable.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(ROOT), os.environ.get("PYTHONPATH")]))
+SERVER = multiprocessing.get_context("forkserver")
+PRELOADED = ["conftest", "loopdropout_trainer.runs.run", "loopdropout_trainer.evaluation.benchmarks"]
+
+PATIENCE = 120  # seconds in which nothing that was started used the processor: it waits for what will not come
+CPU_LIMIT = 1200  # seconds of the processor: it runs in circles
+
+_started = []
+
+
+def fork(function, *given, **keywords):
+    """Start a function in a process of its own, a fork of the server; return the process."""
+    SERVER.set_forkserver_preload(PRELOADED)  # again: the package's own sweeps set what their server imports
+    process = SERVER.Process(target=_call, args=(function, given, keywords))
+    process.start()
+    _started.append(process)
+    return process
+
+
+def _call(function, given, keywords):
+    gc.freeze()  # what the server has imported
+    function(*given, **keywords)
+
+
+def kill_all():
+    """Kill what a test has started and not waited for, since it has failed."""
+    while _started:
+        process = _started.pop()
+        if isinstance(process, subprocess.Popen) or process.is_alive():  # else its number may be another one's by now
+            process.kill()
+
+
+def cpu_seconds():
+    """The processor time of all processes that descend from this one; of ended ones, if somebody waited for them."""
+    seconds = 0.0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            seconds += sum(process.cpu_times()[:4])
+        except psutil.Error:  # it has ended
+            continue
+    return seconds
+
+
+def wait_for(condition, program=None):
+    """Wait until `condition()` holds, and return what it gave.
+
+    There is no deadline on the clock, which a busy machine would miss. It fails when `program` has ended before, when all
+    that was started here stands still, and when it has used far more of the processor than any of it needs.
+    """
+    began = used = cpu_seconds()
+    moved = looked = time.monotonic()
+    while not (met := condition()):
+        assert program is None or program.exit_code is None, f"it has ended:\n{program.stdout}{program.stderr}"
+        time.sleep(0.01)
+        if time.monotonic() - looked < 2:  # a look at all processes is dear
+            continue
+        looked, now = time.monotonic(), cpu_seconds()
+        if abs(now - used) > 0.5:
+            used, moved = now, looked
+        said = "" if program is None else f":\n{program.stdout}{program.stderr}"
+        assert looked - moved < PATIENCE, f"nothing has happened for {PATIENCE} seconds{said}"
+        assert now - began < CPU_LIMIT, f"it has used {now - began:.0f} seconds of the processor{said}"
+    return met
+
+
+def ended(process):
+    """Wait for the end of a process of `fork`, and return its exit code."""
+    wait_for(lambda: process.exitcode is not None)
+    return process.exitcode
+
+
+class Program:
+    """A Python program that was started: `-c CODE`, `-m MODULE` or a script, each with its arguments.
+
+    Args:
+        fresh: in a new interpreter, instead of a fork.
+        output: a file or terminal that gets both streams; by default each goes into a file of its own.
+    """
+
+    def __init__(self, *words, env=ENVIRONMENT, cwd=None, fresh=False, output=None):
+        words = list(map(str, words))
+        self._folder = tempfile.TemporaryDirectory()
+        self._streams = [str(output or os.path.join(self._folder.name, name)) for name in ("stdout", "stderr")]
+        if fresh:
+            out, err = (open(path, "a") for path in self._streams)  # noqa: SIM115
+            with out, err:
+                self._process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=env, cwd=cwd)
+            _started.append(self._process)
+        else:
+            self._process = fork(_become, words, dict(env), str(cwd or os.getcwd()), self._streams)
+        self.pid = self._process.pid
+
+    @property
+    def exit_code(self):
+        """None while it runs."""
+        fresh = isinstance(self._process, subprocess.Popen)
+        return self._process.poll() if fresh else self._process.exitcode
+
+    @property
+    def stdout(self):
+        return self._read(0)
+
+    @property
+    def stderr(self):
+        return self._read(1)
+
+    def _read(self, stream):
+        path = Path(self._streams[stream])
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def end(self, signal_number=signal.SIGKILL):
+        """Send a signal, and wait for the end; return the exit code."""
+        os.kill(self.pid, signal_number)
+        return self.wait()
+
+    def wait(self):
+        """Wait for the end, and return the exit code."""
+        wait_for(lambda: self.exit_code is not None)
+        return self.exit_code
+
+
+def _become(words, env, cwd, streams):
+    """Be the program, in a fork."""
+    for number, path in enumerate(streams, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    text = {"mode": "w", "buffering": 1, "encoding": "utf-8", "closefd": False}
+    sys.stdout, sys.stderr = (open(number, **text) for number in (1, 2))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    match words:
+        case ["-c", code, *rest]:
+            sys.argv = ["-c", *rest]
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        case ["-m", module, *rest]:
+            sys.argv = [module, *rest]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case [script, *rest]:
+            sys.argv = words
+            sys.path.insert(0, os.path.dirname(script))
+            runpy.run_path(script, run_name="__main__")
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def ranks(count, env=ENVIRONMENT):
+    """The environment of each of several processes, as a launcher sets it."""
+    if count == 1:
+        return [env]
+    group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [{**env, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def python(*words, processes=1, env=ENVIRONMENT, **options):
+    """Run a program on the CPU, in several processes if there are several; return what the first one printed."""
+    programs = [Program(*words, env=each, **options) for each in ranks(processes, env)]
+    for program in programs:
+        assert program.wait() == 0, f"{program.stdout[-1000:]}\n{program.stderr[-5000:]}"
+    return programs[0].stdout
