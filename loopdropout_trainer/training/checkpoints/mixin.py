@@ -276,7 +276,7 @@ class CheckpointsMixin:
         return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in stopping)
 
     def _load_callback_state(self):
-        """Leave callbacks as they are: `_restore_callbacks` does it, also without `restore_callback_states_from_checkpoint`."""
+        """Leave callbacks alone: `_restore_callbacks` does it, whatever `restore_callback_states_from_checkpoint` says."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
         with _reading(resume_from_checkpoint):
