@@ -79,7 +79,10 @@ def test_light_commands_import_neither_torch_nor_transformers(words):
     assert not modules & {"torch", "transformers", "trl", "datasets", "pandas", "numpy"}
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "grpo", "evaluate"])
+MORE = [pytest.param(command, marks=pytest.mark.slow) for command in ("dpo", "grpo")]  # which read recipes as sft does
+
+
+@pytest.mark.parametrize("command", ["sft", "evaluate", *MORE])
 def test_a_mistake_in_a_recipe_is_found_before_what_only_training_needs_is_imported(command, tmp_path):
     (tmp_path / "recipe.yaml").write_text("learning_rat: 1\n")
     modules, code = imported_by(command, str(tmp_path / "recipe.yaml"))

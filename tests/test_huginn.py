@@ -2,13 +2,14 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import golden_adapted, golden_inputs, golden_model, tiny_huginn, tiny_llama_conversion
+from conftest import golden_adapted, golden_inputs, golden_model, load_script, tiny_huginn, tiny_llama_conversion
 from safetensors.torch import load_file, save_file
 from test_families import assert_close, assert_gradients_agree, example_nll
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.models.huginn.blocks import shift_and_rotate
@@ -177,3 +178,17 @@ def test_rotations_of_a_float64_model_are_not_rounded():
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.exp(1j * angles)[:, :, None]
     want = torch.view_as_real(turned).flatten(-2).transpose(1, 2)
     torch.testing.assert_close(shift_and_rotate(x, None, angles.cos(), angles.sin()), want, rtol=1e-14, atol=1e-14)
+
+
+@torch.no_grad()
+def test_a_llama_is_its_looped_model_run_once_on_what_the_prelude_gives():
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=30, rope_parameters=rope, **sizes)).eval()
+    model = load_script("recipes/make_small_base.py").looped(llama, SimpleNamespace(eos_token_id=1, pad_token_id=0))
+    ids = torch.arange(2, 20)[None]
+    half = torch.eye(24) / 2
+    assert torch.equal(model.transformer.adapter.weight, torch.cat([half, half], dim=1))
+    model.transformer.adapter.weight.copy_(torch.cat([0 * half, 2 * half], dim=1))
+    model.config.num_loops = 1
+    torch.testing.assert_close(model(ids).logits, llama(ids).logits, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ from test_speed import GATES, MIXED, adapted, training_policy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl import SFTConfig
+from trl.trainer.utils import add_fused_lm_head
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
@@ -20,10 +21,11 @@ from loopdropout_trainer.training.memory import memory_advice, step_memory
 
 
 class Ledger(TorchDispatchMode):
-    """Knows the bytes that were made in the block and are still held, weights left out."""
+    """Knows the bytes that were made in the block and are still held, weights left out, and the most that were."""
 
     def __init__(self, model):
         super().__init__()
+        self.peak = 0
         self.storages = {StorageWeakRef(weight.untyped_storage()): 0 for weight in model.parameters()}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -32,6 +34,7 @@ class Ledger(TorchDispatchMode):
             if torch.is_tensor(tensor):
                 storage = tensor.untyped_storage()
                 self.storages.setdefault(StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.held())
         return result
 
     def held(self):
@@ -61,6 +64,34 @@ def test_the_estimate_is_at_least_what_a_real_step_keeps_and_not_much_more(famil
     del output
     estimate = step_memory(peft_model, rows, length, loops, **fields)
     assert 0.95 * measured <= estimate["kept"] <= 1.5 * measured
+
+
+def test_the_head_of_a_large_vocabulary_is_in_the_estimate(monkeypatch):
+    monkeypatch.setattr(costs, "LAUNCH_SECONDS", 0)
+    model = tiny_ouro(vocab_size=40_000).train()  # wider than TRL's tile
+    add_fused_lm_head(model)
+    peft_model = get_peft_model(model, default_peft_config(model))
+    add_gates(peft_model, in_activation_dtype=True, fused=True)
+    ids = torch.randint(2, 258, (3, 60))
+    with Ledger(peft_model) as ledger:
+        peft_model(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
+    estimate = step_memory(peft_model, 3, 60, model.config.num_loops)
+    assert 0.95 * ledger.peak <= estimate["kept"] + estimate["work"] <= 2 * ledger.peak
+
+
+def test_frozen_layers_after_the_loop_keep_what_they_pass_gradients_through(monkeypatch):
+    monkeypatch.setattr(costs, "LAUNCH_SECONDS", 0)
+    held, estimates = {}, {}
+    for coda in (1, 9):
+        model = TINY["raven_llama"](num_loops=2, n_layers_in_coda=coda).train()
+        peft_model = get_peft_model(model, default_peft_config(model))
+        add_gates(peft_model, in_activation_dtype=True, fused=True)
+        ids = torch.randint(2, 258, (3, 60))
+        with Ledger(peft_model) as ledger:
+            output = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        held[coda], estimates[coda] = ledger.held(), step_memory(peft_model, 3, 60, 2)["kept"]
+        del output
+    assert held[9] - held[1] <= estimates[9] - estimates[1] <= 1.6 * (held[9] - held[1])
 
 
 def test_what_frozen_loops_hold_is_saved_by_their_share(monkeypatch):

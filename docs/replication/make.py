@@ -1,13 +1,15 @@
 """Make the tables and figures of docs/replication.md from finished studies.
 
     python docs/replication/make.py collect outputs/studies/small outputs/studies/map ...   # adds runs to runs.csv.gz
+    python docs/replication/make.py collect outputs/agreement/diagnostics/agreement.json    # of adapters of fresh_seeds
     python docs/replication/make.py write                                                   # runs.csv.gz -> the document
 
 `collect` keeps one row for each number that a run measured, so that every number of the document is in one small file:
 
     study, method, learning_rate, seed     which run
     examples, steps, epochs, min_steps ... what a map varies
-    metric                                 development, accuracy, loss_reduction, frozen_loss or readout_loss
+    metric                                 development, accuracy, loss_reduction, frozen_loss, readout_loss, or, of a readout
+                                           and the last one, same_token and overlap (the diagnostic `agreement`)
     depth, loop                            loops K at inference; the one loop that has the adapter, or whose readout it is
     value                                  in percent; losses in nats per token
     verdicts                               of an accuracy: one bit for each test problem, as hexadecimal digits
@@ -18,6 +20,7 @@ drawn from more of their kind; where a seed gives one number, Student's t. Verdi
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -35,6 +38,8 @@ HERE = Path(__file__).parent
 RUNS = HERE / "runs.csv.gz"
 DOCUMENT, WHEN = HERE.parent / "replication.md", HERE.parent / "when.md"
 TEST = "arithmetic_easy_test"
+FRESH = range(10, 20)
+"""Seeds that were trained for one comparison, which other seeds had suggested."""
 
 
 # From runs to rows.
@@ -52,6 +57,8 @@ def rows_of(run: dict, study: str) -> Iterator[dict]:
         method = f"{part}_lora" if method == "lora" else part
     elif study == "map":
         method = run["method"]
+    if study == "small" and run["seed"] in FRESH:
+        study = "fresh_seeds"
     results = run["results"]
     trained = results["train_info"]
     settings = results["run_info"]["settings"]
@@ -92,16 +99,33 @@ def counted(measured: dict) -> dict:
     return {"value": measured["score"], "problems": len(bits), "verdicts": digits}
 
 
+def rows_of_agreement(file: Path) -> Iterator[dict]:
+    """Yield the rows of a file of the diagnostic `agreement`, of the adapters of `fresh_seeds`."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    metrics = {"same_token": "same_tokens_percent", "overlap": "overlaps_percent"}
+    for run in content["runs"]:
+        if run["kind"] == "adapter":
+            known = {"study": "fresh_seeds", "method": run["rule"], "learning_rate": 1e-3, "seed": run["seed"],
+                     "num_loops": run["train_num_loops"], "examples": 256, "steps": 150, "difficulty": "1 to 3",
+                     "depth": content["settings"]["num_loops"]}  # fmt: skip
+            for metric, name in metrics.items():
+                for loop, value in enumerate(run["measured"][name], 1):
+                    yield {**known, "metric": metric, "loop": loop, "value": value}
+
+
 def collect(folders: Iterable[str]) -> pd.DataFrame:
     """Return the numbers of all finished runs of some sweeps, and those of the file that these did not measure."""
     rows = []
     for folder in map(Path, folders):
+        if folder.is_file():
+            rows += rows_of_agreement(folder)
+            continue
         runs = {run["folder"]: run for run in load_runs(folder) if not run["diverged"]}  # some are in several parts
         for run in runs.values():
             rows += rows_of(run, folder.name)
-    table = pd.DataFrame(rows)
+    key = ["study", "method", "learning_rate", "seed", "examples", "steps", "metric", "depth", "loop"]
+    table = pd.DataFrame(rows).drop_duplicates(key)
     if RUNS.exists():
-        key = ["study", "method", "learning_rate", "seed", "examples", "steps", "metric", "depth", "loop"]
         known = pd.read_csv(RUNS)
         old, new = (pd.MultiIndex.from_frame(each[key].fillna(0)) for each in (known, table))
         is_new = old.isin(new)
@@ -157,13 +181,19 @@ class Study:
 
     def gains(self, ours: str, other: str, metric: str = "accuracy", **where) -> np.ndarray:
         """Return ours - other, [seeds, problems] for accuracies, [seeds, 1] for other metrics; only seeds that both have."""
-        a, b = self.of(ours, metric, **where), self.of(other, metric, **where)
-        pairs = [(a.loc[seed], b.loc[seed]) for seed in a.index.intersection(b.index)]
-        if not pairs:
-            return np.empty((0, 1))
-        if metric == "accuracy":
-            return 100 * np.array([verdicts(one) - verdicts(two) for one, two in pairs])
+        return differences(self.of(ours, metric, **where), self.of(other, metric, **where))
+
+
+def differences(ours: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
+    """Return the differences of two rows by seed, [seeds, problems] of accuracies, else [seeds, 1]."""
+    pairs = [(ours.loc[seed], others.loc[seed]) for seed in ours.index.intersection(others.index)]
+    if not pairs:
+        return np.empty((0, 1))
+    if pairs[0][0]["metric"] != "accuracy":
         return np.array([one["value"] - two["value"] for one, two in pairs])[:, None]
+    answers = [(verdicts(one), verdicts(two)) for one, two in pairs]
+    common = min(map(len, sum(answers, ())))  # a study may have asked fewer of the same problems
+    return 100 * np.array([one[:common] - two[:common] for one, two in answers])
 
 
 def mean_sd(rows: pd.DataFrame, digits: int = 1) -> str:
@@ -236,12 +266,21 @@ def keeps(depth: int) -> Callable[[Study], np.ndarray]:
     return lambda study: study.gains("loop_dropout", "lora", depth=depth) - study.gains("loop_dropout", "lora")
 
 
+def three_loops_against_four(study: Study) -> np.ndarray:
+    return differences(study.of("loop_dropout", "accuracy", depth=3), study.of("lora", "accuracy", depth=4))
+
+
 def minus(gains: Callable[[Study], np.ndarray]) -> Callable[[Study], np.ndarray]:
     return lambda study: -gains(study)
 
 
+LATE = "LoRA's update reduces the loss more in the last loop than in the first: rho_K - rho_1"
+TWO, HUGINN = " (base of two layers)", " (tiny Huginn, 8 loops)"
+LATE_TWO, LATE_HUGINN = (f"LoRA's late bias, rho_K - rho_1{base}" for base in (TWO, HUGINN))
+THREE = "Loop Dropout with three loops is more accurate than LoRA with four (fresh seeds)"
+
 CLAIMS = [
-    Claim("LoRA's update reduces the loss more in the last loop than in the first: rho_K - rho_1", "+20.5", late_bias("lora")),
+    Claim(LATE, "+20.5", late_bias("lora")),
     Claim("Loop Dropout is flatter: LoRA's max - min of rho_t, less Loop Dropout's", "+15.4", flatter),
     Claim("Alone in loop 1, its update reduces the loss more than LoRA's", "+18.9",
           against("lora", metric="loss_reduction", loop=1)),
@@ -279,11 +318,19 @@ CLAIMS = [
           against("lora", "random_depth_lora", depth=8)),
     Claim("At random depth, Loop Dropout is more accurate than LoRA", "-", against("random_depth_lora", "random_depth")),
     Claim("At random depth, evaluated at twice the depth", "-", against("random_depth_lora", "random_depth", depth=8)),
-    *(Claim(f"{words} (base of two layers)", paper, gains, study="two_layers") for words, paper, gains in (
+    Claim(THREE, "-", three_loops_against_four, study="fresh_seeds"),
+    *(Claim(f"{words}{where}", paper, gains, study=study) for study, where, deeper in (
+        ("small", "", 8), ("two_layers", TWO, 8), ("huginn", HUGINN, 16))
+      for words, paper, gains in (
+        ("p annealed from 0.5 to 0 is more accurate than LoRA", "-", against("lora", "annealed")),
+        ("Annealed, than LoRA at twice the depth", "-", against("lora", "annealed", depth=deeper)),
+        ("Annealed, than p = 0.5 throughout", "-", against("loop_dropout", "annealed")),
+        ("Annealed, than p = 0.5 throughout at twice the depth", "-", against("loop_dropout", "annealed", depth=deeper)))),
+    *(Claim(f"{words}{TWO}", paper, gains, study="two_layers") for words, paper, gains in (
         ("LoRA's late bias, rho_K - rho_1", "+20.5", late_bias("lora")), ("Flatter than LoRA", "+15.4", flatter),
         ("More accurate than LoRA", "+1.90", against("lora")), ("At twice the depth", "+4.75", against("lora", depth=8)),
         ("More accurate than CoTo", "+0.94", against("coto")))),
-    *(Claim(f"{words} (tiny Huginn, 8 loops)", "-", gains, study="huginn") for words, gains in (
+    *(Claim(f"{words}{HUGINN}", "-", gains, study="huginn") for words, gains in (
         ("LoRA's late bias, rho_K - rho_1", late_bias("lora")), ("Flatter than LoRA", flatter),
         ("More accurate than LoRA", against("lora")), ("At twice the depth", against("lora", depth=16)))),
 ]  # fmt: skip
@@ -318,6 +365,56 @@ def claims_found(studies: dict[str, Study]) -> tuple[pd.DataFrame, dict[str, lis
     return table, left_out
 
 
+def summary(studies: dict[str, Study], table: pd.DataFrame, cells: pd.DataFrame) -> str:
+    """Return what a reader of the paper wants to know first, in some lines."""
+    found = {row.claim.words: row for row in table.itertuples()}
+
+    def told(words: str) -> str:
+        row = found.get(words)
+        return "not measured" if row is None else f"{with_interval(row.found, row.claim.digits)}, {row.verdict}"
+
+    count = {column: dict(table[column].value_counts()) for column in ("alone", "verdict")}
+    counted = lambda column: ", ".join(
+        f"{count[column].get(word, 0)} {word}" for word in ("seen", "opposite", "undecided")
+    )
+    undecided = "; ".join(_lower(words) for words, row in found.items() if row.alone == "seen" != row.verdict)
+    opposite = "; ".join(_lower(words) for words, row in found.items() if row.verdict == "opposite")
+    one, two, huginn = (studies[name] for name in BASES)
+    mean = lambda study, method: mean_sd(study.of(method, "accuracy"))
+    words = map_table(cells).groupby("depth")["word"].value_counts().unstack(fill_value=0)
+    of_map = lambda depth: ", ".join(
+        f"{words.loc[depth].get(word, 0)} {word}" for word in ("ahead", "level", "behind")
+    )
+    annealed = "; ".join(f"{where} {mean(study, 'annealed')}" for where, study in zip(
+        ("one layer", "two layers", "tiny Huginn"), (one, two, huginn), strict=True))  # fmt: skip
+    lines = [
+        f"**{len(table)} comparisons**, corrected for their number: {counted('verdict')}; each alone: {counted('alone')}.",
+        f"**One layer, five seeds.** LoRA's late bias: {told(LATE)} (points of loss). Loop Dropout at the training depth: "
+        f"{told('More accurate at the training depth')}; at twice it: {told('More accurate at twice the training depth')}.",
+        f"**Ten fresh seeds** give {fresh_gain(studies, 4)} and {fresh_gain(studies, 8)}.",
+        f"**Three loops with Loop Dropout against four with LoRA** (ten fresh seeds): {told(THREE)}.",
+        f"**Two layers, three seeds.** Late bias: {told(LATE_TWO)}; at the training depth: "
+        f"{told('More accurate than LoRA' + TWO)}; at twice it: {told('At twice the depth' + TWO)}.",
+        f"**Tiny Huginn, three seeds.** Late bias: {told(LATE_HUGINN)}. Loop Dropout {mean(huginn, 'loop_dropout')}%, LoRA "
+        f"{mean(huginn, 'lora')}%: {told('More accurate than LoRA' + HUGINN)}.",
+        f"**Seen alone, and undecided among {len(table)}:** {undecided}.",
+        f"**Opposite** after correction: {opposite or 'none'}.",
+        f"**The map**, {len(map_table(cells)) // 2} cells: at the training depth {of_map(4)}; at twice it {of_map(8)}.",
+        f"**p annealed from 0.5 to 0** (-: not yet run): {annealed}.",
+        "**No real language model yet**: `recipes/studies/small_lm.yaml` (SmolLM2-135M, looped) has not run.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _lower(words: str) -> str:
+    return words if words.startswith(("LoRA", "Loop Dropout")) else words[0].lower() + words[1:]
+
+
+def fresh_gain(studies: dict[str, Study], depth: int) -> str:
+    found = estimate(studies["fresh_seeds"].gains("loop_dropout", "lora", depth=depth))
+    return f"{with_interval(found)} at K = {depth} (p {shown_p(found.p)})"
+
+
 def claims_table(table: pd.DataFrame, left_out: dict[str, list[str]]) -> str:
     """Return the claims as a table, with what has no row below it."""
     lines = ["| claim | paper | here, 95% interval | seeds | p | alone | of all |", "|---|---|---|---|---|---|---|"]
@@ -344,14 +441,76 @@ def rates_text(studies: dict[str, Study]) -> str:
     return f"{inside} chosen rates lie inside their grids, {len(lines)} at an edge:\n\n" + "\n".join([head, *lines])
 
 
-def depths_table(study: Study, depths: Iterable[int], ours: str = "loop_dropout", other: str = "lora") -> str:
-    """Return two methods' accuracies by depth, and their difference."""
-    lines = ["| K at inference | LoRA | Loop Dropout | difference, 95% interval | p |", "|---|---|---|---|---|"]
-    for depth in depths:
-        found = estimate(study.gains(ours, other, depth=depth))
-        if found is not None:
-            means = (mean_sd(study.of(each, "accuracy", depth=depth)) for each in (other, ours))
-            lines.append(f"| {depth} | {' | '.join(means)} | {with_interval(found)} | {shown_p(found.p)} |")
+def same_rates(studies: dict[str, Study]) -> str:
+    """Return in how many comparisons LoRA and Loop Dropout chose the same rate."""
+    small, two, huginn = (studies[name].rates for name in BASES)
+    pairs = [(rates["lora"], rates["loop_dropout"]) for rates in (small, two, huginn)]
+    names = ("rank_4", "rank_64", "depth_2", "depth_6", "depth_8", "random_depth")
+    pairs += [(small[f"{name}_lora"], small[name]) for name in names]
+    same, larger = sum(a == b for a, b in pairs), sum(a < b for a, b in pairs)
+    words = f"Of {len(pairs)} pairs here {same} had the same best rate"
+    return f"{words}; Loop Dropout's was larger in {larger}, smaller in {len(pairs) - same - larger}."
+
+
+def fresh_table(study: Study) -> str:
+    """Return the accuracies of the fresh seeds by depth, and differences."""
+    lines = ["| loops at inference | LoRA | Loop Dropout | difference, 95% interval | p |", "|---|---|---|---|---|"]
+    pairs = [(depth, depth) for depth in (2, 3, 4, 8)] + [(4, 3)]
+    for theirs, ours in pairs:
+        one, two = study.of("lora", "accuracy", depth=theirs), study.of("loop_dropout", "accuracy", depth=ours)
+        if (found := estimate(differences(two, one))) is not None:
+            depths = f"{ours}" if ours == theirs else f"{theirs} with LoRA, {ours} with Loop Dropout"
+            lines.append(
+                f"| {depths} | {mean_sd(one)} | {mean_sd(two)} | {with_interval(found)} | {shown_p(found.p)} |"
+            )
+    return "\n".join(lines)
+
+
+def agreement_table(rows: pd.DataFrame) -> str:
+    """Return how often a readout has the last one's most probable token, and their overlap, by loop: mean over seeds."""
+    lines = ["| readout after loop | K | same most probable token, LoRA | Loop Dropout | 1 - TV, LoRA | Loop Dropout |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    of = rows[rows["metric"].isin(("same_token", "overlap"))]
+    for (depth, loop), part in of.groupby(["depth", "loop"]):
+        if loop < depth:
+            cells = (part[(part["metric"] == metric) & (part["method"] == method)]
+                     for metric in ("same_token", "overlap") for method in ("lora", "loop_dropout"))  # fmt: skip
+            lines.append(f"| {loop:.0f} | {depth:.0f} | {' | '.join(map(mean_sd, cells))} |")
+    return "\n".join(lines)
+
+
+BASES = {
+    "small": ("base of one layer", 4, 8),
+    "two_layers": ("base of two layers", 4, 8),
+    "huginn": ("tiny Huginn", 8, 16),
+}
+"""Studies: what their base is, the training depth and twice it."""
+
+
+def choices_table(studies: dict[str, Study], cells: pd.DataFrame) -> str:
+    """Return the accuracies of the three candidates for a user who does not know, at the training depth and twice it."""
+    methods = ("lora", "loop_dropout", "annealed")
+    lines = [
+        "| where | LoRA | p = 0.5 | p from 0.5 to 0 | LoRA, twice the depth | p = 0.5 | p from 0.5 to 0 |",
+        "|---" * 7 + "|",
+    ]
+    for name, (words, *depths) in BASES.items():
+        numbers = [
+            mean_sd(studies[name].of(method, "accuracy", depth=depth)) for depth in depths for method in methods
+        ]
+        lines.append(f"| {words} | {' | '.join(numbers)} |")
+    constant, annealed = map_table(cells), map_table(cells, "annealed")
+    place = ["difficulty", "examples", "epochs"]
+    for key, part in annealed.groupby(place):
+        row, numbers = part.set_index("depth"), []
+        for depth in (4, 8):
+            other = constant[(constant[place] == key).all(axis=1) & (constant["depth"] == depth)]
+            numbers += [
+                f"{row.loc[depth, 'lora']:.1f}",
+                f"{other['loop_dropout'].iloc[0]:.1f}",
+                f"{row.loc[depth, 'annealed']:.1f}",
+            ]
+        lines.append(f"| {key[0]} steps, {key[1]:,} examples, {key[2]} epochs | {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 
@@ -518,12 +677,15 @@ def write(rows: pd.DataFrame) -> None:
     methods_table(studies).to_csv(HERE / "methods.csv", index=False)
     claims, left_out = claims_found(studies)
     tables = {
+        "summary": summary(studies, claims, cells),
         "claims": claims_table(claims, left_out),
         "rates": rates_text(studies),
         "map": map_counts(map_table(cells)),
+        "fresh": fresh_table(studies["fresh_seeds"]),
+        "agreement": agreement_table(rows[rows["study"] == "fresh_seeds"]),
+        "choices": choices_table(studies, cells),
+        "same_rates": same_rates(studies),
     }
-    if "fresh_seeds" in studies:
-        tables["fresh"] = depths_table(studies["fresh_seeds"], (2, 3, 4, 8))
     for document in (DOCUMENT, WHEN):
         text = document.read_text(encoding="utf-8")
         for name, table in tables.items():

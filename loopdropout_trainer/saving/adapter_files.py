@@ -87,10 +87,16 @@ def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:
 
 
 def adapter_folder(adapter: str | Path) -> Path:
-    """Return the folder of an adapter, downloaded if it is on the Hub."""
+    """Return the folder of an adapter, downloaded if it is on the Hub.
+
+    Raises:
+        UserError, SetupError: if there is no such folder, and nothing of that name can be loaded from the Hub.
+    """
     if Path(adapter).is_dir():
         return Path(adapter)
-    with user_supplied(f"The adapter {adapter} cannot be loaded"):
+    if not is_hub_name(str(adapter)):
+        raise UserError(f"The adapter {adapter} cannot be loaded: there is no such folder.")
+    with user_supplied(f"There is no folder {adapter}, and no adapter of this name can be loaded from the Hub"):
         return Path(snapshot_download(str(adapter), allow_patterns=["adapter_*", ADAPTER_METADATA]))
 
 

@@ -3,11 +3,13 @@
     step = weights + 16 bytes x trained + kept + work
 
 A trained float32 parameter comes with its gradient and Adam's two moments. For the backward pass a loop keeps about one and
-a half times the inputs and outputs of the projections in the recurrent block, or, where layers are computed again, the states
-before each layer and three more. The work is what the backward pass holds for a moment: a few tensors as wide as the widest
-projection, and where layers are computed again all that one layer keeps.
+a half times the inputs and outputs of the projections in the recurrent block, and the frozen layers after the loop keep theirs
+once; or, where layers are computed again, the states before each layer and three more a loop. The work is what is held for a
+moment, the larger of two: in the backward pass a few tensors as wide as the widest projection, and where layers are computed
+again all that one layer keeps; in the head, the logits of one of TRL's tiles, of the most tokens that can have a label.
 
-It is the worst step: of the longest examples, all of which have an active gate in the first loop already.
+It is the worst step: of the longest examples, all of which have an active gate in the first loop already. What the process
+holds before it, its libraries, comes on top.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from pyarrow import compute
+from torch import nn
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import physical_layers
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, shards_weights
 from loopdropout_trainer.training.preflight import model_to_train
@@ -47,6 +50,12 @@ TRAINED_BYTES = 16
 
 # Measured on all families (tests/test_memory.py), and rounded up.
 KEPT, KEPT_OUTSIDE, WIDEST_TENSORS = 1.5, 3, 4
+
+TILE = (4096, 32768)
+"""Tokens and part of the vocabulary that TRL's fused head computes together."""
+
+HEAD_TENSORS = 8
+"""Float32 tensors of a tile's size that the head holds where TRL's kernel for GPUs cannot run."""
 
 
 # What this process has taken.
@@ -92,22 +101,47 @@ def step_memory(
     """
     looped, parameters = find_looped_model(model), list(model.parameters())
     config, layers, numbers = looped.config, len(set(physical_layers(model))), rows * length * looped.dtype.itemsize
-    linears = [looped.get_submodule(name) for name in looped.recurrent_linears()]
-    widths = [width for linear in linears for width in (linear.in_features, linear.out_features)]
+    inside, head = looped.recurrent_linears(), looped.get_output_embeddings()
+    before, after = linears_around(looped, set(inside))
+    widths = [width for name in inside for width in widths_of(looped.get_submodule(name))]
     loops = min(num_loops, getattr(config, "backprop_depth", None) or num_loops)
     one_loop = KEPT * sum(widths)  # for each token
     if config._attn_implementation == "eager":  # it keeps its scores, in float32
         one_loop += layers * config.num_attention_heads * length * 4 / looped.dtype.itemsize
-    kept, work = one_loop * loops, WIDEST_TENSORS * max(widths)
+    kept, work = one_loop * loops + sum(map(sum, map(widths_of, after))), WIDEST_TENSORS * max(widths)
     if checkpointing:
         hidden = looped.get_input_embeddings().embedding_dim
-        kept, work = (layers + KEPT_OUTSIDE) * hidden * loops, work + one_loop / layers
+        outside = len(before + after) * layers / len(inside)  # layers, by their projections
+        kept, work = ((layers + KEPT_OUTSIDE) * loops + outside) * hidden, work + one_loop / layers
     return {
         "weights": sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad),
         "trained": sum(p.numel() * TRAINED_BYTES for p in parameters if p.requires_grad),
         "kept": int(numbers * kept),
-        "work": int(numbers * work),
+        "work": int(max(numbers * work, tile_memory(rows * length, head.out_features, looped.dtype.itemsize))),
     }
+
+
+def widths_of(linear: nn.Module) -> tuple[int, int]:
+    return linear.in_features, linear.out_features
+
+
+def linears_around(looped: LoopedModelMixin, inside: set[str]) -> tuple[list[nn.Linear], list[nn.Linear]]:
+    """Return the projections before the loop and those after it, without the head; models register them as they run."""
+    head, passed, before, after = looped.get_output_embeddings(), False, [], []
+    for name, module in looped.named_modules():
+        name = name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
+        passed = passed or name in inside
+        if isinstance(module, nn.Linear) and module is not head and name not in inside and ".lora_" not in name:
+            (after if passed else before).append(module)
+    return before, after
+
+
+def tile_memory(tokens: int, vocabulary: int, itemsize: int) -> int:
+    """Return the bytes that TRL's fused head holds for one tile of logits."""
+    tokens = min(tokens, TILE[0])
+    if torch.cuda.is_available():  # one buffer, as wide for any vocabulary
+        return tokens * TILE[1] * itemsize
+    return tokens * min(vocabulary, TILE[1]) * 4 * HEAD_TENSORS
 
 
 # What fits, and what to do about it.
@@ -190,11 +224,13 @@ def memory_advice(
     usable, rows, depth = usable_memory(args), args.per_device_train_batch_size, args.depth_limits(config.num_loops)[1]
     changes = {"rows": rows, "checkpointing": bool(args.gradient_checkpointing)}
     step = step_memory(model, length=longest, num_loops=depth, **changes)
-    weights, trained, kept, _ = map(_gb, step.values())
+    weights, trained, kept, work = map(_gb, step.values())
     text = (
         f"at most {_gb(sum(step.values()))} in a step of {rows} rows of {longest:,} tokens (estimate): weights {weights}, "
-        f"adapter with gradients and Adam's states {trained}, kept for the backward pass {kept}"
+        f"adapter with gradients and Adam's states {trained}, kept for the backward pass {kept}, for a moment {work}"
     )
+    if args.device.type == "cpu":
+        text += f"; beside {_gb(psutil.Process().memory_info().rss)} that the process holds already"
     if usable is None:
         return text
     device = f"{device_name()} with {_gb(usable / USABLE)}"
