@@ -192,10 +192,10 @@ def make_tokenizer():
 
 
 def rows() -> list[dict[str, str]]:
-    """Return word problems in MetaMathQA's columns, as long as most of its rows."""
+    """Return word problems in MetaMathQA's columns, about a hundred tokens each."""
     from loopdropout_trainer.data.arithmetic import arithmetic_problems
 
-    problems = arithmetic_problems("train", NUM_ROWS, steps=(6, 8))
+    problems = arithmetic_problems("train", NUM_ROWS, steps=(3, 4))
     answers = [(row["question"], *row["answer"].split("\n#### ")) for row in problems]
     return [
         {"type": "GSM_Rephrased", "query": question, "response": f"{steps}\nThe answer is: {number}"}

@@ -25,7 +25,10 @@ from loopdropout_trainer.settings.recipe import recipe_path, recipes_folder
 USAGE = """usage: loopdropout COMMAND [RECIPE.yaml] [--field value ...]
        loopdropout COMMAND --help
        loopdropout recipes [copy FOLDER]
-       loopdropout --version"""
+       loopdropout --version
+
+completion of commands and recipes, in bash:
+       complete -W "$(loopdropout --words)" loopdropout"""
 
 
 def commands() -> dict[str, Path]:
@@ -49,10 +52,15 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+def recipe_paths() -> list[Path]:
+    """Return every shipped recipe, those at the top first."""
+    return sorted(recipes_folder().rglob("*.yaml"), key=lambda path: (len(path.parts), path))
+
+
 def list_recipes() -> None:
     """Print every shipped recipe, with the first line of its comment that is not a command."""
     folder = recipes_folder()
-    for path in sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path)):
+    for path in recipe_paths():
         header = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
         texts = [line.lstrip("# ") for line in header if line.startswith("#") and line.strip("# ")]
         about = [text for text in texts if not text.startswith(("accelerate ", "python ", "loopdropout "))]
@@ -79,6 +87,8 @@ def run(arguments: Sequence[str]) -> None:
             print(f"  {'recipes':<10} List the recipes that ship with the package, or copy them with the scripts.")
         case ["--version", *_]:
             print(version("loopdropout-trainer"))
+        case ["--words"]:
+            print(*known, "recipes", *(path.relative_to(recipes_folder()).as_posix() for path in recipe_paths()))
         case ["recipes"]:
             list_recipes()
         case ["recipes", "copy", destination]:

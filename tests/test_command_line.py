@@ -32,6 +32,8 @@ def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
     shipped = {path.relative_to(recipes_folder()).as_posix() for path in recipes_folder().rglob("*.yaml")}
     assert listed == shipped
     assert {"quickstart.yaml", "metamath_gsm/lora.yaml"} <= listed
+    main(["--words"])  # for the shell's completion
+    assert set(capsys.readouterr().out.split()) == {*commands(), "recipes", *shipped}
     main(["recipes", "copy", str(tmp_path / "mine")])
     assert (tmp_path / "mine" / "metamath_gsm" / "lora.yaml").is_file()
     (tmp_path / "mine" / "sft.py").write_text("changed")
@@ -70,14 +72,17 @@ def imported_by(*arguments):
     return set(done.stdout.splitlines()), done.returncode
 
 
-@pytest.mark.parametrize("words", ["--help", "--version", "recipes", "no such command", "report --help"])
+@pytest.mark.parametrize("words", ["--help", "--version", "--words", "recipes", "no such command", "report --help"])
 def test_light_commands_import_neither_torch_nor_transformers(words):
     modules, _ = imported_by(*words.split())
     assert "loopdropout_trainer.errors" in modules
     assert not modules & {"torch", "transformers", "trl", "datasets", "pandas", "numpy"}
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "grpo", "evaluate"])
+MORE = [pytest.param(command, marks=pytest.mark.slow) for command in ("dpo", "grpo")]  # which read recipes as sft does
+
+
+@pytest.mark.parametrize("command", ["sft", "evaluate", *MORE])
 def test_a_mistake_in_a_recipe_is_found_before_what_only_training_needs_is_imported(command, tmp_path):
     (tmp_path / "recipe.yaml").write_text("learning_rat: 1\n")
     modules, code = imported_by(command, str(tmp_path / "recipe.yaml"))

@@ -222,6 +222,37 @@ def test_a_crafted_file_of_a_checkpoint_is_one_sentence_and_runs_nothing(finishe
         assert not proof.exists() and "\n" not in str(error.value)
 
 
+CRAFTED = {
+    "manifest.json": [
+        {"run": 5}, {"run": [1]}, {"run": {"settings": 3}}, {"run": {"length": {"max_steps": "x"}}}, {"files": ["a"]},
+    ],
+    "trainer_state.json": [
+        {"global_step": -1}, {"global_step": "x"}, {"global_step": None}, {"log_history": [5]}, {"train_batch_size": "x"},
+        {"stateful_callbacks": {"RunState": {"attributes": {"totals": 5}}}},
+        {"stateful_callbacks": {"RunState": {"attributes": {"totals": dict.fromkeys(["seconds", "num_tokens"], "x")}}}},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_values_of_another_type_in_a_checkpoints_json_are_one_sentence(finished, make_trainer, log, name):
+    checkpoint = finished[0] / "checkpoint-4"
+    before = json.loads((checkpoint / name).read_text())
+    for values in CRAFTED[name]:
+        (checkpoint / name).write_text(json.dumps({**before, **values}))
+        if name != "manifest.json":
+            seal(checkpoint, run_of(checkpoint))
+        with pytest.raises(
+            CheckpointError, match="checkpoint-4 cannot be used: (its manifest|a file in it is damaged)"
+        ):
+            make_trainer().train(resume_from_checkpoint=str(checkpoint))
+    cut(finished[0] / "checkpoint-6" / "manifest.json")
+    if name == "manifest.json":  # an older one is taken
+        trainer = make_trainer()
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.first_step == 2 and "its manifest.json cannot be read" in log.text
+
+
 def test_an_adapter_over_a_trained_one_keeps_every_bit(make_trainer, tmp_path):
     randomise(get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro())), 1e-4).save_pretrained(
         tmp_path / "adapter"

@@ -361,7 +361,9 @@ def test_asked_to_stop_a_run_takes_its_step_saves_and_goes_on_later(run, make_tr
     with pytest.raises(TrainingInterrupted, match=f"after step {ends} of 6. .*checkpoint-{ends}. `resume_") as error:
         trainer.train()
     assert error.value.signal == stop.name and signal.getsignal(stop) is before
-    resumed = run(resume=True)
+    resumed = run(resume=True, restore_callback_states_from_checkpoint=True)
+    saved = json.loads((Path(trainer.args.output_dir) / f"checkpoint-{ends}" / "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["TrainerControl"]["args"]["should_training_stop"] == (ends == STEPS)
     assert resumed.steps_taken == STEPS - ends and torch.equal(flat_weights(resumed), flat_weights(straight))
 
 

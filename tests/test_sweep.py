@@ -475,7 +475,7 @@ def under_way(lab):
 
 
 def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
-    """SIGKILL of a worker and of its training: the other one finishes everything. Then a failure stops them both."""
+    """SIGKILL of a worker and of its training: the other one finishes everything."""
     (lab.folder / "hold").touch()
     fields = {"methods": ["lora", "loop_dropout"]}
     process = start(lab, "--workers", "2", **fields)
@@ -491,6 +491,10 @@ def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
     assert sum(done.values()) + lost == 10 + 1  # only what was lost was begun again
     assert "10 of at most 10" in output and len(load_runs(lab.out)) == 8
 
+
+@pytest.mark.slow
+def test_a_failure_stops_all_workers(lab):
+    lab.run(methods=["lora", "loop_dropout"])
     lab.tell(trap=str(lab.out / "lora/lr_0.02/seed_103"))
     process = start(lab, "--workers", "2", methods=["lora", "loop_dropout"], seeds=[101, 102, 103, 104])
     code, output = process.wait(), process.stdout

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -162,7 +162,7 @@ class Queue:
             if results["run_info"]["settings"]["run_name"] == run_name:
                 trained = results["train_info"]
                 return {
-                    "identity": results["run"],
+                    "identity": _identity(results["run"], results["run_info"].get("versions", {})),
                     "benchmarks": {name: result["score"] for name, result in results["benchmarks"].items()},
                     "train_seconds": trained.get("train_seconds"),
                     "peak_memory_gb": trained.get("peak_memory_gb"),
@@ -170,7 +170,7 @@ class Queue:
         with suppress(*_DAMAGED):
             diverged = json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))
             if diverged["run_name"] == run_name:
-                return {"identity": diverged["run"], "error": diverged["error"]}
+                return {"identity": _identity(diverged["run"], {}), "error": diverged["error"]}
         return None
 
     def _check_alike(self, run: str, identity: Identity, method: str = "") -> None:
@@ -390,6 +390,11 @@ class Queue:
         self.study.set_user_attr("choices", summary["choices"])
         write_atomically(self.output_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
         write_atomically(self.output_dir / "summary.txt", self.table() + "\n")
+
+
+def _identity(run: Mapping[str, Any], versions: Mapping[str, Any]) -> Identity:
+    """Return the identity of a finished run, in the parts that are compared: the base may stand under `model`."""
+    return {"versions": versions, "base": run.get("model", {}), **run}
 
 
 def _work(arguments: Any, scripts: Path, gpu: str) -> None:

@@ -18,13 +18,14 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import one_line
+from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import from_main_process
 from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_metadata
 from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.saving.files import folder_lock, is_about_files, staged_files
 from loopdropout_trainer.saving.hub import PushError, push_error
+from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.checkpoints import sealing
 from loopdropout_trainer.training.checkpoints.identity import continues, differences, run_identity
@@ -221,7 +222,7 @@ class CheckpointsMixin:
         if wanted is None:
             return None, False
         with _reading(wanted):
-            TrainerState.load_from_json(str(Path(wanted) / _STATE))
+            _check_state(TrainerState.load_from_json(str(Path(wanted) / _STATE)))
         check_resumable(self.model, wanted)
         own = run_of(wanted)
         changed = differences(own, run)
@@ -266,10 +267,16 @@ class CheckpointsMixin:
             for name, value in saved.get("attributes", {}).items():
                 setattr(callback, name, value)
         self._earlier = self._run_state.totals
+        for name in _TOTALS if self._earlier else ():
+            if not isinstance(self._earlier[name], (int, float)):
+                raise TypeError(f"`{name}` is no number")
         # Saving updates the table that was loaded, which may be of other callbacks.
         self.state.stateful_callbacks = {type(each).__name__: each.state() for each in [*stateful, self.control]}
         stopping = [each for each in stateful if isinstance(each, EarlyStoppingCallback)]
         return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in stopping)
+
+    def _load_callback_state(self):
+        """Leave callbacks alone: `_restore_callbacks` does it, whatever `restore_callback_states_from_checkpoint` says."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
         with _reading(resume_from_checkpoint):
@@ -485,7 +492,23 @@ class RunState(TrainerCallback, ExportableState):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer._stopping:
-            control.should_save = control.should_training_stop = True
+            control.should_save = True
+
+    def on_save(self, args, state, control, **kwargs):
+        # Not before: the checkpoint holds `control`, and a run that goes on from it is not to stop.
+        control.should_training_stop |= bool(self.trainer._stopping)
+
+
+_TOTALS = ("seconds", "step_seconds", "num_tokens", "loss_sum", "loss_since_log", "last_logged_step")
+
+
+def _check_state(state: TrainerState) -> None:
+    """Raise ValueError for a trainer_state.json that no training has written."""
+    for name in ("global_step", "max_steps", "train_batch_size"):
+        if name != "train_batch_size" or state.train_batch_size is not None:
+            check_integer(name, getattr(state, name), 0)
+    if not isinstance(state.log_history, list) or not all(isinstance(log, dict) for log in state.log_history):
+        raise UserError("`log_history` must be a list of mappings.")
 
 
 @contextmanager

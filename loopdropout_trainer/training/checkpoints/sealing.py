@@ -56,9 +56,25 @@ def unseal(folder: str | Path) -> None:
 def run_of(folder: str | Path) -> dict[str, Any] | None:
     """Return the identity of the run that a folder was sealed by, or None if it is not known."""
     try:
-        return json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8")).get("run")
-    except (OSError, ValueError, AttributeError):
+        return _read_manifest(Path(folder))[0]
+    except _UNREADABLE:
         return None
+
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what a file of another form raises
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """Return the identity of the run, if it is known, and the hash of each file; one of `_UNREADABLE` for another form."""
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    run, hashes = manifest["run"], manifest["files"]
+    parts = {} if run is None else run
+    numbers = parts.get("length", {}).values()
+    if not all(isinstance(part, dict) for part in (hashes, *parts.values())):
+        raise ValueError("a part is no mapping")
+    if not all(number is None or isinstance(number, (int, float)) for number in numbers):
+        raise ValueError("a length is no number")
+    return run, hashes
 
 
 def fault_of(folder: str | Path, sealed: bool = True) -> str | None:
@@ -75,12 +91,12 @@ def fault_of(folder: str | Path, sealed: bool = True) -> str | None:
     if not manifest.exists():
         return f"it has no {MANIFEST}: saving it was interrupted" if sealed else None
     try:
-        for name, digest in json.loads(manifest.read_text(encoding="utf-8"))["files"].items():
+        for name, digest in _read_manifest(folder)[1].items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
             if sha256(folder / name) != digest:
                 return f"{name} has changed since it was written"
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+    except _UNREADABLE:
         return f"its {MANIFEST} cannot be read"
     return None
 
