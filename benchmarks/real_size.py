@@ -225,6 +225,8 @@ train_files: {folder / "rows.jsonl"}
 num_train_examples: 16
 num_eval_examples: 2
 max_steps: 2
+learning_rate: 0.01  # so that two steps make an update that bfloat16 does not round away
+warmup_steps: 0
 per_device_train_batch_size: 2
 gradient_accumulation_steps: 1
 logging_steps: 1
