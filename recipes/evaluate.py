@@ -16,8 +16,9 @@ import os
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import run_command
-from loopdropout_trainer.evaluation.results import read_evaluation, results_table
+from loopdropout_trainer.evaluation.results import results_table
 from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
+from loopdropout_trainer.record.measurement import read_measurements
 from loopdropout_trainer.runs.printing import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import parse_recipe
@@ -40,9 +41,9 @@ def main(argv: list[str] | None = None) -> None:
                     f"{row}, {result.name}: {result.score:.2f} on {result.total} problems, {result.missing_rate:.2f}% without "
                     f"an answer, {result.errors} that the scorer cannot read"
                 )
-        path = os.path.join(arguments.output_dir, RESULTS_FILE)
-        print(f"\n{results_table(read_evaluation(path)['rows'], list(results), list(arguments.averages))}\n")
-        print(f"Everything is in {path}")
+        rows, _, _ = read_measurements(arguments.output_dir)
+        print(f"\n{results_table(rows, list(results), arguments.averages)}\n")
+        print(f"Everything is in {os.path.join(arguments.output_dir, RESULTS_FILE)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -108,7 +109,15 @@ BATCHES = batched(LABELLED, batch_size=2, pad_token_id=1)
 def measure(name, model, batches=BATCHES, depths=(1, 2)):
     context, diagnostic = Context(model, "adapter", batches, depths), DIAGNOSTICS[name]()
     assert diagnostic.skip_reason(context) is None
-    return diagnostic.measure(context)
+    return list(diagnostic.measure(context))
+
+
+def numbers(rows, metric):
+    return [row["value"] for row in rows if row["metric"] == metric]
+
+
+def matrix(rows, metric):
+    return np.array(numbers(rows, metric)).reshape(4, 4)
 
 
 @torch.no_grad()
@@ -138,13 +147,13 @@ def test_readouts_and_depths_are_runs_at_smaller_depth(make_tiny):
     runs = [logits_and_targets(at_depth(model, depth)) for depth in range(1, 5)]
     losses = [float(F.cross_entropy(*run)) for run in runs]
     accuracies = [100 * float((logits.argmax(-1) == targets).double().mean()) for logits, targets in runs]
-    assert readouts["losses"] == pytest.approx(losses, abs=1e-5)
-    assert readouts["accuracies_percent"] == pytest.approx(accuracies)
+    assert numbers(readouts, "readout_loss") == pytest.approx(losses, abs=1e-5)
+    assert numbers(readouts, "readout_token_accuracy") == pytest.approx(accuracies)
     assert max(losses) - min(losses) > 1e-3
 
     depth = measure("depth", model, depths=[1, 3, 6])
     deeper = loss_of(at_depth(model, 6))
-    assert depth["losses"] == pytest.approx([losses[0], losses[2], deeper], abs=1e-5)
+    assert numbers(depth, "depth_loss") == pytest.approx([losses[0], losses[2], deeper], abs=1e-5)
     assert find_looped_model(model).config.num_loops == 4
 
 
@@ -159,31 +168,33 @@ def test_adapters_for_one_depth_are_left_out_of_the_depths(rule):
 def test_patterns_and_doses_are_use_gates(make_tiny):
     model = adapted(make_tiny())
     found = measure("patterns", model)
-    assert len(found["patterns"]) == 16
-    for pattern in found["patterns"]:
-        with use_gates(model, [float(loop in pattern["loops"]) for loop in (1, 2, 3, 4)]):
-            assert pattern["loss"] == pytest.approx(loss_of(model), abs=1e-5)
-    with model.disable_adapter():
-        assert found["frozen"] == pytest.approx(loss_of(model), abs=1e-5)
-    doses = measure("dose", model)
-    for dose, loss in zip(doses["doses"], doses["losses"], strict=True):
-        with use_gates(model, [dose] * 4):
+    losses = {row["gates"]: row["value"] for row in found if row["metric"] == "pattern_loss"}
+    assert len(losses) == 16
+    for gates, loss in losses.items():
+        with use_gates(model, [1.0] * 4 if gates == "all" else list(map(float, gates.split("-")))):
             assert loss == pytest.approx(loss_of(model), abs=1e-5)
-    of = {tuple(each["loops"]): each for each in found["patterns"]}
+    with model.disable_adapter():
+        assert losses["0-0-0-0"] == pytest.approx(loss_of(model), abs=1e-5)
+    for row in measure("dose", model):
+        if row["metric"] == "dose_loss":
+            with use_gates(model, [row["dose"]] * 4):
+                assert row["value"] == pytest.approx(loss_of(model), abs=1e-5)
     single = measure("single_loop", model)
-    assert single["only"] == tuple(of[loop,]["loss"] for loop in (1, 2, 3, 4))
-    assert single["reductions_percent"] == pytest.approx([of[loop,]["reduction_percent"] for loop in (1, 2, 3, 4)])
-    assert single["all_on"] == of[1, 2, 3, 4]["loss"]
-    kinds = {tuple(each["loops"]): each["kinds"] for each in found["patterns"]}
-    assert kinds[1, 2] == ["prefix"] and kinds[3, 4] == ["suffix"] and kinds[1, 3] == []
-    assert kinds[()] == kinds[1, 2, 3, 4] == ["prefix", "suffix"]
+    alone = ["1-0-0-0", "0-1-0-0", "0-0-1-0", "0-0-0-1"]
+    assert numbers(single, "loss") == [losses[gates] for gates in (*alone, "all")]
+    reductions = {row["gates"]: row["value"] for row in found if row["metric"] == "pattern_loss_reduction"}
+    assert numbers(single, "loss_reduction") == pytest.approx([reductions[gates] for gates in (*alone, "all")])
+    for kind, sets in (("prefix", ["1-0-0-0", "1-1-0-0", "1-1-1-0"]), ("suffix", ["0-0-0-1", "0-0-1-1", "0-1-1-1"])):
+        of_kind = [(row["loop"], row["gates"]) for row in found if row["metric"] == f"{kind}_loss_reduction"]
+        assert sorted(of_kind) == list(enumerate(["0-0-0-0", *sets, "all"]))
 
 
 def test_only_prefixes_and_suffixes_of_many_loops():
     model = adapted(tiny_ouro(total_ut_steps=7))
-    sets = [tuple(each["loops"]) for each in measure("patterns", model)["patterns"]]
+    sets = [row["gates"] for row in measure("patterns", model) if row["metric"] == "pattern_loss"]
     assert len(sets) == len(set(sets)) == 14
-    assert all(loops in (tuple(range(1, len(loops) + 1)), tuple(range(8 - len(loops), 8))) for loops in sets)
+    assert all(gates == "all" or re.fullmatch("[01](-[01]){6}", gates) and gates.count("0-1") + gates.count("1-0") <= 1
+               for gates in sets)  # fmt: skip
 
 
 @torch.no_grad()
@@ -213,9 +224,9 @@ def test_updates_are_a_merged_loop_against_a_frozen_one():
         cosines.append([[F.cosine_similarity(a, b, dim=-1) for b in effects] for a in effects])
     sizes = [torch.cat(sizes[loop::4]).mean().item() for loop in range(4)]
     want = [[torch.cat([part[s][t] for part in cosines]).mean().item() for t in range(4)] for s in range(4)]
-    assert found["relative_sizes"] == pytest.approx(sizes, rel=1e-4)
-    assert np.array(found["cosines"]) == pytest.approx(np.array(want), abs=1e-4)
-    assert found["states"] == "carried" and sizes[0] > 0.01
+    assert numbers(found, "state_update_size") == pytest.approx(sizes, rel=1e-4)
+    assert matrix(found, "state_update_cosine") == pytest.approx(np.array(want), abs=1e-4)
+    assert sizes[0] > 0.01
 
 
 @torch.no_grad()
@@ -234,12 +245,12 @@ def test_settling_is_the_distance_between_runs_of_different_depth():
     found = measure("settling", model)
     probabilities = [logits_and_targets(at_depth(model, depth))[0].softmax(-1).numpy() for depth in range(1, 5)]
     divergences = [scipy.stats.entropy(probabilities[3], each, axis=1).mean() for each in probabilities]
-    assert found["readout_divergences"] == pytest.approx(divergences, abs=1e-6)
+    assert numbers(found, "readout_divergence") == pytest.approx(divergences, abs=1e-6)
     assert divergences[0] > 1e-4 and divergences[3] == 0
     runs = [states_of(at_depth(model, depth))[-1] for depth in range(1, 5)]
     norm = lambda states: np.linalg.norm(states, axis=-1)
     want = [(norm(each - runs[3]) / norm(runs[3])).mean() for each in runs]
-    assert found["state_distances"] == pytest.approx(want, rel=1e-4, abs=1e-6)
+    assert numbers(found, "state_distance") == pytest.approx(want, rel=1e-4, abs=1e-6)
 
 
 def test_agreement_is_between_runs_of_different_depth(make_tiny):
@@ -249,9 +260,9 @@ def test_agreement_is_between_runs_of_different_depth(make_tiny):
     same = [100 * np.mean(each.argmax(1) == probabilities[3].argmax(1)) for each in probabilities]
     variations = [scipy.spatial.distance.cdist(each, probabilities[3], "cityblock").diagonal().mean() / 2
                   for each in probabilities]  # fmt: skip
-    assert found["same_tokens_percent"] == pytest.approx(same) and same[3] == 100
-    assert found["overlaps_percent"] == pytest.approx([100 * (1 - each) for each in variations], abs=1e-4)
-    assert variations[0] > 1e-3 and found["overlaps_percent"][3] == pytest.approx(100)
+    assert numbers(found, "same_tokens") == pytest.approx(same) and same[3] == 100
+    assert numbers(found, "overlap") == pytest.approx([100 * (1 - each) for each in variations], abs=1e-4)
+    assert variations[0] > 1e-3 and numbers(found, "overlap")[3] == pytest.approx(100)
 
 
 def hsic(k, m):
@@ -278,13 +289,12 @@ def test_cka_is_its_definition():
 def test_similarity_looks_at_the_states():
     model = adapted(tiny_ouro())
     found = measure("similarity", model)
-    assert found["num_tokens"] == sum(label != -100 for labels in LABELLED["labels"] for label in labels[1:])
-    assert np.array(found["cka"]) == pytest.approx(linear_cka(states_of(model)), abs=1e-4)
+    assert matrix(found, "state_cka") == pytest.approx(linear_cka(states_of(model)), abs=1e-4)
 
 
 def test_results_do_not_depend_on_the_batch_size(make_tiny):
     model, one_batch = adapted(make_tiny()), batched(LABELLED, batch_size=5, pad_token_id=1)
     for name in ("readouts", "single_loop", "settling", "agreement", "updates"):
         found, other = measure(name, model), measure(name, model, one_batch)
-        for key in set(found) - {"states"}:
-            assert np.array(other[key]) == pytest.approx(np.array(found[key]), abs=1e-4)
+        assert [row["metric"] for row in other] == [row["metric"] for row in found]
+        assert [row["value"] for row in other] == pytest.approx([row["value"] for row in found], abs=1e-4)

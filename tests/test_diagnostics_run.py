@@ -25,7 +25,14 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.diagnostics.losses import SingleLoop
 from loopdropout_trainer.diagnostics.rows import RowArguments, load_rows_to_score
+from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, read_measurements
 from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA
+from loopdropout_trainer.training.checkpoints.sealing import seal
+
+
+def trained_with(rule="lora", seed=1, **settings):
+    settings = {"rule": rule, "p": None if rule == "lora" else 0.5, "learning_rate": 1e-3, **settings}
+    return {"settings": settings, "seeds": {"seed": seed}}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +50,8 @@ def saved(tmp_path_factory, tokenizer):
         facts = {"num_loops": 4, "rule": rule, "p": None if name == "lora" else 0.5}
         (folder / name / ADAPTER_METADATA).write_text(json.dumps(facts))
         trained = {**yaml.safe_load(settings), "seed": seed}
-        run = {"settings": {"learning_rate": 1e-3, "seed": seed}}
-        (folder / name / "results.json").write_text(json.dumps({"run_info": {"settings": trained}, "run": run}))
+        (folder / name / "results.json").write_text(json.dumps({"run_info": {"settings": trained}}))
+        seal(folder / name, trained_with(rule, seed=seed), ["adapter_model.safetensors"])
     adapted(copy.deepcopy(base), 1).merge_and_unload().save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder / "merged")
     (folder / "recipe.yaml").write_text(
@@ -64,67 +71,77 @@ def diagnose(saved):
         words = [saved / "recipe.yaml", "--output_dir", output_dir, "--adapters", *named, *options]
         with nullcontext() if draws else patch("loopdropout_trainer.reports.save_figure"):
             load_script("recipes/diagnose.py").main(list(map(str, words)))
-        files = (Path(output_dir) / "diagnostics").glob("*.json")
-        return {file.stem: json.loads(file.read_text()) for file in files}
+        rows, identities, faults = read_measurements(Path(output_dir) / "diagnostics")
+        assert not faults and {row.identity for row in rows} <= identities.keys()
+        return rows
 
     return run
 
 
+def values(rows, **where):
+    """The values of rows with these fields."""
+    return [row.value for row in rows if all(getattr(row, name) == value for name, value in where.items())]
+
+
 def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, tmp_path, capsys):
-    files = diagnose(tmp_path, "--models", f"Merged={saved / 'merged'}", "--depths", "1", "4", "6", draws=True)
+    rows = diagnose(tmp_path, "--models", f"Merged={saved / 'merged'}", "--depths", "1", "4", "6", draws=True)
     printed = capsys.readouterr().out
-    assert set(files) == set(DIAGNOSTICS) and len(files) == 9
+    assert {row.family for row in rows} == set(DIAGNOSTICS) and len(DIAGNOSTICS) == 9
     documented = (ROOT / "docs" / "diagnostics.md").read_text()
-    for name, content in files.items():
-        assert content["schema"] == 1 and content["diagnostic"] == name and content["settings"]["num_loops"] == 4
-        assert content["settings"]["rows"]["num_rows"] == 6
-        gated = DIAGNOSTICS[name].needs_adapter
-        methods = [run["method"] for run in content["runs"]]
-        assert methods == ([] if gated else ["base"]) + ["LoRA"] + ["Loop Dropout"] * 2 + ([] if gated else ["Merged"])
-        assert [each["method"] for each in content["left_out"]] == (["base", "Merged"] if gated else [])
-        dropout = next(run for run in content["runs"] if run["method"] == "Loop Dropout")
-        facts = [dropout[name] for name in ("seed", "rule", "p", "train_num_loops")]
-        assert facts == [2, "loop_dropout", 0.5, 4]
-        for field in {name}.union(*(run["measured"] for run in content["runs"])):
-            assert f"`{field}`" in documented
+    for name, diagnostic in DIAGNOSTICS.items():
+        of_it = [row for row in rows if row.family == name]
+        methods = {"LoRA", "Loop Dropout"} | (set() if diagnostic.needs_adapter else {"base", "Merged"})
+        assert {row.method for row in of_it} == methods and {row.writer for row in of_it} == {f"diagnostics/{name}"}
+        assert {row.seed for row in of_it if row.method == "Loop Dropout"} == {2, 3}
+        for metric in {name, *(row.metric for row in of_it)}:
+            assert f"`{metric}`" in documented
     drawn = {path.stem for path in (tmp_path / "diagnostics/figures").glob("*.png")}
-    assert drawn >= {*files} - {"similarity", "readouts", "depth"}
+    assert len(drawn) >= len(DIAGNOSTICS)
 
     # From the folders, without the run: losses of the first adapter, and equality of an adapter and its merged model.
     data = {"preparation": "arithmetic", "num_train_examples": 20, "num_eval_examples": 6, "max_length": 512}
     batches, _ = load_rows_to_score(RowArguments(**data, rows_batch_size=3), tokenizer)
     want = single_loop_activation(adapted(tiny_ouro(), 1), batches)
-    found = files["single_loop"]["runs"][0]["measured"]
-    assert found["only"] == pytest.approx(want.only, abs=1e-5) and found["frozen"] == pytest.approx(want.frozen)
+    of_lora = {"family": "single_loop", "method": "LoRA"}
+    assert values(rows, **of_lora, metric="loss") == pytest.approx([*want.only, want.all_on], abs=1e-5)
+    assert values(rows, **of_lora, metric="frozen_loss") == pytest.approx([want.frozen])
     for name in ("readouts", "depth", "settling", "agreement", "similarity"):
-        runs = {run["method"]: run["measured"] for run in files[name]["runs"]}
-        for key, value in runs["Merged"].items():
-            if key != "states":
-                assert np.array(value) == pytest.approx(np.array(runs["LoRA"][key]), abs=2e-3)
-    base = next(run for run in files["readouts"]["runs"] if run["kind"] == "base")
-    assert base["measured"]["losses"][3] == pytest.approx(want.frozen, abs=1e-5)
+        found, other = (values(rows, family=name, method=method) for method in ("Merged", "LoRA"))
+        assert found and found == pytest.approx(other, abs=2e-3)
+    assert values(rows, method="base", metric="readout_loss", loop=4) == pytest.approx([want.frozen], abs=1e-5)
 
-    a, b = (run["measured"]["all_on"] for run in files["single_loop"]["runs"][1:])
+    a, b = values(rows, method="Loop Dropout", metric="loss", loop=None)
     mean, sd = (a + b) / 2, abs(a - b) / 2**0.5
-    assert any(f"{mean:.4f} ± {sd:.4f}" in line for line in printed.splitlines() if line.startswith("loss, gates all"))
+    assert any(
+        f"{mean:.4f} ± {sd:.4f}" in line
+        for line in printed.splitlines()
+        if line.startswith("loss, depth 4, gates all")
+    )
 
 
-def test_a_killed_run_goes_on_and_other_rows_are_measured_anew(diagnose, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_and_other_rows_or_another_base_are_measured_anew(diagnose, saved, tmp_path, monkeypatch):
     names = ("--diagnostics", "single_loop", "readouts")
     before = diagnose(tmp_path, *names)
     log = tmp_path / "diagnostics" / "parts" / "00000.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     assert len(lines) == 7  # three of an adapter alone, and four
-    of_adapter = [place for place, line in enumerate(lines) if '"frozen"' in line]
+    of_adapter = [place for place, line in enumerate(lines) if '"frozen_loss"' in line]
     log.write_text("".join(lines[: of_adapter[2]]) + lines[of_adapter[2]][:-9])  # killed while a line was written
-    (tmp_path / "diagnostics" / "single_loop.json").unlink()
-    values = lambda files: {name: [run["measured"] for run in content["runs"]] for name, content in files.items()}
+    (tmp_path / "diagnostics" / MEASUREMENTS_FILE).unlink()
     measured, original = [], SingleLoop.measure
     monkeypatch.setattr(SingleLoop, "measure", lambda *args: measured.append(args) or original(*args))
-    assert values(diagnose(tmp_path, *names)) == values(before) and len(measured) == 1
+    assert diagnose(tmp_path, *names) == before and len(measured) == 1
     fewer = diagnose(tmp_path, *names, "--num_rows", "3")
-    assert fewer["single_loop"]["settings"]["rows"]["num_rows"] == 3 and len(measured) == 4
-    assert values(diagnose(tmp_path, *names)) == values(before) and len(measured) == 4
+    assert len(fewer) == len(before) and values(fewer) != values(before) and len(measured) == 4
+    assert diagnose(tmp_path, *names) == before and len(measured) == 4
+    config = json.loads((saved / "base" / "config.json").read_text())
+    (saved / "base" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    try:
+        other = diagnose(tmp_path, *names)
+    finally:
+        (saved / "base" / "config.json").write_text(json.dumps(config))
+    assert len(measured) == 7 and not {row.identity for row in other} & {row.identity for row in before}
+    assert values(other, metric="loss") != pytest.approx(values(before, metric="loss"), abs=1e-3)
 
 
 NOT_RESULTS = "results.json is not the results file"
@@ -144,8 +161,8 @@ def test_adapters_that_cannot_be_compared_are_refused(diagnose, saved, tmp_path,
     adapted(tiny_ouro(), seed).save_pretrained(saved / "copy")
     if isinstance(results, dict):
         trained = json.loads((saved / "lora" / "results.json").read_text())["run_info"]["settings"]
-        run = {"settings": {"learning_rate": 1e-3, **results}}
-        results = json.dumps({"run_info": {"settings": trained | results}, "run": run})
+        seal(saved / "copy", trained_with(**{"seed": 1, **results}), ["adapter_model.safetensors"])
+        results = json.dumps({"run_info": {"settings": trained | results}})
     (saved / "copy" / "results.json").write_text(results)
     with pytest.raises(ValueError, match=message) as caught:
         diagnose(tmp_path / "out", "--diagnostics", "dose", adapters=("LoRA=lora", "LoRA=copy"))
@@ -183,19 +200,26 @@ def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
     options = ("--import", str(tmp_path / "my_diagnostic.py"), "--diagnostics", "last_two", "patterns")
     with patch.dict(DIAGNOSTICS):
         files = diagnose(tmp_path, *options, adapters=("LoRA=lora",))
-    patterns = {tuple(each["loops"]): each["loss"] for each in files["patterns"]["runs"][0]["measured"]["patterns"]}
-    (run,) = files["last_two"]["runs"]
-    assert run["measured"]["losses"] == pytest.approx([patterns[3, 4], patterns[1, 2, 3, 4]])
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("last_two.losses"))
-    assert f"{run['measured']['losses'][0]:.4f}" in line
+    patterns = {row.gates: row.value for row in files if row.metric == "pattern_loss"}
+    found = values(files, family="last_two")
+    assert found == pytest.approx([patterns["0-0-1-1"], patterns["all"]])
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("last_two") and f"{found[0]:.4f}" in line for line in printed)
 
 
-@pytest.mark.parametrize("measured", [{"a": float("nan")}, {"a": object()}, 3])
-def test_what_a_file_cannot_hold_is_left_out_with_the_reason(diagnose, tmp_path, measured):
-    with patch.dict(DIAGNOSTICS), patch.object(SingleLoop, "measure", side_effect=[measured, {"frozen": 1.0}]):
-        files = diagnose(tmp_path, "--diagnostics", "single_loop", adapters=("LoRA=lora", "B=dropout_1"))
-    assert [run["method"] for run in files["single_loop"]["runs"]] == ["B"]
-    assert "can hold" in files["single_loop"]["left_out"][1]["reason"]
+NO_ROWS = {
+    "finite": [{"metric": "a", "value": float("nan")}], "type": [{"metric": "a", "value": object()}], "iterable": 3,
+    "unexpected keyword": [{"metric": "a", "value": 1.0, "depht": 3}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", NO_ROWS)
+def test_what_no_row_can_hold_is_left_out_with_the_reason(diagnose, tmp_path, reason, log):
+    measured = [NO_ROWS[reason], [{"metric": "a", "value": 1.0}]]
+    with patch.dict(DIAGNOSTICS), patch.object(SingleLoop, "measure", side_effect=measured):
+        rows = diagnose(tmp_path, "--diagnostics", "single_loop", adapters=("LoRA=lora", "B=dropout_1"))
+    assert [(row.method, row.value) for row in rows] == [("B", 1.0)]
+    assert "single_loop of LoRA left out: it measured what no row can hold" in log.text and reason in log.text
     with pytest.raises(ValueError, match="`name` of a diagnostic"):
         type("Evil", (SingleLoop,), {"name": "../../evil"})
 
@@ -208,11 +232,8 @@ def test_two_processes_find_what_one_finds(diagnose, saved, tmp_path):
     adapters += [f"Loop Dropout={saved / 'dropout_2'}", "--output_dir", tmp_path / "two", "--depths", "1", "5"]
     words = (saved / "recipe.yaml", "--adapters", *adapters, "--diagnostics", *names)
     python(ROOT / "recipes" / "diagnose.py", *words, processes=2)
-    for name in names:
-        two = json.loads((tmp_path / "two" / "diagnostics" / f"{name}.json").read_text())
-        assert two["num_processes"] == 2
-        for mine, other in zip(one[name]["runs"], two["runs"], strict=True):
-            assert mine["measured"] == other["measured"], name
+    two = read_measurements(tmp_path / "two" / "diagnostics")[0]
+    assert two == one
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
@@ -15,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, SAMPLES, load_script, tiny_ouro
+from conftest import GOLDEN, ROOT, SAMPLES, contents, load_script, tiny_ouro
 from peft import PeftModel
 from processes import ENVIRONMENT, Program, python, wait_for
 from test_generation import PROMPTS, adapted, varied
@@ -38,7 +40,9 @@ from loopdropout_trainer.evaluation.loading import load_model
 from loopdropout_trainer.evaluation.metrics import gsm8k_strict, metamath_gsm8k
 from loopdropout_trainer.evaluation.results import averages_of
 from loopdropout_trainer.evaluation.run import EvaluationArguments
+from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE
 from loopdropout_trainer.reports.averaging import difference
+from loopdropout_trainer.saving.files import folder_lock
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import load_recipe, parse_recipe
 
@@ -172,6 +176,56 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     assert row["meta_info"]["num_loops"] == 4 and row["train_info"]["r"] == 4
 
 
+def rewrite(path, **fields):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+CHANGES = {  # what is named: the file of the base, and what changes in it
+    "`rms_norm_eps` was 1e-06 and is 0.5": ("config.json", {"rms_norm_eps": 0.5}),
+    "`rope_parameters.rope_theta` was 1000000.0 and is 5.0": (
+        "config.json", {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}
+    ),
+    "`eos_token` was '<eos>' and is '<pad>'": ("tokenizer_config.json", {"eos_token": "<pad>"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("sentence", CHANGES)
+def test_another_base_of_the_same_weights_neither_continues_nor_finishes_an_evaluation(
+    saved, tmp_path, sentence, killed
+):
+    base, out = shutil.copytree(saved / "base", tmp_path / "base"), tmp_path / "out"
+    words = command("--benchmarks", "arithmetic_test", benchmark_limit=2, max_new_tokens=4, output_dir=out)
+    words += ["--model_name_or_path", str(base), "--adapter", f"a={saved / 'adapter'}"]
+    evaluate(words)
+    if killed:  # after one of two answers
+        answers = out / "answers/a/arithmetic_test/00000.jsonl"
+        answers.write_text(answers.read_text().splitlines(keepends=True)[0])
+        for name in ("evaluation.json", MEASUREMENTS_FILE):
+            (out / name).unlink()
+    file, change = CHANGES[sentence]
+    rewrite(base / file, **change)
+    before = contents(out)
+    with pytest.raises(SettingsChangedError, match=re.escape(sentence)):
+        evaluate(words)
+    assert {path: text for path, text in contents(out).items() if "lock" not in path.name} == {
+        path: text for path, text in before.items() if "lock" not in path.name
+    }
+
+
+def test_every_adapter_is_loaded_before_the_first_is_evaluated_and_one_evaluation_is_in_a_folder(saved, tmp_path):
+    damaged = shutil.copytree(saved / "adapter", tmp_path / "damaged")
+    (damaged / "adapter_model.safetensors").write_bytes(b"damaged")
+    words = [*on_samples(saved, tmp_path / "out"), "--adapter", f"a={saved / 'adapter'}", f"b={damaged}"]
+    with pytest.raises(ValueError, match="damaged"):
+        evaluate(words)
+    assert not list((tmp_path / "out").rglob("*.jsonl"))
+    with folder_lock(tmp_path / "out" / "answers"):
+        python_fails = [sys.executable, str(RECIPES / "evaluate.py"), *on_samples(saved, tmp_path / "out")]
+        done = subprocess.run(python_fails, capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
+    assert done.returncode == 2 and re.search("Another run .* is at work in .*answers", done.stderr.splitlines()[-1])
+
+
 def test_a_merged_model_gives_what_its_adapter_gives_by_a_recipe_of_training(saved, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -182,7 +236,7 @@ def test_a_merged_model_gives_what_its_adapter_gives_by_a_recipe_of_training(sav
     merged = ["--model_name_or_path", str(saved / "merged"), "--output_dir", str(tmp_path / "m")]
     evaluate([str(recipe), *merged])
     assert load_results(tmp_path / "run/evaluation.json") == load_results(tmp_path / "m/evaluation.json")
-    with pytest.raises(SettingsChangedError, match="row `adapter`.*`adapter` was '[0-9a-f]+' and is None"):
+    with pytest.raises(SettingsChangedError, match="row `adapter`.*the adapter's weights are others"):
         evaluate([str(recipe), "--adapter", "adapter=none"])
     with pytest.raises(ValueError, match="`gates` must be"):
         evaluate([str(recipe), "--gates", "1-0", "--adapter", str(saved / "adapter")])
@@ -237,17 +291,20 @@ def test_weights_that_are_not_finite_are_refused_and_nan_is_never_written(tokeni
     assert not list(tmp_path.glob("*.jsonl"))
 
 
+LOGGED = {"settings": {"a": 1}}
+
+
 @pytest.mark.parametrize("line", ["{broken", "[]", '{"key": 1}', "\xff", '{"key": [1], "answer": 2}'])
 def test_a_damaged_line_of_a_log_is_named_and_an_unfinished_one_removed(tmp_path, line):
     log, path = AnswerLog(tmp_path), tmp_path / "00000.jsonl"
-    log.read({"a": 1})
+    log.read(LOGGED)
     log.keep([(0, "x"), (1, "y")])
     complete = path.read_bytes()
     path.write_bytes(complete + line.encode("latin-1"))
-    assert AnswerLog(tmp_path).read({"a": 1}) == {0: "x", 1: "y"} and path.read_bytes() == complete
+    assert AnswerLog(tmp_path).read(LOGGED) == {0: "x", 1: "y"} and path.read_bytes() == complete
     path.write_bytes(complete + line.encode("latin-1") + b"\n")
     with pytest.raises(ValueError, match="00000.jsonl, line 3, .*remove") as caught:
-        AnswerLog(tmp_path).read({"a": 1})
+        AnswerLog(tmp_path).read(LOGGED)
     assert "\n" not in str(caught.value)
 
 

@@ -8,14 +8,18 @@ import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import pytest
 from conftest import ROOT
 
+from loopdropout_trainer.diagnostics.losses import readout_rows, single_loop_rows
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.record.identity import identity_key
+from loopdropout_trainer.record.measurement import IDENTITIES_FILE, MEASUREMENTS_FILE, Measurement, write_measurements
 from loopdropout_trainer.reports import ReportError, load_table, specs
 from loopdropout_trainer.reports.averaging import average, difference, select
 from loopdropout_trainer.reports.plots import automatic_figures, looks, paper_figure, points, save_figure
@@ -23,7 +27,8 @@ from loopdropout_trainer.reports.report import numbers_by_method, summary_tables
 from loopdropout_trainer.reports.specs import best, build_table, load_spec, missing_of
 from loopdropout_trainer.reports.statistics import estimate
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
-from loopdropout_trainer.settings.recipe import load_recipe
+from loopdropout_trainer.settings.recipe import load_recipe, method_title
+from loopdropout_trainer.training.scores import Scores, SingleLoopActivation
 
 
 FILES = sorted((ROOT / "recipes" / "tables").glob("*.yaml"))
@@ -37,22 +42,46 @@ GROUPS = {"subject": dict.fromkeys(SUBJECTS, COUNTS), "level": dict.fromkeys("12
 TOTALS = {"metamath_gsm8k": 40, "metamath_math500": 50, "gsm8k": 40}
 
 
-# --- stand-in runs: what sft.py, evaluate.py and diagnose.py leave, with numbers of a random generator ------------------
+# --- stand-in runs: the measurements that sft.py, evaluate.py and diagnose.py leave, with numbers of a random generator --
 
 
-def write_training(folder, settings, **measured):
-    folder.mkdir(parents=True, exist_ok=True)
-    rule = settings.get("rule", "loop_dropout")
+def identity_of(settings):
+    """The identity of a training with these settings of a recipe."""
     given = {"p": settings.get("p"), **(settings.get("rule_args") or {})}
+    rule = settings.get("rule", "loop_dropout")
     p = getattr(make_rule(rule, **{k: v for k, v in given.items() if v is not None and rule != "lora"}), "p", None)
-    train = {
-        "rule": rule, "p": list(p) if isinstance(p, tuple) else p, "num_loops": settings.get("num_loops", 4),
-        "seed": settings["seed"], "r": settings.get("lora_r", 16), "peak_memory_gb": 2.5, "tokens_per_second": 900.0,
-        "train_seconds": 60.0 + settings["seed"] % 7, "trainable_parameters": 1000 * settings.get("lora_r", 16),
-        **measured.pop("train_info", {}),
-    }  # fmt: skip
-    content = {"train_info": train, "run_info": {"settings": settings}, "benchmarks": {}, **measured}
-    (folder / "results.json").write_text(json.dumps(content))
+    of_adapter = {"r": settings.get("lora_r", 16), "use_rslora": settings.get("use_rslora", False)}
+    of_adapter["lora_dropout"] = settings.get("lora_dropout", 0.0)
+    names = ("learning_rate", "weight_decay", "rule_args", "loraplus_lr_ratio", *settings.get("more", ()))
+    arguments = {name: settings.get(name) for name in names}
+    arguments |= {"rule": rule, "p": list(p) if isinstance(p, tuple) else p}
+    return {
+        "base": {"rms_norm_eps": 1e-6, "weights": "a" * 64, **settings.get("base", {})},
+        "adapter": {**of_adapter, **settings.get("adapter", {})},
+        "data": {"rows": 100, "sha256": "b" * 64},
+        "settings": arguments,
+        "loops": {"num_loops": settings.get("num_loops", 4)},
+        "seeds": {"seed": settings["seed"]},
+        "length": {"max_steps": None, "num_train_epochs": settings.get("num_train_epochs", 1.0)},
+        "versions": {"torch": settings.get("torch", "2.13")},
+    }
+
+
+def facts_of(settings):
+    """The fields that all rows of a training share, and its identity."""
+    run = identity_of(settings)
+    method = method_title({**run["adapter"], **run["settings"]})
+    model = str(settings.get("model_name_or_path", "x/m")).split("/")[-1]
+    facts = {"run": identity_key(run), "method": method, "model": model, "seed": settings["seed"]}
+    return {**facts, "steps": settings.get("steps", 10), "depth": settings.get("num_loops", 4)}, run
+
+
+def of_number(run, name, weights=0, **settings):
+    """The identity of a measurement on `name` of what a training has made."""
+    data = {"benchmark": name, "problems": settings.pop("problems", "c" * 64)}
+    model = {part: run[part] for part in ("base", "adapter", "versions")} if run else {"base": {}, "versions": {}}
+    weights = {"adapter": f"{weights} {run and run['seeds']}"}
+    return {**model, "weights": weights, "data": data, "settings": {"max_new_tokens": 10, **settings}}
 
 
 def answers(name, total, right, missing=()):
@@ -61,65 +90,91 @@ def answers(name, total, right, missing=()):
     return BenchmarkResult(name, [Prediction(*made(i), id=str(i)) for i in range(total)])
 
 
-def measured(*results):
-    return {each.name: each.as_json() for each in results}
+def write_results(folder, settings, results, writer="training", how=None, weights=0, **place):
+    """Measure benchmarks of a training, at a place: depth, gates, loop or readout."""
+    facts, run = facts_of(settings)
+    for each in results:
+        how_of = {"problems": f"{each.total}", **(how or {})}
+        number = of_number(run, each.name, weights, **how_of)
+        number["loops"] = {"num_loops": place.get("depth", facts["depth"]), "gates": place.get("gates")}
+        number["loops"]["readout"] = place.get("readout")
+        rows = each.measurements(**{**facts, **place}, writer=f"{writer}/{each.name}", identity=identity_key(number))
+        write_measurements(folder, rows, [number, run])
 
 
-def write_evaluation(folder, adapter, results, depth=4, gates=None, **settings):
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {"model": "x/m", "adapter_path": str(adapter), "num_loops": depth, "gates": gates, "readout": None}
-    of = {"settings": {"max_new_tokens": 10, "adapter": str(adapter), **settings}}
-    row = {"meta_info": about, "train_info": {}, "benchmarks": {k: v | of for k, v in measured(*results).items()}}
-    (folder / "evaluation.json").write_text(json.dumps({"format": 2, "rows": {adapter.name: row}}))
+def write_rows(folder, settings, family, rows, benchmark="held_out", num_loops=4, writer=None, **facts_too):
+    """Measure single numbers of a training, as diagnostics and trainings do."""
+    facts, run = facts_of(settings)
+    number = of_number(run, benchmark) if family != "cost" else run
+    fields = {
+        **facts,
+        "writer": writer or f"diagnostics/{family}",
+        "family": family,
+        "benchmark": benchmark,
+        **facts_too,
+    }
+    found = [Measurement(**{**fields, "identity": identity_key(number), **row}) for row in rows]
+    write_measurements(folder, found, [number, run])
+
+
+def write_training(folder, settings):
+    """What a training costs."""
+    costs = {"train_seconds": 60.0 + settings["seed"] % 7, "trainable_parameters": 1000 * settings.get("lora_r", 16)}
+    costs |= {"peak_memory_gb": 2.5, "tokens_per_second": 900.0}
+    rows = [{"metric": name, "value": value} for name, value in costs.items()]
+    write_rows(folder, settings, "cost", rows, "training", writer="training")
 
 
 def run_sweep(path, outputs, rng, benchmarks=None):
-    """Leave the folders of a sweep. Without `full_grid` the middle rate is the chosen one."""
-    sweep, arguments = load_recipe(path), SweepArguments(**load_recipe(path))
+    """Leave the folders of a sweep, and return their settings. Without `full_grid` the middle rate is the chosen one."""
+    sweep, arguments, runs = load_recipe(path), SweepArguments(**load_recipe(path)), {}
     folder, measure = outputs / Path(sweep["output_dir"]).name, sweep["measure"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.json").write_text("{}")
     rates = arguments.learning_rates
-    for name, settings in Sweep(arguments).methods.items():
+    for method, settings in Sweep(arguments).methods.items():
         settings = {key: value for key, value in settings.items() if key != "p" or settings.get("rule") != "lora"}
-        factor = (sweep.get("rate_factors") or {}).get(name, 1.0)
+        factor = (sweep.get("rate_factors") or {}).get(method, 1.0)
         for rate in rates:
             chosen = sweep.get("full_grid") or rate == rates[len(rates) // 2]
             for seed in sweep["seeds"] if chosen else sweep["seeds"][:1]:
-                run = folder / name / f"lr_{factor * rate:.6g}" / f"seed_{seed}"
+                run = folder / method / f"lr_{factor * rate:.6g}" / f"seed_{seed}"
                 fields = {**settings, "learning_rate": factor * rate, "seed": seed, "output_dir": str(run)}
-                result = lambda name, total: answers(name, total, rng.random(total) < 0.6, missing={0, 1})
+                fields["more"] = ()
                 names = (benchmarks or measure["benchmarks"]) if chosen else ["development"]
-                found = measured(*(result(each, TOTALS.get(each, 30)) for each in names))
-                if "metamath_math500" in found:
-                    found["metamath_math500"]["groups"] = GROUPS
-                depths = {str(k): result(names[0], 40).as_json() for k in measure.get("depths", ()) if chosen}
-                write_training(run, fields, benchmarks=found, by_depth=depths)
-    return folder
+                found = [
+                    answers(each, n := TOTALS.get(each, 30), rng.random(n) < 0.6, missing={0, 1}) for each in names
+                ]
+                for each in found:
+                    each.groups.update(GROUPS if each.name == "metamath_math500" else {})
+                write_training(run, fields)
+                write_results(run, fields, found)
+                for depth in measure.get("depths", ()) if chosen else ():
+                    if depth != fields.get("num_loops", 4):
+                        again = [answers(names[0], 40, rng.random(40) < 0.6)]
+                        write_results(run, fields, again, f"depth {depth}", depth=depth)
+                if chosen:
+                    runs[run] = fields
+    return runs
 
 
 def single_loop(frozen=2.0, only=(1.8, 1.6, 1.4, 1.0), all_on=0.5):
-    reductions = [100 * (1 - loss / frozen) for loss in only]
-    return {"frozen": frozen, "only": list(only), "all_on": all_on, "reductions_percent": reductions}
+    return single_loop_rows(SingleLoopActivation(frozen, tuple(only), all_on))
 
 
-def write_diagnostics(sweep, rng):
-    runs = [path.parent for path in sorted(sweep.rglob("results.json")) if "development" not in path.read_text()]
-    for run, loop in itertools.product(runs, range(4)):
-        only = answers("metamath_gsm8k", 40, rng.random(40) < 0.6)
-        write_evaluation(run / f"loop_{loop}", run, [only], gates=[float(each == loop) for each in range(4)])
-    entry = lambda run, measured: {"method": "x", "path": str(run), "seed": 1, "measured": measured}
-    losses = [entry(run, single_loop(1.0, rng.random(4).tolist(), 0.4)) for run in runs]
-    write_diagnostic(sweep, "single_loop", losses, source="metamath_math500")
-    readouts = [entry(run, {"losses": rng.random(4).tolist()}) for run in runs]
-    write_diagnostic(sweep, "readouts", readouts, source="metamath_math500")
+def readouts(losses):
+    return readout_rows([Scores(loss, 50.0) for loss in losses])
 
 
-def write_diagnostic(folder, name, runs, num_loops=4, source="held_out"):
-    (folder / "diagnostics").mkdir(exist_ok=True)
-    settings = {"model": "x/m", "num_loops": num_loops, "rows": {"source": source, "num_rows": 8}}
-    content = {"diagnostic": name, "settings": settings, "runs": runs}
-    (folder / "diagnostics" / f"{name}.json").write_text(json.dumps(content))
+def write_diagnostics(runs, rng):
+    for run, settings in runs.items():
+        for loop in range(4):
+            gates = "-".join(str(int(each == loop)) for each in range(4))
+            only = answers("metamath_gsm8k", 40, rng.random(40) < 0.6)
+            write_results(run / "loops", settings, [only], f"loop {loop}", gates=gates, loop=loop + 1)
+        rows = single_loop(1.0, rng.random(4).tolist(), 0.4)
+        write_rows(run / "diagnostics", settings, "single_loop", rows, "metamath_math500")
+        write_rows(run / "diagnostics", settings, "readouts", readouts(rng.random(4).tolist()), "metamath_math500")
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +183,11 @@ def table(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("outputs"), np.random.default_rng(0)
     tulu = ["mmlu", "bbh", "truthfulqa_mc2", "ifeval_strict", "ifeval_loose", "humaneval", "humaneval_plus", "mbpp",
             "mbpp_plus"]  # fmt: skip
-    for path in sorted((ROOT / "recipes" / "sweeps").glob("*.yaml")):
-        run_sweep(path, folder, rng, tulu if path.stem == "tulu2" else None)
-    for name in ("metamath_gsm", "gsm8k_single_loop"):
-        write_diagnostics(folder / name, rng)
+    with patch("loopdropout_trainer.saving.files.flush_to_disk"):  # thousands of files
+        for path in sorted((ROOT / "recipes" / "sweeps").glob("*.yaml")):
+            runs = run_sweep(path, folder, rng, tulu if path.stem == "tulu2" else None)
+            if path.stem in ("metamath_gsm", "gsm8k_single_loop"):
+                write_diagnostics(runs, rng)
     found = load_table([folder])
     assert found.attrs["skipped"] == []
     return found
@@ -200,14 +256,13 @@ def test_a_benchmark_with_two_metrics_gives_each_column_its_own(tmp_path):
     (tmp_path / "tulu2" / "sweep.db").touch()
     for seed in (101, 102, 103):
         run = tmp_path / "tulu2" / str(seed)
-        write_training(run, {"seed": seed, "rule": "lora"})
         results = [answers(name, 40, [True] * 40) for name in ("mmlu", "bbh", "truthfulqa_mc2")]
         for pair in pairs.items():
             values = [dict(zip(pair, (float(i < 10), float(i < 30)), strict=True)) for i in range(40)]
             rows = [Prediction(f"{i}", "", "", "x", i < 10, id=str(i), values=values[i]) for i in range(40)]
             metrics = {name: Metric.of([row.values[name] for row in rows]) for name in pair}
             results.append(BenchmarkResult(pair[0].removesuffix("_strict"), rows, metrics))
-        write_evaluation(run / "test", run, results)
+        write_results(run, {"seed": seed, "rule": "lora"}, results)
     filled = build_table(load_spec(ROOT / "recipes/tables/tulu_all.yaml"), load_table([tmp_path]))
     found = {row[0]: text for row, text in filled[filled["column"] == "LoRA"][["row", "text"]].values}
     assert found["HumanEval"] == found["MBPP"] == found["IFEval loose"] == "75.00 ± 0.00"
@@ -239,9 +294,8 @@ def test_every_figure_comes_out_of_what_its_sweeps_leave(path, table, filled_tab
 def test_the_papers_counts_give_what_it_printed(row, tmp_path):
     """Through folders, a table's file and a cell: 86.53 ± 0.44 is 1148, 1139 and 1137 of 1319."""
     for seed, correct in enumerate(row["per_seed_correct"]):
-        write_training(tmp_path / str(seed), {"seed": seed, "rule": "lora"})
         result = answers("b", row["n"], np.arange(row["n"]) < correct)
-        write_evaluation(tmp_path / str(seed) / "test", tmp_path / str(seed), [result])
+        write_results(tmp_path / str(seed), {"seed": seed, "rule": "lora"}, [result])
     decimals = len(row["mean_printed"].split(".")[1])
     cell = only_cell(tmp_path, f"decimals: {decimals}")
     assert cell.text == f"{row['mean_printed']} ± {row['sd_printed']}"
@@ -267,66 +321,84 @@ def two(tmp_path):
 def runs(tmp_path):
     for rule in ("lora", "loop_dropout"):
         for seed in (1, 2):
-            folder = tmp_path / "runs" / rule / str(seed)
-            write_training(folder, {**BASIC, "seed": seed, "rule": rule})
-            right = np.arange(30) < 10 + seed + 5 * (rule != "lora")
-            write_evaluation(folder / "test", folder, [answers("b", 30, right)])
+            measure(tmp_path / "runs" / rule / str(seed), 10 + seed + 5 * (rule != "lora"), rule=rule, seed=seed)
     return tmp_path / "runs"
 
 
-def evaluate_again(run, total=30, **settings):
-    write_evaluation(run / "test", run, [answers("b", total, [1] * total)], **settings)
-
-
-def train_again(run, train_info=None, run_is=None, **settings):
-    write_training(run, {**BASIC, "seed": 2, **settings}, train_info=train_info or {}, run=run_is or {})
+def measure(folder, correct=12, total=30, how=None, **settings):
+    write_results(folder, {**BASIC, "seed": 2, **settings}, [answers("b", total, np.arange(total) < correct)], how=how)
 
 
 OTHERWISE = {  # what the error names: how the run is changed
-    "max_new_tokens": (evaluate_again, {"max_new_tokens": 99}),
-    "system_instruction": (evaluate_again, {"system_instruction": "Be brief."}),
-    "chat_template": (evaluate_again, {"chat_template": "tulu"}),
-    "total": (evaluate_again, {"total": 20}),
-    "model": (train_again, {"model_name_or_path": "x/other"}),
-    "learning_rate": (train_again, {"learning_rate": 2e-3}),
-    "a_setting_of_next_year": (train_again, {"a_setting_of_next_year": 1}),
-    "p": (train_again, {"train_info": {"p": 0.3}}),
-    "base_weights": (train_again, {"run_is": {"model": {"weights": "f" * 64}}}),  # of a folder of the same name
-    "a_setting_of_" + 60 * "x": (train_again, {"a_setting_of_" + 60 * "x": 70 * "y" + "z"}),
-    "seed 1": (train_again, {"seed": 1}),
+    "max_new_tokens": {"how": {"max_new_tokens": 99}},
+    "system_instruction": {"how": {"system_instruction": "Be brief."}},
+    "chat_template": {"how": {"chat_template": "tulu"}},
+    "total": {"total": 20},
+    "the problems": {"how": {"problems": "d" * 64}},
+    "model": {"model_name_or_path": "x/other"},
+    "learning_rate": {"learning_rate": 2e-3},
+    "a_setting_of_next_year": {"a_setting_of_next_year": 1, "more": ["a_setting_of_next_year"]},
+    "weight_decay": {"weight_decay": 0.3},
+    "the base weights": {"base": {"weights": "f" * 64}},  # of a folder of the same name
+    "rms_norm_eps": {"base": {"rms_norm_eps": 0.5}},
+    "target_modules": {"adapter": {"target_modules": ["q_proj"]}},
+    "alpha_pattern": {"adapter": {"alpha_pattern": {"q_proj": 3}}},
+    "init_lora_weights": {"adapter": {"init_lora_weights": "gaussian"}},
+    "torch": {"torch": "1.0"},
+    "steps": {"steps": 9},
+    "num_train_epochs": {"num_train_epochs": 3.0},
+    "seed 1": {"seed": 1},
 }
+EVERYWHERE = {
+    "more": ["a_setting_of_next_year"],
+    "adapter": {"target_modules": ["v_proj"], "alpha_pattern": {}, "init_lora_weights": True},
+}
+PROTOCOL = {"system_instruction": None, "chat_template": None}
 
 
 @pytest.mark.parametrize("setting", OTHERWISE)
-def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(runs, setting):
+def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(tmp_path, setting):
     """A table of the paper's kind refuses them with the names; a summary and a figure show them apart."""
-    change, fields = OTHERWISE[setting]
-    change(runs / "lora" / "2", **fields)
+    change = dict(OTHERWISE[setting])
+    change["adapter"] = {**EVERYWHERE["adapter"], **change.get("adapter", {})}
+    measure(tmp_path / "1", **{**EVERYWHERE, "seed": 1, "rule": "lora"}, how=PROTOCOL)
+    measure(tmp_path / "2", **{**EVERYWHERE, "rule": "lora", **change, "how": {**PROTOCOL, **change.get("how", {})}})
+    if setting == "seed 1":  # other weights, or it would be the same number
+        measure(tmp_path / "2", 13, **{**EVERYWHERE, "rule": "lora", "seed": 1, "how": PROTOCOL | {"problems": "30"}})
+        return
     with pytest.raises(ReportError, match=setting):
+        only_cell(tmp_path)
+    found = load_table([tmp_path])
+    accuracy = summary_tables(found)[0]
+    assert set(accuracy["count"].dropna()) == {1}
+    assert all(row[0] in specs.markdown(accuracy) for row in accuracy["row"])  # not cut
+    with pytest.raises(ReportError, match=setting):
+        points(found[found["metric"] == "b"], panel="benchmark", x="depth", by="method")
+
+
+def test_seeds_of_one_setting_have_a_mean_and_one_seed_twice_has_none(runs):
+    assert only_cell(runs).text == "38.33 ± 2.36"
+    write_results(runs / "again", {**BASIC, "seed": 1, "rule": "lora"}, [answers("b", 30, [1] * 30)], weights=1)
+    with pytest.raises(ReportError, match="two results of seed 1 .*again"):
         only_cell(runs)
-    if setting != "seed 1":
-        found = load_table([runs])
-        accuracy = summary_tables(found)[0]
-        ours = accuracy["row"].str[0].str.startswith("LoRA")
-        assert set(accuracy[ours]["count"].dropna()) == {1}
-        assert all(row[0] in specs.markdown(accuracy) for row in accuracy["row"])  # not cut
-        with pytest.raises(ReportError, match=setting):
-            points(found[found["metric"] == "b"], panel="benchmark", x="depth", by="method")
 
 
 def test_figures_never_pool_and_name_what_differs(tmp_path):
     for p, seed in itertools.product((0.25, 0.75), (1, 2)):
-        by_depth = {str(k): answers("b", 20, np.arange(20) < 10 + k + (p > 0.5)).as_json() for k in (2, 4)}
         settings = {**BASIC, "rule": "loop_dropout", "p": p, "seed": seed}
-        write_training(tmp_path / f"{p}" / f"{seed}", settings, benchmarks={"b": by_depth["4"]}, by_depth=by_depth)
-    plot = automatic_figures(load_table([tmp_path]))["depth_accuracy"]
+        for k in (2, 4):
+            result = answers("b", 20, np.arange(20) < 10 + k + (p > 0.5))
+            write_results(tmp_path / f"{p}" / f"{seed}", settings, [result], f"depth {k}", depth=k)
+    plot = automatic_figures(load_table([tmp_path]))["accuracy_depth"]
     assert sorted(set(plot.data["by"])) == ["Loop Dropout, p = 0.25", "Loop Dropout, p = 0.75"]
     assert set(plot.data["seeds"]) == {2}
 
 
 def test_results_that_were_evaluated_differently_are_not_compared(runs, two):
-    for seed in (1, 2):
-        evaluate_again(runs / "lora" / str(seed), chat_template="other")
+    for rule, seed in itertools.product(("lora", "loop_dropout"), (1, 2)):
+        measure(
+            runs / rule / str(seed), rule=rule, seed=seed, how={"chat_template": "other" if rule == "lora" else None}
+        )
     with pytest.raises(ReportError, match="chat_template"):
         build_table(two, load_table([runs]))
     accuracy = summary_tables(load_table([runs]))[0]
@@ -339,9 +411,7 @@ def test_a_difference_is_paired_by_seed_and_its_interval_is_over_seeds_and_probl
     rules = {"lora": 0, "loop_dropout": 1}
     right = {(m, s): rng.random(400) < 0.4 + shift[s] * rules[m] for m in rules for s in shift}
     for (rule, seed), values in right.items():
-        folder = tmp_path / rule / str(seed)
-        write_training(folder, {**BASIC, "seed": seed, "rule": rule})
-        write_evaluation(folder / "test", folder, [answers("b", 400, values)])
+        write_results(tmp_path / rule / str(seed), {**BASIC, "seed": seed, "rule": rule}, [answers("b", 400, values)])
     cell = only_cell(tmp_path, "minus: {method: LoRA}", "Loop Dropout")
     gains = 100.0 * np.stack([right["loop_dropout", s].astype(float) - right["lora", s] for s in (1, 2, 3)])
     assert list(map(float, cell["by_seed"].split())) == pytest.approx(gains.mean(axis=1))
@@ -367,18 +437,23 @@ def test_a_method_looks_the_same_in_every_figure():
 
 def test_a_run_is_read_with_all_that_it_measured(tmp_path):
     """The quickstart's form: the base, eight depths, single loops with their accuracy, readouts, the learning curve."""
-    by_depth = {str(k): answers("b", 20, np.arange(20) < k).as_json() for k in range(1, 9)}
+    base = {"method": "base", "run": None, "seed": None, "steps": None, "gates": "none"}
     for rule in ("lora", "loop_dropout"):
-        run = tmp_path / rule
-        write_training(
-            run, {**BASIC, "rule": rule, "seed": 0, "max_new_tokens": 64}, by_depth=by_depth, benchmarks={"b": by_depth["4"]},
-            base_benchmarks={"b": answers("b", 20, np.arange(20) < 1).as_json()}, readout_losses=[4.0, 3.0, 2.0, 1.0],
-            single_loop=single_loop(),
-            single_loop_benchmarks=[answers("b", 20, np.arange(20) < k).as_json() for k in range(4)],
-        )  # fmt: skip
-        log = [{"loss": 2.0, "step": 5, "epoch": 0.1}, {"loss": 1.9, "step": 10, "epoch": 0.2},
-               {"eval_loss": 1.5, "step": 10, "epoch": 0.2}, {"train_loss": 1.0, "step": 10}]  # fmt: skip
-        (run / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+        run, settings = tmp_path / rule, {**BASIC, "rule": rule, "seed": 0}
+        for k in range(1, 9):
+            write_results(run, settings, [answers("b", 20, np.arange(20) < k)], f"depth {k}", depth=k)
+        for k in range(1, 5):
+            gates = "-".join(str(int(each == k)) for each in range(1, 5))
+            write_results(run, settings, [answers("b", 20, np.arange(20) < k - 1)], f"loop {k}", gates=gates, loop=k)
+        number = of_number(None, "b", problems="20")
+        of_base = answers("b", 20, np.arange(20) < 1).measurements(
+            **{**facts_of(settings)[0], **base}, writer="base", identity=identity_key(number)
+        )
+        write_measurements(run, of_base, [number])
+        write_rows(run, settings, "single_loop", single_loop())
+        write_rows(run, settings, "readouts", readouts([4.0, 3.0, 2.0, 1.0]))
+        log = [{"metric": "loss", "value": 2.0, "step": 5}, {"metric": "loss", "value": 1.9, "step": 10}]
+        write_rows(run, settings, "curve", log, "training")
     table = load_table([tmp_path])
     lora = select(table, {"method": "LoRA"})
     value = lambda **wanted: select(lora, wanted)["value"].item()
@@ -386,144 +461,100 @@ def test_a_run_is_read_with_all_that_it_measured(tmp_path):
     assert [value(metric="b", loop=k) for k in range(1, 5)] == [0.0, 5.0, 10.0, 15.0]
     assert [value(metric="loss_reduction", loop=k) for k in range(1, 5)] == pytest.approx([10, 20, 30, 50])
     assert [value(metric="readout_loss", readout=k) for k in range(1, 5)] == [4.0, 3.0, 2.0, 1.0]
-    assert (value(metric="loss", step=5), value(metric="eval_loss", step=10)) == (2.0, 1.5)
+    assert value(metric="loss", step=5) == 2.0
     assert select(table, {"method": "base", "metric": "b"})["value"].item() == 5.0  # once, not beside each adapter
-    assert set(select(lora, {"metric": "b"})["evaluation.max_new_tokens"]) == {64}
     accuracy = summary_tables(table)[0]
     assert {row[0] for row in accuracy["row"]} == {"base", "LoRA", "Loop Dropout"}
     assert accuracy["column"].nunique() == 8
     figures = automatic_figures(table)
-    assert {"depth_accuracy", "single_loop", "single_loop_accuracy", "readouts", "learning_curves"} <= set(figures)
-    # The same result evaluated again is there once, as the evaluation has it.
-    write_evaluation(tmp_path / "lora" / "test", tmp_path / "lora", [answers("b", 20, np.arange(20) < 7)])
-    again = lambda: select(load_table([tmp_path]), {"method": "LoRA", "metric": "b", "gates": "all", "depth": 4})
-    assert set(again()["value"]) == {20.0, 35.0}  # another result: both are there, and a cell that meets both says so
+    assert {"accuracy_depth", "single_loop_loop", "accuracy_loop", "readouts_loop", "curve_step"} <= set(figures)
+    # The same number measured again is there once; under other settings both are there, and a cell that meets both says so.
+    write_results(
+        tmp_path / "again", {**BASIC, "rule": "lora", "seed": 0}, [answers("b", 20, np.arange(20) < 4)], depth=4
+    )
+    assert len(load_table([tmp_path])) == len(table)
+    how = {"max_new_tokens": 99}
+    write_results(
+        tmp_path / "again", {**BASIC, "rule": "lora", "seed": 0}, [answers("b", 20, [1] * 20)], how=how, depth=4
+    )
     with pytest.raises(ReportError, match="max_new_tokens"):
         only_cell(tmp_path)
-    assert "35.00" in specs.markdown(summary_tables(load_table([tmp_path]))[0])
-    write_evaluation(tmp_path / "lora" / "test", tmp_path / "lora", [answers("b", 20, np.arange(20) < 4)])
-    assert again()[["value", "evaluation.max_new_tokens"]].values.tolist() == [[20.0, 10]]
+    assert "100.00" in specs.markdown(summary_tables(load_table([tmp_path]))[0])
 
 
-def test_gates_and_readout_of_an_evaluation_are_told_apart(runs):
-    file = runs / "lora" / "1" / "test" / "evaluation.json"
-    content = json.loads(file.read_text())
-    row = content["rows"].pop("1")
-    for name, change in {"a": {"gates": [0, 1, 0, 0]}, "b": {"readout": 2}, "c": {}}.items():
-        content["rows"][name] = {**row, "meta_info": {**row["meta_info"], **change}}
-    file.write_text(json.dumps(content))
-    found = select(load_table([runs]), {"method": "LoRA", "metric": "b", "seed": 1})
-    assert {(row["gates"], row["loop"], row["readout"]) for row in found.fillna(0).to_dict("records")} == {
-        ("0-1-0-0", 2, 0), ("all", 0, 2), ("all", 0, 0),
-    }  # fmt: skip
-    assert only_cell(runs).text == "38.33 ± 2.36"
-
-
-@pytest.mark.parametrize("adapter", ["lora/1/checkpoint-1", "loop_dropout/2", "gone/1", "gone/2"])
-def test_a_measurement_belongs_to_the_adapter_that_it_names_wherever_its_file_is(runs, adapter):
-    run, other = runs / "lora" / "1", runs / adapter
-    if "gone" not in adapter:
-        other.mkdir(parents=True, exist_ok=True)
-    write_evaluation(run / "test", other, [answers("b", 30, [1] * 30)])
-    write_diagnostic(run, "single_loop", [{"method": "x", "path": str(other), "measured": single_loop()}])
-    table, wanted = load_table([runs]), run if adapter == "gone/1" else other  # which was moved
-    for rows in (table[table["value"] == 100], table[table["metric"] == "loss_reduction"]):
-        assert set(rows["run"].str.split("#").str[0]) == {str(wanted.resolve())}
+def test_a_measurement_belongs_to_its_training_wherever_its_file_is(tmp_path):
+    (tmp_path / "sweeps" / "x").mkdir(parents=True)
+    (tmp_path / "sweeps" / "x" / "sweep.db").touch()
+    measure(tmp_path / "sweeps" / "x" / "run", rule="lora")
+    write_rows(tmp_path / "elsewhere", {**BASIC, "seed": 2, "rule": "lora"}, "single_loop", single_loop())
+    table = load_table([tmp_path])
+    assert set(table["sweep"]) == {"x"} and table["run"].nunique() == 1
+    assert set(table["learning_rate"]) == {1e-3} and set(table["rank"]) == {16}
 
 
 def test_runs_in_folders_of_any_name_are_read_and_a_row_of_the_summary_is_one_setting(tmp_path):
     rates = {"answers": (1, "b"), "parts": (1, "b"), "checkpoint-best": (3, "development"), ".staged": (1, "b")}
     for folder, (rate, name) in rates.items():
-        settings = {**BASIC, "seed": len(folder), "learning_rate": rate / 1000}
-        write_training(tmp_path / folder / "run", settings, benchmarks=measured(answers(name, 20, [1] * 20)))
-    (tmp_path / "parts" / "run" / "checkpoint-5").mkdir()  # which has no learning curve of its own
-    log = tmp_path / "parts" / "run" / "checkpoint-5" / "trainer_state.json"
-    log.write_text('{"log_history": [{"loss": 2.0, "step": 5}]}')
+        settings = {**BASIC, "rule": "lora", "seed": len(folder), "learning_rate": rate / 1000}
+        write_results(tmp_path / folder / "run", settings, [answers(name, 20, [1] * 20)])
     table, method = load_table([tmp_path]), "LoRA, learning_rate = "
-    assert table["run"].nunique() == 3 and "training" not in set(table["benchmark"])
+    assert table["run"].nunique() == 3
     texts = specs.grid(summary_tables(table)[0]).values.tolist()
-    assert texts == [[f"{method}0.001", "100.00 ± 0.00", "–"], [f"{method}0.003", "–", "100.00"]]
+    assert sorted(texts) == [[f"{method}0.001", "100.00 ± 0.00", "–"], [f"{method}0.003", "–", "100.00"]]
 
 
 def test_any_diagnostic_is_in_the_table_and_drawn(tmp_path):
     """Of one's own, and of the states: numbers, lists by loop and matrices."""
     measures = {
-        "last_two": lambda i: {"loss": 0.5 + i, "by_loop": [1.0, 2.0], "what": "x"},
-        "settling": lambda i: {"states": "carried", "state_distances": [1.0 + i, 0.0], "agreements_percent": [9.0, 100.0]},
-        "kinds": lambda i: {"by_kind": {"a": 1.0, "b": 2.0 + i}, "is_good": True},
-        "updates": lambda i: {"relative_sizes": [0.1, 0.2], "cosines": [[1.0, 0.5], [0.5, 1.0]]},
-    }  # fmt: skip
-    for name, measure in measures.items():
-        runs = [{"method": "mine", "path": None, "seed": None, "measured": measure(i)} for i in range(2)]
-        write_diagnostic(tmp_path, name, runs, num_loops=2)
+        "last_two": lambda i: [{"metric": "last_two_loss", "value": 0.5 + i}, {"metric": "all_loss", "value": 1.0}],
+        "settling": lambda i: [{"metric": "distance", "value": 1.0 + i, "loop": t} for t in (1, 2)],
+        "kinds": lambda i: [{"metric": "by_kind", "value": 2.0 + i, "group": kind} for kind in "ab"],
+        "updates": lambda i: [
+            {"metric": "cosine", "value": 0.5, "loop": s, "other_loop": t} for s in (1, 2) for t in (1, 2)
+        ],
+    }
+    for seed, (name, measured) in itertools.product((1, 2), measures.items()):
+        settings = {**BASIC, "seed": seed, "num_loops": 2}
+        write_rows(tmp_path / str(seed), settings, name, measured(seed - 1), method="mine")
     table = load_table([tmp_path])
-    loss = average(select(table, {"metric": "last_two.loss"}), "x")
+    loss = average(select(table, {"metric": "last_two_loss"}), "x")
     assert (loss.mean(), len(loss)) == (1.0, 2)
-    assert set(select(table, {"metric": "last_two.by_loop", "loop": 2})["value"]) == {2.0}
     figures = automatic_figures(table)
-    assert set(figures) == {"last_two", "settling", "updates", "updates_cosines", "kinds"}
-    drawn = figures["settling"].data
-    assert sorted(drawn["mean"][drawn["x"] == 1]) == [1.5, 9.0] and set(figures["updates"].data["mean"]) == {0.1, 0.2}
-    assert figures["kinds"].data[["x", "mean"]].values.tolist() == [["a", 1.0], ["b", 2.5]]
+    assert set(figures) == {"last_two", "settling_loop", "updates_other_loop", "kinds_group"}
+    assert set(figures["settling_loop"].data["mean"]) == {1.5} and set(figures["updates_other_loop"].data["mean"]) == {
+        0.5
+    }
+    assert figures["kinds_group"].data[["x", "mean"]].values.tolist() == [["a", 2.5], ["b", 2.5]]
+    assert figures["last_two"].data[["x", "mean"]].values.tolist() == [["last_two_loss", 1.0], ["all_loss", 1.0]]
     numbers = numbers_by_method(table)
-    assert numbers.loc["settling.state_distances, loop 1", "mine"] == "1.5000 ± 0.7071"
-    assert numbers.loc["last_two.loss", "mine"] == "1.0000 ± 0.7071"
+    assert numbers.loc["distance, loop 1", "mine"] == "1.5000 ± 0.7071"
+    assert numbers.loc["last_two_loss", "mine"] == "1.0000 ± 0.7071"
 
 
-entry = lambda key, value: lambda content: content["rows"]["1"].update({key: value})
-result = lambda key, value: lambda content: content["rows"]["1"]["benchmarks"]["b"].update({key: value})
-metric = lambda key, value: result("metrics", {"b": {"score": 110 / 3, "sum": 11, "total": 30, key: value}})
-train = lambda key, value: lambda content: content["train_info"].update({key: value})
-EVALUATION, TRAINING, DIAGNOSTIC = "test/evaluation.json", "results.json", "diagnostics/single_loop.json"
-FAULTS = {  # what the sentence names: file, and its text or a change of its content
-    "Expecting": (EVALUATION, "hello"),
-    "decode": (EVALUATION, b"\xff\xfe\x00"),
-    "the file": (EVALUATION, "[]"),
-    "recursion": (EVALUATION, "[" * 100_000),
-    "`rows.1`": (EVALUATION, '{"rows": {"1": 3}}'),
-    "`rows.1.meta_info`": (EVALUATION, entry("meta_info", None)),
-    "adapter_path": (EVALUATION, entry("meta_info", {"num_loops": 4, "adapter_path": 5})),
-    "b.total": (EVALUATION, result("total", "many")),
-    "total` must be an integer from 1; got 0": (EVALUATION, result("total", 0)),
-    **{f"score` must be a number; got {str(value)[:9]}": (EVALUATION, metric("score", value))
-       for value in (float("nan"), float("inf"), True, 10**400)},
-    "`score` of b must be 11 of 30": (EVALUATION, metric("score", 90)), "`sum` of b": (EVALUATION, metric("correct", 12)),
-    "of one or more": (EVALUATION, result("metrics", {})), "`missing` of b must be 0": (EVALUATION, result("missing", 99)),
-    "`correct` of x": (EVALUATION, result("groups", {"level": {"x": {"correct": 9, "total": 2}}})),
-    "`total` of b must be 30": (EVALUATION, result("total", 31)),
-    "predictions.0.correct": (EVALUATION, result("predictions", [{"prompt": "", "correct": 7}])),
-    **{f"{name}` must be": (TRAINING, train(name, value)) for name, value in
-       {"learning_rate": "abc", "train_seconds": "abc", "peak_memory_gb": [1], "num_loops": 0, "p": 7}.items()},
-    "b.predictions.0.prompt": (EVALUATION, result("predictions", [{"prompt": 3}])),
-    "run_info.settings": (TRAINING, '{"run_info": {"settings": 3}, "train_info": {}}'),
-    "two": (TRAINING, '{"run_info": {"settings": {}}, "train_info": {"num_loops": 4}, "by_depth": {"two": {}}}'),
-    "loss of": (DIAGNOSTIC, '{"diagnostic": "single_loop", "settings": {"num_loops": 4}, "runs": '
-                            '[{"method": "x", "measured": {"only": [1, "x"]}}]}'),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_file_that_cannot_be_read_is_named_with_its_fault_and_left_out(runs, fault):
-    name, change = FAULTS[fault]
-    file = runs / "lora" / "1" / name
-    file.parent.mkdir(exist_ok=True)
-    if callable(change):
-        content = json.loads(file.read_text())
-        change(content)
-        change = json.dumps(content)
-    file.write_bytes(change if isinstance(change, bytes) else change.encode())
+def test_a_row_or_file_that_cannot_be_read_is_named_and_left_out(runs):
+    file = runs / "lora" / "1" / MEASUREMENTS_FILE
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0].replace('"value": ', '"value": 1'), *lines[1:]]) + "\n")
+    (runs / "lora" / "2" / IDENTITIES_FILE).write_text("{")
+    old = runs / "old"
+    old.mkdir()
+    (old / "results.json").write_text("{}")
     table = load_table([runs])
-    (sentence,) = table.attrs["skipped"]
-    assert str(file) in sentence and "\n" not in sentence and fault in sentence
-    assert str(file) not in set(table["source"])
-    assert len(select(table, {"metric": "b"})) == (3 if name == EVALUATION else 4)
+    faults = sorted(table.attrs["skipped"])
+    assert [str(path) in fault for path, fault in zip((file, runs / "lora" / "2", old), faults, strict=True)] == [
+        True
+    ] * 3
+    assert "`verdicts` say" in faults[0] and "cannot be read as JSON" in faults[1] and "another version" in faults[2]
+    assert set(table[table["metric"] == "b"]["method"]) == {"Loop Dropout"}
+    with pytest.raises(ReportError, match="No measurements .*another version of this package.*run the command"):
+        write_report([old], [], runs / "report")
 
 
 # --- files of tables ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_missing_is_named_and_not_invented(runs, two):
-    (runs / "lora" / "2" / "test" / "evaluation.json").unlink()
+    shutil.rmtree(runs / "lora" / "2")
     filled = build_table(two, load_table([runs]))
     assert filled["text"][0] == "36.67"  # one seed is one seed
     assert only_cell(runs, "seed: [1, 2]").missing == "no result of seed 2"
@@ -535,10 +566,10 @@ def test_what_is_missing_is_named_and_not_invented(runs, two):
 
 
 CELLS = {  # what a column says: what the sentence names
-    "depht: 4": "`depht`", "filter.x: 1": "`filter.x`", "of: nonexistent": "`nonexistent`", "of: method": "`method.0` must",
+    "depht: 4": "`depht`", "filter.x: 1": "`filter.x`", "of: nonexistent": "`nonexistent`", "of: method": "`method` must",
     "of: verdicts": "`verdicts`", "part: missing_in_either": "`part` has no effect", "bold: [zzz]": "`zzz`",
     "minus: {method: LoRA}, scale: 2": "`scale` has no effect", "of: p, recipe: recipes/gsm8k.yaml, decimals: 1": "`decimals`",
-    "of: rule x rule, recipe: recipes/gsm8k.yaml": "`rule x rule.0`", "minus: {of: p}": "`of`",
+    "of: rule x rule, recipe: recipes/gsm8k.yaml": "`rule x rule`", "minus: {of: p}": "`of`",
 }  # fmt: skip
 
 
@@ -546,7 +577,7 @@ CELLS = {  # what a column says: what the sentence names
 def test_a_cell_that_cannot_be_made_is_refused_by_name(runs, text, message):
     with pytest.raises(ReportError, match=re.escape(message)):
         only_cell(runs, text)
-    assert [only_cell(runs, setting).text for setting in ("weight_decay: 0.5", "evaluation.x: 1")] == ["–", "–"]
+    assert only_cell(runs, "weight_decay: 0.5").text == "–"
 
 
 LINE = "label: fig:x\ntitle: X\nfigure: line\nfilter: {metric: b, method: LoRA}\nx: {seed: s}\ny: {total: n}"
@@ -590,11 +621,12 @@ HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"
 
 def test_a_report_of_any_runs(runs, tmp_path):
     out = tmp_path / "report"
-    (runs / "lora" / "x").mkdir()
-    (runs / "lora" / "x" / "evaluation.json").write_text("{")
+    (runs / "x").mkdir()
+    (runs / "x" / MEASUREMENTS_FILE).write_text("{\n")
     for rule, seed in itertools.product(("lora", "loop_dropout"), (1, 2)):
-        settings = {**BASIC, "seed": seed, "rule": rule, "a_note": HOSTILE}
-        write_training(runs / rule / f"{seed}", settings, single_loop=single_loop())
+        settings = {**BASIC, "seed": seed, "rule": rule}
+        write_training(runs / rule / f"{seed}", settings)
+        write_rows(runs / rule / f"{seed}", settings, "single_loop", single_loop(), benchmark=HOSTILE)
     _, summary = write_report([runs], [], out, HOSTILE)
     assert "38.33 ± 2.36" in (out / "tables" / "accuracy.md").read_text()
     assert "+16.67 [" in (out / "tables" / "differences.md").read_text()
@@ -606,7 +638,7 @@ def test_a_report_of_any_runs(runs, tmp_path):
     page = (out / "report.html").read_text()  # self-contained, and text is text
     without = re.sub(r"data:image/svg\+xml;base64,[^\"]*", "", page)
     assert "http://" not in without and "https://" not in without and "<script" not in without
-    assert "taken" in page and "data:image/svg+xml" in page and 'id="figure-single_loop"' in page
+    assert "taken" in page and "data:image/svg+xml" in page and 'id="figure-single_loop_loop"' in page
     evil = tmp_path / "t.yaml"
     evil.write_text("label: tab:y\ntitle: '<script>&_#'\ncolumns: {'a|b': {metric: b}}\nrows: [[LoRA]]\n")
     write_report([runs], [evil], out)
@@ -614,7 +646,7 @@ def test_a_report_of_any_runs(runs, tmp_path):
     again = (
         Path(shutil.copytree(tmp_path, tmp_path / "two", ignore=shutil.ignore_patterns("runs", "report"))) / "t.yaml"
     )
-    faults = ((out, [], again.parent, "No results"), (tmp_path / "nowhere", [], again.parent, "There is no folder"),
+    faults = ((out, [], again.parent, "No measurements"), (tmp_path / "nowhere", [], again.parent, "There is no folder"),
               (runs, [evil, again], "x", "'t' twice"), *((runs, [], bad, "`output_dir`") for bad in ("", "a\0b")))  # fmt: skip
     for folder, files, to, fault in faults:
         with pytest.raises(ValueError, match=fault):

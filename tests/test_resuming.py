@@ -187,11 +187,12 @@ def other_weights():
         ({"gradient_accumulation_steps": 2}, "the examples in a step was 4 and is 8"),
         ({"max_steps": 5}, "`max_steps` was 6 and is 5"),
         ({"max_steps": -1, "num_train_epochs": 2}, "`max_steps` was 6 and is None"),
-        ({"max_length": 5}, "`max_length` was .* the training data are others"),
+        ({"max_length": 5}, "the training data are others.* `max_length` was"),
         ({"packing": True}, "`packing` was False and is True"),
         ({"warmup_steps": 3}, "`warmup_steps`"),
         ({"rows": lambda rows: rows.select([*range(47, -1, -1)])}, "another run: the training data are others"),
         ({"model": lambda rows: tiny_ouro().bfloat16()}, "`dtype` was 'float32' and is 'bfloat16'"),
+        ({"model": lambda rows: tiny_ouro(rope_theta=5.0)}, "`rope_parameters.rope_theta` was 1000000.0 and is 5.0"),
         ({"model": lambda rows: other_weights()}, "another run: the base weights are others"),
         ({"peft_config": lambda rows: default_peft_config(tiny_ouro(), lora_dropout=0.1)}, "`lora_dropout` was 0.0"),
     ],
@@ -226,6 +227,22 @@ def test_asked_to_a_run_goes_on_with_changed_settings_which_count(run, log):
     assert max(group["weight_decay"] for group in trainer.optimizer.param_groups) == 0.1
 
 
+def test_a_run_goes_on_with_other_libraries_with_a_word_and_not_from_another_format(run, log, tmp_path):
+    run(dies=5)
+    manifest = tmp_path / "run" / "checkpoint-4" / MANIFEST
+    content = json.loads(manifest.read_text())
+    content["run"]["versions"]["torch"] = "1.0"
+    manifest.write_text(json.dumps(content))
+    assert run(resume=True).steps_taken == 2
+    assert "other libraries: `torch` was '1.0' and is" in log.text and "changed settings" not in log.text
+    content["run"] = {"settings": {"seed": 42}, "model": {"rms_norm_eps": 1e-6}}
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match="checkpoint-4.*another version of this package .*`model`.*another `output_dir`"
+    ):
+        run(resume=True)
+
+
 def test_a_checkpoint_that_does_not_say_whose_it_is_is_resumed_with_a_word(run, log, tmp_path):
     run()
     for manifest in (tmp_path / "run").glob(f"checkpoint-*/{MANIFEST}"):
@@ -245,8 +262,8 @@ def test_rotation_deletes_what_a_run_needs_least(tmp_path, steps, limit, keep, l
     for step, seed in steps.items():
         (tmp_path / f"checkpoint-{step}").mkdir()
         if seed is not None:
-            seal(tmp_path / f"checkpoint-{step}", {"settings": {"seed": seed}})
-    rotate(tmp_path, limit, keep=[tmp_path / f"checkpoint-{keep}"], run={"settings": {"seed": 1}})
+            seal(tmp_path / f"checkpoint-{step}", {"seeds": {"seed": seed}})
+    rotate(tmp_path, limit, keep=[tmp_path / f"checkpoint-{keep}"], run={"seeds": {"seed": 1}})
     assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
 
 

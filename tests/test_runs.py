@@ -17,6 +17,8 @@ from processes import Program, wait_for
 from safetensors.torch import load_file
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
+from loopdropout_trainer.reports import load_table
+from loopdropout_trainer.reports.report import summary_tables
 from loopdropout_trainer.runs.result import read_results, write_results
 from loopdropout_trainer.saving.files import WriteError
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
@@ -95,7 +97,7 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
     before = contents(out)
     for other, changed in (
         ("--learning_rate=2e-2", "0.01 and is 0.02"),
-        ("--num_loops=2", "`total_ut_steps` was 4 and is 2"),
+        ("--num_loops=2", "`num_loops` was 4 and is 2"),
     ):
         for resume in ("true", "false"):
             with pytest.raises(Exception, match=changed):
@@ -172,6 +174,33 @@ def test_a_full_disk_leaves_the_last_adapter_and_the_last_merged_model(disk, con
         assert contents(args.output_dir) == before
     trainer.save_model()
     assert before.items() - contents(args.output_dir).items() and before.keys() <= contents(args.output_dir).keys()
+
+
+def test_a_figure_never_costs_a_run(command, tmp_path, capsys, log, monkeypatch):
+    words = command(depths=[4])  # the training depth alone: there is nothing to draw
+    sft.main(words)
+    assert "Accuracy on development" in capsys.readouterr().out and "No figure" not in log.text
+    (tmp_path / "out" / "results.json").unlink()
+
+    def fail(*given):
+        assert "Accuracy on development" in capsys.readouterr().out  # after the tables
+        raise KeyError("broken")
+
+    monkeypatch.setattr("loopdropout_trainer.reports.plots.overview_figure", fail)
+    sft.main([*words, "--resume_from_checkpoint", "true"])
+    assert "No figure: 'broken'" in log.text and (tmp_path / "out" / "results.json").is_file()
+
+
+def test_seeds_that_differ_in_nothing_with_effect_have_a_mean_and_others_have_none(command, tmp_path):
+    runs = {"a": {}, "b": {"dataloader_pin_memory": False, "fused_lora": False, "logging_first_step": True},
+            "c": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}}  # fmt: skip
+    for seed, (name, fields) in enumerate(runs.items()):
+        sft.main(command(output_dir=str(tmp_path / "runs" / name), seed=seed, evaluate_base=False, **fields))
+    accuracy = summary_tables(load_table([tmp_path / "runs"]))[0]
+    assert accuracy["count"].tolist() == [3] and accuracy["text"].str.contains("±").all()
+    sft.main(command(output_dir=str(tmp_path / "runs" / "d"), seed=3, evaluate_base=False, lora_alpha=8))
+    accuracy = summary_tables(load_table([tmp_path / "runs"]))[0]
+    assert sorted(accuracy["count"]) == [1, 3] and accuracy["row"].str[0].str.contains("lora_alpha = 8").any()
 
 
 def test_on_a_terminal_of_80_columns_lines_and_bars_do_not_break_into_each_other(command):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Row, by_loop
 from loopdropout_trainer.training.scores import Batch, over_batches, split_batch
 
 
@@ -20,9 +18,8 @@ class Agreement(Diagnostic):
     """
 
     name = "agreement"
-    title = "Agreement of each loop's readout with the last one's, %"
 
-    def measure(self, context: Context) -> dict[str, Any]:
+    def measure(self, context: Context) -> list[Row]:
         def sums_of(batch: Batch) -> np.ndarray:  # [K, 3]: same most probable tokens, overlaps, tokens
             looped, inputs, labels = split_batch(context.model, batch)
             head = looped.get_output_embeddings()
@@ -36,7 +33,4 @@ class Agreement(Diagnostic):
             return np.array(sums)
 
         same, overlaps, tokens = sum(over_batches(context.model, context.batches, sums_of)).T
-        return {
-            "same_tokens_percent": (100 * same / tokens).tolist(),
-            "overlaps_percent": (100 * overlaps / tokens).tolist(),
-        }
+        return by_loop("same_tokens", 100 * same / tokens, "%") + by_loop("overlap", 100 * overlaps / tokens, "%")

@@ -14,13 +14,13 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, RowArguments
 from loopdropout_trainer.errors import UserError, user_supplied
-from loopdropout_trainer.evaluation.loading import train_info
-from loopdropout_trainer.saving.adapter_files import adapter_folder
+from loopdropout_trainer.evaluation.loading import training_of
+from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, identity_key
+from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
 from loopdropout_trainer.settings.ranges import check_folder, check_list
 from loopdropout_trainer.settings.recipe import RecipeError
-from loopdropout_trainer.training.checkpoints import differences
 
 
 TRAINED_ON = (
@@ -68,57 +68,61 @@ class ComparedModel:
     Attributes:
         method: its name in tables; several models of one name are one method's seeds.
         kind: `base`, `adapter` or `merged`.
+        model: name of the base.
         path: folder or Hub name; None for the base.
-        settings: of its training, as far as its folder tells.
-        trained: as far as its adapter tells.
-        identity: of its training (training/checkpoints/identity.py), as far as both tell; of its data `TRAINED_ON`.
-        seed: of its training, as far as it is known; else of its gates.
+        identity: of its training, as far as its folder tells.
+        seed, steps: of its training, as far as they are known.
+        trained_on: `TRAINED_ON` of its training, or of the recipe.
         weights: hash of its own weight files, or its name where they are not here.
     """
 
     method: str
     kind: str
+    model: str
     path: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    trained: Mapping[str, Any] = field(default_factory=dict)
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    weights: str | None = None
+    identity: Identity | None = None
     seed: int | None = None
+    steps: int | None = None
+    trained_on: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What stands in the results beside the measurement."""
-        facts = {name: getattr(self, name) for name in ("method", "kind", "path", "seed")}
-        facts |= {name: self.trained.get(name, self.settings.get(name)) for name in ("rule", "p")}
-        return {**facts, "train_num_loops": self.trained.get("num_loops")}
+        """The fields of its measurements."""
+        facts = {name: getattr(self, name) for name in ("method", "model", "seed", "steps")}
+        return {**facts, "run": self.identity and identity_key(self.identity)}
 
 
 def find_models(arguments: DiagnosticArguments, base: ModelArguments, rows: RowArguments) -> list[ComparedModel]:
     """Return the base model of a recipe, then the adapters and merged models that are given as `name=path`."""
     names = TRAINED_ON[: None if rows.rows == HELD_OUT else 2]
-    found = [ComparedModel("base", "base", identity={"data": _trained_on({**asdict(base), **asdict(rows)}, names)})]
+    name = base.base_name
+    found = [ComparedModel("base", "base", name, trained_on=_trained_on({**asdict(base), **asdict(rows)}, names))]
     for option, kind in (("adapters", "adapter"), ("models", "merged")):
         for given in getattr(arguments, option):
             method, _, path = (part.strip() for part in given.partition("="))
             if not (method and path) or any(each.method == method and each.kind != kind for each in found):
                 raise RecipeError(f"`{option}` takes name=path, with a name that no other kind has; got {given!r}.")
-            folder, pattern = Path(path), "*.safetensors"
-            model = ComparedModel(method, kind, path)
-            if kind == "adapter":
-                model.trained, folder, pattern = train_info(path), adapter_folder(path), "adapter_model.safetensors"
-            results = folder / "results.json"
-            if results.is_file():
-                with user_supplied(f"{results} is not the results file of a training"):
-                    content = json.loads(results.read_bytes())
-                    model.settings = dict(content["run_info"]["settings"])
-                    known = {part: dict(of) for part, of in (content.get("run") or {}).items()}
-                    model.identity = {"adapter": model.trained, **known, "data": _trained_on(model.settings)}
-            model.seed = model.settings.get("seed", model.trained.get("gate_seed"))
-            model.weights = sha256(folder.glob(pattern)) if folder.is_dir() else path
+            model = _find_model(ComparedModel(method, kind, name, path))
             for other in found:
                 _check_comparable(other, model)
             found.append(model)
     return found
+
+
+def _find_model(model: ComparedModel) -> ComparedModel:
+    """Fill in what the folder of an adapter or of a merged model tells."""
+    folder, pattern = Path(model.path), "*.safetensors"
+    if model.kind == "adapter":
+        folder, pattern = adapter_folder(model.path), WEIGHTS_FILE
+        trained = training_of(model.path)
+        model.identity, model.seed, model.steps = (trained[name] for name in ("identity", "seed", "steps"))
+    results = folder / "results.json"
+    if results.is_file():
+        with user_supplied(f"{results} is not the results file of a training"):
+            model.trained_on = _trained_on(dict(json.loads(results.read_bytes())["run_info"]["settings"]))
+    model.weights = sha256(folder.glob(pattern)) if folder.is_dir() else model.path
+    return model
 
 
 def _check_comparable(other: ComparedModel, model: ComparedModel) -> None:
@@ -129,10 +133,10 @@ def _check_comparable(other: ComparedModel, model: ComparedModel) -> None:
     names = f"`{other.method}` ({other.path or 'the recipe'}) and `{model.method}` ({model.path})"
     if model.weights == other.weights:
         raise RecipeError(f"{names} hold the same weights: give each once.")
-    if found := differences({"data": other.identity.get("data")}, model.identity):
+    if found := differences({"data": other.trained_on}, {"data": model.trained_on}, ("data",)):
         raise RecipeError(f"{names} cannot be compared: {found[0]}.")
     if other.method == model.method:
-        found = [each for each in differences(other.identity, model.identity) if "seed` was" not in each]
+        found = differences(other.identity, model.identity, ONE_SETTING)
         found += [f"the seed of both is {model.seed}"] if other.seed == model.seed is not None else []
         if found:
             raise RecipeError(f"{names} are no two seeds of one method ({found[0]}): give each a name of its own.")

@@ -6,7 +6,7 @@ A subclass of `Diagnostic` with a name is found by that name: one file is one di
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +20,22 @@ from loopdropout_trainer.training.scores import Batch, Scores, score
 
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {}
+
+Row = dict[str, Any]
+"""Fields of a `Measurement`: `metric`, `value`, `unit`, and where the number was measured."""
+
+
+def by_loop(metric: str, values: Iterable[float], unit: str = "") -> list[Row]:
+    """Return a row for each loop's number, from loop 1 on."""
+    return [{"metric": metric, "value": value, "unit": unit, "loop": t} for t, value in enumerate(values, start=1)]
+
+
+def by_two_loops(metric: str, matrix: Iterable[Iterable[float]], unit: str = "") -> list[Row]:
+    """Return a row for each number of a matrix [K, K]."""
+    rows = enumerate(matrix, start=1)
+    return [
+        {**row, "loop": t, "other_loop": row["loop"]} for t, values in rows for row in by_loop(metric, values, unit)
+    ]
 
 
 @dataclass
@@ -52,14 +68,12 @@ class Diagnostic:
     """One thing that is measured, alike on the base model, on adapters and on merged models.
 
     Class attributes:
-        name: of its files, and on the command line.
-        title: of what it measures, for its file.
+        name: of its figures, and on the command line.
         needs_adapter: whether it gates an update, which the base and a merged model do not have apart from the weights.
         runs_at_depths: whether it runs the model at all `context.depths`.
     """
 
     name: ClassVar[str] = ""
-    title: ClassVar[str] = ""
     needs_adapter: ClassVar[bool] = False
     runs_at_depths: ClassVar[bool] = False
 
@@ -81,6 +95,6 @@ class Diagnostic:
             return "each of its loops has parameters of its own, for one depth only"
         return None
 
-    def measure(self, context: Context) -> dict[str, Any]:
-        """Measure one model, in all processes at once; return what JSON can hold, the same in each of them."""
+    def measure(self, context: Context) -> list[Row]:
+        """Measure one model, in all processes at once; return a row for each number, the same in each of them."""
         raise NotImplementedError

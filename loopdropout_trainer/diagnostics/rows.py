@@ -69,6 +69,12 @@ def batched(found: Mapping[str, list], batch_size: int, pad_token_id: int | None
     return [collate(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
 
 
+def facts_of_batches(batches: Sequence[Batch]) -> dict[str, Any]:
+    """Return what tells rows in batches from others: their number, and a hash of all tokens and labels."""
+    content = [{name: batch[name].tolist() for name in ("input_ids", "labels")} for batch in batches]
+    return {"rows": sum(len(batch["input_ids"]) for batch in batches), "sha256": sha256_of_json(content)}
+
+
 def load_rows_to_score(
     arguments: RowArguments, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Batch], dict[str, Any]]:

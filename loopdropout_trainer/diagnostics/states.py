@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters import use_gates
-from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic
+from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Row, by_loop, by_two_loops
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models.looped_modeling import LoopedBackbone
 from loopdropout_trainer.training.scores import Batch, over_batches, split_batch
@@ -22,13 +21,13 @@ MOST_TOKENS = 500
 
 
 class _OfStates(Diagnostic):
-    """A function of the states at all n target tokens: `of_batch` gives arrays [n, ...], `summary` their JSON."""
+    """A function of the states at all n target tokens: `of_batch` gives arrays [n, ...], `summary` the rows of their means."""
 
-    def measure(self, context: Context) -> dict[str, Any]:
+    def measure(self, context: Context) -> list[Row]:
         of_batch = partial(self.of_batch, context)
         parts = over_batches(context.model, context.batches, of_batch)
-        found = self.summary(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return {"states": "carried" if carries_states(context.model) else "readout", **found}
+        states = "state" if carries_states(context.model) else "readout"  # what takes their place
+        return self.summary(states, *(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def carries_states(model: nn.Module) -> bool:
@@ -51,7 +50,6 @@ class Settling(_OfStates):
     """How far each loop's state and readout are from the last one's: one pass with every loop adapted."""
 
     name = "settling"
-    title = "Distance of each loop to the last one"
 
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, ...]:
         """Return distances and divergences, [n, K] each."""
@@ -66,11 +64,9 @@ class Settling(_OfStates):
             divergences.append((last.exp() * (last - own)).sum(dim=-1))
         return tuple(each.T.double().cpu().numpy() for each in (distances, torch.stack(divergences)))
 
-    def summary(self, distances: np.ndarray, divergences: np.ndarray) -> dict[str, Any]:
-        return {
-            "state_distances": distances.mean(axis=0).tolist(),
-            "readout_divergences": divergences.mean(axis=0).tolist(),
-        }
+    def summary(self, states: str, distances: np.ndarray, divergences: np.ndarray) -> list[Row]:
+        distances = by_loop(f"{states}_distance", distances.mean(axis=0))
+        return distances + by_loop("readout_divergence", divergences.mean(axis=0), "nats")
 
 
 def linear_cka(states: np.ndarray) -> np.ndarray:
@@ -95,7 +91,6 @@ class Similarity(_OfStates):
     """How alike the states of the loops are: linear CKA of every pair of loops, every loop adapted."""
 
     name = "similarity"
-    title = "Linear CKA of the loops' states"
 
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray]:
         """Return the states [n, K, H] of at most a batch's share of target tokens, evenly spaced."""
@@ -104,9 +99,9 @@ class Similarity(_OfStates):
         chosen = torch.linspace(0, n - 1, min(most, n)).round().long()
         return (states[:, chosen].transpose(0, 1).float().cpu().numpy(),)
 
-    def summary(self, states: np.ndarray) -> dict[str, Any]:
+    def summary(self, kind: str, states: np.ndarray) -> list[Row]:
         states = states[:MOST_TOKENS].transpose(1, 0, 2)
-        return {"num_tokens": states.shape[1], "cka": linear_cka(states).tolist()}
+        return by_two_loops(f"{kind}_cka", linear_cka(states))
 
 
 class Updates(_OfStates):
@@ -118,7 +113,6 @@ class Updates(_OfStates):
     """
 
     name = "updates"
-    title = "Effect of the update in each loop, relative to the state"
     needs_adapter = True
 
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -135,5 +129,6 @@ class Updates(_OfStates):
         cosines = torch.einsum("snh,tnh->nst", directions, directions)
         return sizes.T.double().cpu().numpy(), cosines.double().cpu().numpy()
 
-    def summary(self, sizes: np.ndarray, cosines: np.ndarray) -> dict[str, Any]:
-        return {"relative_sizes": sizes.mean(axis=0).tolist(), "cosines": cosines.mean(axis=0).tolist()}
+    def summary(self, states: str, sizes: np.ndarray, cosines: np.ndarray) -> list[Row]:
+        sizes = by_loop(f"{states}_update_size", sizes.mean(axis=0))
+        return sizes + by_two_loops(f"{states}_update_cosine", cosines.mean(axis=0))

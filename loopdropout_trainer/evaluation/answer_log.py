@@ -1,27 +1,31 @@
-"""The answers of an evaluation in progress, on disk as soon as they are there, with the settings that they depend on."""
+"""The answers of an evaluation in progress, on disk as soon as they are there, with the identity of what they depend on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import UserError, user_supplied, writing
+from loopdropout_trainer.record.identity import ONE_RUN, Identity, differences, read_identity
 from loopdropout_trainer.saving.files import write_atomically
 
 
-SETTINGS_FILE = "settings.json"
+logger = logging.getLogger(__name__)
+
+IDENTITY_FILE = "identity.json"
 
 
 class SettingsChangedError(ValueError):
-    """The answers on disk were made under other settings."""
+    """What is on disk was measured of another model, or under other settings."""
 
 
 class AnswerLog:
     """What a model has answered, by key: completions by the problem's index, other requests by their hash.
 
-    On disk it is a folder with `settings.json` and one JSON Lines file for each process, `{"key": ..., "answer": ...}`.
+    On disk it is a folder with `identity.json` and one JSON Lines file for each process, `{"key": ..., "answer": ...}`.
 
     Args:
         folder: of one benchmark's answers; None: nothing is written.
@@ -36,24 +40,33 @@ class AnswerLog:
         self.process = process
         self.found: dict[Any, Any] = {}
 
-    def read(self, settings: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return the answers of all processes on disk; write the settings if there are none yet.
+    def check(self, identity: Identity) -> bool:
+        """Return whether there is anything on disk, after comparing what it depends on.
+
+        Raises:
+            SettingsChangedError: if the answers depend on something else; it names every difference.
+        """
+        path = self.folder / IDENTITY_FILE
+        if path.is_file():
+            with user_supplied(f"{path} cannot be read"):
+                check_same(read_identity(json.loads(path.read_bytes())), identity, self.folder)
+        elif any(self.folder.glob("*.jsonl")):
+            raise SettingsChangedError(f"{self.folder} holds answers without {IDENTITY_FILE}: remove that folder.")
+        return path.is_file()
+
+    def read(self, identity: Identity) -> dict[Any, Any]:
+        """Return the answers of all processes on disk; write what they depend on if there are none yet.
 
         It is called in one process before any writes: a line that a killed process left unfinished is removed.
 
         Raises:
-            SettingsChangedError: if the answers were made under other settings; it names them.
+            SettingsChangedError: as `check`.
             ValueError: if a file is damaged; it names the file and the line.
         """
-        path = self.folder / SETTINGS_FILE
-        if path.is_file():
-            with user_supplied(f"{path} cannot be read"):
-                check_same(json.loads(path.read_bytes()), json.loads(json.dumps(settings)), self.folder)
-        elif any(self.folder.glob("*.jsonl")):
-            raise SettingsChangedError(f"{self.folder} holds answers without {SETTINGS_FILE}: remove that folder.")
-        else:
+        if not self.check(identity):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            text = json.dumps(identity, indent=1, ensure_ascii=False) + "\n"
+            write_atomically(self.folder / IDENTITY_FILE, text)
         answers = {}
         for path in self.folder.glob("*.jsonl"):
             with path.open("r+b") as file:
@@ -80,12 +93,13 @@ class AnswerLog:
                 file.write("".join(lines))
 
 
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:
-    """Refuse to go on with answers of other settings: SettingsChangedError names every difference."""
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    if changed:
-        differences = ", ".join(f"`{key}` was {before.get(key)!r} and is {now.get(key)!r}" for key in changed)
+def check_same(before: Identity, now: Identity, where: Any, parts: Iterable[str] = ONE_RUN) -> None:
+    """Refuse to go on with what was measured of something else: SettingsChangedError names every difference."""
+    if changed := differences(before, now, parts):
         raise SettingsChangedError(
-            f"{where} holds answers of another evaluation ({differences}): give another `output_dir`, give the row a name of "
-            "its own (`--adapter NAME=PATH`, or `NAME=none` for the model alone), or remove that folder."
+            f"{where} holds answers of another evaluation ({', '.join(dict.fromkeys(map(str, changed)))}): give another "
+            "`output_dir`, give the row a name of its own (`--adapter NAME=PATH`, or `NAME=none` for the model alone), or "
+            "remove that folder."
         )
+    if changed := differences(before, now, ("versions",)):
+        logger.warning("Going on in %s with other libraries: %s.", where, ", ".join(map(str, changed)))

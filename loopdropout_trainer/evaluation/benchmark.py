@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +13,8 @@ from loopdropout_trainer.evaluation.answer_log import AnswerLog
 from loopdropout_trainer.evaluation.results import BenchmarkResult
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.processes import all_processes, from_main_process
+from loopdropout_trainer.record.identity import Identity, model_identity
+from loopdropout_trainer.saving.files import sha256_of_json
 
 
 class Benchmark(ABC):
@@ -28,8 +29,17 @@ class Benchmark(ABC):
     kind: ClassVar[str]
 
     @abstractmethod
+    def problems(self) -> Any:
+        """Return the problems as JSON values, whose hash tells them from others."""
+
+    @abstractmethod
     def settings(self, subject: Subject) -> dict[str, Any]:
-        """Return what the answers depend on beside the model's weights, as JSON values, problems as a hash."""
+        """Return how problems are asked and scored, as JSON values."""
+
+    def identity(self, subject: Subject, model: Identity) -> Identity:
+        """Return what the answers depend on; `model`: that part of it which is the model's (`model_identity`)."""
+        data = {"benchmark": self.name, "problems": sha256_of_json(self.problems())}
+        return {**model, "data": data, "settings": self.settings(subject), "loops": subject.loops}
 
     @abstractmethod
     def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
@@ -71,7 +81,7 @@ def evaluate_subject(
     subject: Subject,
     benchmark: Benchmark,
     log_dir: str | Path | None = None,
-    settings: Mapping[str, Any] | None = None,
+    model: Identity | None = None,
     progress: bool = True,
 ) -> BenchmarkResult:
     """Evaluate a model with gates, a readout or a chat template of its own on a benchmark.
@@ -82,12 +92,11 @@ def evaluate_subject(
         subject: the model, and how it is run.
         benchmark: problems.
         log_dir: folder that keeps each answer as soon as it is there. Answers found in it are not computed again.
-        settings: what the answers depend on beside the benchmark and the subject, such as the model's name; compared with
-            those of the answers in `log_dir`.
+        model: identity of the model, with which that of the answers in `log_dir` is compared. Default: it is worked out.
         progress: show a bar in the first process.
 
     Raises:
-        SettingsChangedError: if `log_dir` holds answers of other settings.
+        SettingsChangedError: if `log_dir` holds answers of another model, or of other problems or settings.
         ValueError: if a file in it is damaged, or the model's weights are sharded over processes (FSDP2, ZeRO-3):
             processes that generate texts of different lengths would wait for one another.
     """
@@ -98,5 +107,6 @@ def evaluate_subject(
         )
     log = AnswerLog(log_dir, all_processes().process_index)
     if log_dir is not None:
-        log.found = from_main_process(lambda: log.read({**(settings or {}), **benchmark.settings(subject)}))
+        of_model = lambda: model or model_identity(subject.model, subject.tokenizer)
+        log.found = from_main_process(lambda: log.read(benchmark.identity(subject, of_model())))
     return benchmark.run(subject, log, progress)

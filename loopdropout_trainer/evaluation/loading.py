@@ -1,7 +1,8 @@
-"""Load what is to be evaluated, and tell it from anything else."""
+"""Load what is to be evaluated, and what is known of its training."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,10 @@ from loopdropout_trainer.data import check_vocabulary, load_tokenizer
 from loopdropout_trainer.errors import user_supplied
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving import adapter_files
-from loopdropout_trainer.saving.files import sha256
+from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
 from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.recipe import method_title
+from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, is_sealed, run_of
 
 
 def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -32,20 +35,9 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
     if adapter is None:
         return base.eval(), tokenizer
     with user_supplied(f"The adapter {adapter} cannot be loaded"):
-        adapted = adapter_files.load_adapter(base, adapter_files.adapter_folder(adapter))
+        adapted = adapter_files.load_adapter(base, adapter_folder(adapter))
     add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
     return adapted.eval(), tokenizer
-
-
-def model_identity(arguments: ModelArguments, model: nn.Module, adapter: str | None = None) -> dict[str, Any]:
-    """Return what tells one model from another: names, dtype, and the hash of the weights' files (see `base_sha256`)."""
-    return {
-        "model": arguments.base_name,
-        "weights": adapter_files.base_sha256(find_looped_model(model)),
-        "adapter": None if adapter is None else sha256(adapter_files.adapter_folder(adapter).glob("adapter_*")),
-        "dtype": arguments.dtype,
-        "attn_implementation": arguments.attn_implementation,
-    }
 
 
 def train_info(adapter: str | None) -> dict[str, Any]:
@@ -53,11 +45,45 @@ def train_info(adapter: str | None) -> dict[str, Any]:
     if adapter is None:
         return {}
     with user_supplied(f"The adapter {adapter} cannot be loaded"):
-        folder = adapter_files.adapter_folder(adapter)
+        folder = adapter_folder(adapter)
         config = adapter_files.read_adapter_config(folder)
     targets = config.target_modules
     return {
         **adapter_files.adapter_metadata(folder),
         **{name: getattr(config, name) for name in ("r", "lora_alpha", "use_rslora")},
         "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
+    }
+
+
+def training_of(adapter: str | None) -> dict[str, Any]:
+    """Return the training that an adapter comes from, as far as its folder tells: `identity`, `method`, `seed` and `steps`.
+
+    The identity is that of its manifest, if the weights are those that were sealed; else what was saved with the adapter.
+    """
+    if adapter is None:
+        return {"identity": None, "method": None, "seed": None, "steps": None}
+    facts, folder = train_info(adapter), adapter_folder(adapter)
+    try:
+        identity = run_of(folder) if is_sealed(folder, WEIGHTS_FILE) else None
+    except CheckpointError:  # of another version
+        identity = None
+    if identity is None:
+        of_adapter = {name: facts[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
+        settings = {
+            name: value for name, value in facts.items() if name not in {*of_adapter, "num_loops", "gate_seed"}
+        }
+        seeds = {"seed": facts["gate_seed"]} if "gate_seed" in facts else {}
+        loops = {"num_loops": facts["num_loops"]} if "num_loops" in facts else {}
+        identity = {"adapter": of_adapter, "settings": settings, "loops": loops, "seeds": seeds}
+    fields = {**identity.get("adapter", {}), **identity.get("settings", {})}
+    try:
+        steps = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        steps = None
+    seed = identity.get("seeds", {}).get("seed")
+    return {
+        "identity": identity,
+        "method": method_title(fields) if fields.get("rule") else None,
+        "seed": seed if isinstance(seed, int) else None,
+        "steps": steps if isinstance(steps, int) else None,
     }

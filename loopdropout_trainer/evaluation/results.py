@@ -13,10 +13,11 @@ import pandas as pd
 from filelock import FileLock
 
 from loopdropout_trainer.errors import UserError, user_supplied
+from loopdropout_trainer.record.measurement import Measurement
 from loopdropout_trainer.saving.files import write_atomically
 
 
-FORMAT = 2
+FORMAT = 3
 """Version of the results file's format; see docs/evaluation.md."""
 
 
@@ -89,12 +90,14 @@ class BenchmarkResult:
         name: of the benchmark.
         predictions: in the problems' order.
         metrics: by name, the first one first. Default: the accuracy, under the benchmark's name.
+        groups: correct answers and problems by column of the published rows and by group.
         extra: what else the results file gets, as JSON values.
     """
 
     name: str
     predictions: list[Prediction]
     metrics: dict[str, Metric] = field(default_factory=dict)
+    groups: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +140,7 @@ class BenchmarkResult:
         return {
             **{name: getattr(self, name) for name in counts},
             "metrics": {name: asdict(metric) for name, metric in self.metrics.items()},
+            **({"groups": self.groups} if self.groups else {}),
             **self.extra,
             "predictions": [prediction.as_json() for prediction in self.predictions],
         }
@@ -145,7 +149,37 @@ class BenchmarkResult:
     def from_json(cls, name: str, measured: Mapping[str, Any]) -> BenchmarkResult:
         """Read a benchmark's entry of the results file."""
         predictions = [Prediction(**prediction) for prediction in measured["predictions"]]
-        return cls(name, predictions, {metric: Metric(**values) for metric, values in measured["metrics"].items()})
+        metrics = {metric: Metric(**values) for metric, values in measured["metrics"].items()}
+        return cls(name, predictions, metrics, measured.get("groups", {}))
+
+    def verdicts(self, metric: str) -> list[float] | None:
+        """Return what each problem counts in a metric, from 0 to 1; None if the metric is no share of the problems."""
+        if self.metrics[metric].sum is None:
+            return None
+        is_first = metric == next(iter(self.metrics))
+        found = [(each.values or {}).get(metric, each.correct if is_first else None) for each in self.predictions]
+        return None if None in found else [int(value) if value in (0, 1) else value for value in found]
+
+    def measurements(self, **facts: Any) -> list[Measurement]:
+        """Return a row for each metric, for each group of problems, and for the completions without an answer.
+
+        `facts`: fields of `Measurement` that all of them share.
+        """
+        facts |= {"benchmark": self.name, "unit": "%"}
+        answered = [int(each.extracted is not None) for each in self.predictions]
+        rows = []
+        for name, metric in self.metrics.items():
+            shares = {"family": "accuracy"} if metric.sum is not None else {"family": "score", "unit": ""}
+            verdicts, counts = self.verdicts(name), {"value": metric.score, "total": metric.total}
+            rows.append(
+                Measurement(metric=name, verdicts=verdicts, answered=answered, **{**facts, **shares, **counts})
+            )
+        for column, groups in self.groups.items():
+            for group, of in groups.items():
+                share = {"value": 100 * of["correct"] / of["total"], "total": of["total"]}
+                rows.append(Measurement(family="groups", metric=f"by_{column}", group=group, **share, **facts))
+        missing = {"value": self.missing_rate, "total": self.total}
+        return [*rows, Measurement(family="missing", metric="missing", **missing, **facts)]
 
 
 def read_evaluation(path: str | Path) -> dict[str, Any]:
@@ -155,7 +189,9 @@ def read_evaluation(path: str | Path) -> dict[str, Any]:
         parts = [row[name] for row in report["rows"].values() for name in ("meta_info", "benchmarks")]
         complete = all(isinstance(part, dict) for part in parts)
         if report["format"] != FORMAT or not complete:
-            raise UserError(f"{path} is not a complete results file of format {FORMAT}.")
+            raise UserError(
+                f"{path} is not a complete results file of format {FORMAT}: move it away, or give another `output_dir`."
+            )
     return report
 
 
@@ -192,19 +228,32 @@ def averages_of(benchmarks: Mapping[str, Any], averages: Mapping[str, Sequence[s
     }
 
 
-def results_table(rows: Mapping[str, Any], names: Sequence[str], averages: Sequence[str]) -> str:
+def results_table(rows: Sequence[Measurement], names: Sequence[str], averages: Mapping[str, Sequence[str]]) -> str:
     """Return a Markdown table: a column for each of the evaluations `names`, a line for each metric, then the averages."""
-    columns: list[dict[str, str]] = []
-    metrics: dict[str, None] = {}
-    for name in names:
-        columns.append({key: f"{each['score']:.2f}" for key, each in rows[name].get("averages", {}).items()})
-        for entry in rows[name]["benchmarks"].values():
-            for metric, values in entry["metrics"].items():
-                count = "" if values["correct"] is None else f" ({values['correct']}/{values['total']})"
-                columns[-1][metric], metrics[metric] = f"{values['score']:.2f}{count}", None
+    columns: dict[str, dict[str, Measurement]] = {name: {} for name in names}
+    for row in rows:
+        writer, *name = row.writer.split("/")[:2]
+        if writer == "evaluation" and name[0] in columns and row.family in ("accuracy", "score"):
+            columns[name[0]][row.metric] = row
+    metrics = list(dict.fromkeys(metric for found in columns.values() for metric in found))
     lines = [["Metric", *names], ["---", *["---:"] * len(names)]]
-    lines += [[metric, *(column.get(metric, "-") for column in columns)] for metric in [*metrics, *averages]]
+    lines += [[metric, *(_counted(found.get(metric)) for found in columns.values())] for metric in metrics]
+    for average, parts in averages.items():
+        complete = [all(part in found for part in parts) for found in columns.values()]
+        means = [
+            f"{sum(found[part].value for part in parts) / len(parts):.2f}" if is_complete else "-"
+            for found, is_complete in zip(columns.values(), complete, strict=True)
+        ]
+        lines.append([average, *means])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _counted(row: Measurement | None) -> str:
+    """Return a number with its count of correct answers, if each problem is right or wrong."""
+    if row is None:
+        return "-"
+    whole = row.verdicts is not None and all(verdict in (0, 1) for verdict in row.verdicts)
+    return f"{row.value:.2f}" + (f" ({sum(row.verdicts)}/{row.total})" if whole else "")
 
 
 def mean_sd(values: Sequence[float], decimals: int = 2) -> str:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.errors import UserError, user_supplied
-from loopdropout_trainer.evaluation.answer_log import check_same
+from loopdropout_trainer.evaluation.answer_log import AnswerLog, check_same
 from loopdropout_trainer.evaluation.benchmark import Benchmark, evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_benchmark
-from loopdropout_trainer.evaluation.loading import load_model, model_identity, train_info
+from loopdropout_trainer.evaluation.loading import load_model, train_info, training_of
 from loopdropout_trainer.evaluation.results import BenchmarkResult, add_result, read_evaluation
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import all_processes, from_main_process
+from loopdropout_trainer.record.identity import ONE_MODEL, ONE_RUN, Identity, differences, identity_key, model_identity
+from loopdropout_trainer.record.measurement import BASE, Measurement, read_measurements, write_measurements
+from loopdropout_trainer.saving.files import folder_lock
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, check_depths
 from loopdropout_trainer.settings.ranges import check_distinct, check_folder
 from loopdropout_trainer.settings.recipe import public_settings
@@ -25,9 +32,12 @@ from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.memory import device_name
 
 
+logger = logging.getLogger(__name__)
+
 RESULTS_FILE = "evaluation.json"
-BASE = "base"
-"""Name of the row of the model alone."""
+WRITER = "evaluation"
+"""Of measurements: `evaluation/ROW/BENCHMARK`."""
+
 
 SINGLE_LOOP = "single_loop"
 """For `gates`: a row for each loop, with the adapter in this loop alone."""
@@ -69,8 +79,9 @@ class EvaluationArguments(BenchmarkArguments):
         for name in (*self.benchmarks, *self.benchmark_files):
             find_task(name)
         self.averages = self.averages or {}
-        known = {metric for name, task in BENCHMARKS.items() for metric in task.metric_names(name)}
         averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
+        tasks = BENCHMARKS.items() if averages else ()
+        known = {metric for name, task in tasks for metric in task.metric_names(name)}
         for name, metrics in averages.items():  # lm-eval's own metrics are written `metric,filter`
             valid = isinstance(metrics, list) and all(each in known or "," in str(each) for each in metrics)
             if not (valid and metrics):
@@ -85,17 +96,18 @@ class EvaluationArguments(BenchmarkArguments):
         if self.at_depths and self.readout is not None and self.readout > min(self.at_depths):
             raise UserError(f"`readout` must be one of the loops of all `at_depths`; got {self.readout}.")
         check_distinct("gates", self.gates or [])
-        if not any(adapter for adapter, _ in self.rows().values()) and self.gates:
+        if not any(adapter for _, adapter, _ in self.rows().values()) and self.gates:
             raise UserError("`gates` multiply an adapter's update: give `adapter`, or leave them out.")
 
-    def rows(self) -> dict[str, tuple[str | None, int | None]]:
-        """Return adapter (None: the model alone) and depth (None: that of the settings) of each row, by its own name."""
-        rows: dict[str, tuple[str | None, int | None]] = {}
+    def rows(self) -> dict[str, tuple[str, str | None, int | None]]:
+        """Return of each row, by its name, that of its adapter, the adapter (None: the model alone), and the depth, if any."""
+        rows: dict[str, tuple[str, str | None, int | None]] = {}
         for each in [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]:
             name, path = str(each).split("=", 1) if "=" in str(each) else ("", str(each))
             adapter = None if path == "none" else path
             name = name or (BASE if adapter is None else Path(path).name)
-            new = {f"{name}_K{depth}": (adapter, depth) for depth in self.at_depths or ()} or {name: (adapter, None)}
+            new = {f"{name}_K{depth}": (name, adapter, depth) for depth in self.at_depths or ()}
+            new = new or {name: (name, adapter, None)}
             is_of_gates = self.gates and re.search(r"_(loop\d+|gates_.+)$", name)  # as `gate_rows` names them
             if name in ("", ".", "..") or "/" in name or not path or is_of_gates or rows.keys() & new:
                 raise UserError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {each!r}.")
@@ -114,77 +126,169 @@ class EvaluationArguments(BenchmarkArguments):
         return rows
 
 
+class _Row(NamedTuple):
+    """One row of the results: an adapter, or none, at a depth and under gates; `given` is the name of its adapter's rows."""
+
+    name: str
+    given: str
+    model: ModelArguments
+    adapter: str | None
+    gates: str | None
+
+
+class _Models:
+    """Loads models, and keeps the last one, which several rows may share."""
+
+    def __init__(self) -> None:
+        self._key: tuple[str | None, int | None] | None = None
+        self.model: nn.Module | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.identity: Identity = {}
+
+    def load(self, model: ModelArguments, adapter: str | None) -> None:
+        if self._key == (adapter, model.num_loops):
+            return
+        self.model, state = None, all_processes()  # before the next one takes its place in memory
+        with state.main_process_first():
+            self.model, self.tokenizer = load_model(model, adapter)
+        self.model.to(state.device)
+        self.identity = from_main_process(lambda: model_identity(self.model, self.tokenizer))
+        self._key = (adapter, model.num_loops)
+
+
 def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dict[str, list[BenchmarkResult]]:
-    """Evaluate each row on every benchmark, over all processes, and write the results file; return the results by row.
+    """Evaluate each row on every benchmark, over all processes, and write what was measured; return the results by row.
 
     Answers that are on disk are not computed again.
 
     Raises:
         ValueError: if model, adapter or a benchmark cannot be loaded, or gates or chat template do not fit.
         SettingsChangedError: if `output_dir` holds answers of another evaluation.
+        LockedError: if another evaluation is at work there.
     """
     if model.num_loops and arguments.at_depths:
         raise UserError("`num_loops` and `at_depths` exclude each other: the depths are all that is evaluated.")
-    state = all_processes(arguments.use_cpu)
-    path = Path(arguments.output_dir, RESULTS_FILE)
-    if path.is_dir() or path.with_name("answers").is_file():
+    all_processes(arguments.use_cpu)
+    path, folder = Path(arguments.output_dir, RESULTS_FILE), Path(arguments.output_dir, "answers")
+    if path.is_dir() or folder.is_file():
         raise UserError(
             f"`output_dir` {arguments.output_dir} has a folder in the place of the file {RESULTS_FILE}, or a file in that "
             "of the folder answers."
         )
-    before = from_main_process(lambda: read_evaluation(path)["rows"] if path.is_file() else {})
-    with state.main_process_first():
-        trained = {adapter: train_info(adapter) for adapter, _ in arguments.rows().values()}
-        files, benchmarks = arguments.benchmark_files, []
-        for name in arguments.benchmarks:
-            if find_task(name).part_of not in arguments.benchmarks:
-                with user_supplied(f"The benchmark `{name}` cannot be loaded"):
-                    limit, confirmed = arguments.benchmark_limit, arguments.confirm_run_unsafe_code
-                    revision = (arguments.benchmark_revisions or {}).get(name)
-                    benchmarks.append(load_benchmark(name, files.get(name), limit, confirmed, revision))
+    with ExitStack() as lock:
+        from_main_process(lambda: lock.enter_context(folder_lock(folder)))
+        with all_processes().main_process_first():
+            benchmarks = _load_benchmarks(arguments)
+        models = _Models()
+        rows = _checked_rows(model, arguments, benchmarks, models)
+        return {row.name: _evaluate_row(row, arguments, benchmarks, models) for row in rows}
+
+
+def _load_benchmarks(arguments: EvaluationArguments) -> list[Benchmark]:
+    """Return the benchmarks that are asked for, but those that are parts of others among them."""
+    benchmarks, files = [], arguments.benchmark_files
+    for name in arguments.benchmarks:
+        if find_task(name).part_of not in arguments.benchmarks:
+            with user_supplied(f"The benchmark `{name}` cannot be loaded"):
+                limit, confirmed = arguments.benchmark_limit, arguments.confirm_run_unsafe_code
+                revision = (arguments.benchmark_revisions or {}).get(name)
+                benchmarks.append(load_benchmark(name, files.get(name), limit, confirmed, revision))
+    return benchmarks
+
+
+def _checked_rows(
+    model: ModelArguments, arguments: EvaluationArguments, benchmarks: list[Benchmark], models: _Models
+) -> list[_Row]:
+    """Return all rows, after loading every model once, and comparing each row with what was measured under its name."""
+    folder = Path(arguments.output_dir)
+    before, known = from_main_process(lambda: _measured_before(folder))
+    rows = []
+    for name, (given, adapter, depth) in arguments.rows().items():
+        settings = model if depth is None else replace(model, num_loops=depth)
+        models.load(settings, adapter)
+        num_loops = find_looped_model(models.model).config.num_loops
+        gates_of = {name: None} if adapter is None else arguments.gate_rows(name, num_loops)
+        for row, gates in gates_of.items():
+            rows.append(_Row(row, given, settings, adapter, gates))
+            for benchmark in benchmarks:  # a chat template may be missing, too
+                now = benchmark.identity(_subject(models, arguments, gates), models.identity)
+                for measured in before.get(row, ()):
+                    parts = ONE_RUN if measured.benchmark == benchmark.name else ONE_MODEL
+                    check_same(known[measured.identity], now, f"{folder}, row `{row}`,", parts)
+                answers = AnswerLog(_log_dir(folder, row, benchmark))
+                from_main_process(lambda answers=answers, now=now: answers.check(now))
+    return rows
+
+
+def _measured_before(folder: Path) -> tuple[dict[str, list[Measurement]], dict[str, Identity]]:
+    """Return the measurements of earlier evaluations in a folder by row, and the identities that they refer to."""
+    measured, known, faults = read_measurements(folder)
+    for fault in faults:
+        logger.warning("Left out: %s", fault)
+    if (path := folder / RESULTS_FILE).is_file():
+        read_evaluation(path)  # it must be of this version
+    rows: dict[str, list[Measurement]] = {}
+    for each in measured:
+        writer, *names = each.writer.split("/", 2)
+        if writer == WRITER:
+            rows.setdefault(names[0], []).append(each)
+    return rows, known
+
+
+def _log_dir(folder: Path, row: str, benchmark: Benchmark) -> Path:
+    return folder / "answers" / row / benchmark.name.replace("/", "_")
+
+
+def _subject(models: _Models, arguments: EvaluationArguments, gates: str | None) -> Subject:
+    return Subject.of(models.model, models.tokenizer, arguments, gates=gates, readout=arguments.readout)
+
+
+def _evaluate_row(
+    row: _Row, arguments: EvaluationArguments, benchmarks: list[Benchmark], models: _Models
+) -> list[BenchmarkResult]:
+    """Evaluate one row on every benchmark, and write each result as soon as it is there."""
+    folder, state = Path(arguments.output_dir), all_processes()
+    models.load(row.model, row.adapter)
+    subject, trained = _subject(models, arguments, row.gates), from_main_process(lambda: training_of(row.adapter))
+    if state.is_main_process and trained["identity"]:
+        for each in differences(trained["identity"], models.identity, ("base",)):
+            logger.warning("The adapter %s was trained on another base: %s.", row.adapter, each)
+    looped, results = subject.looped, []
+    sizes = [p.numel() for key, p in looped.named_parameters() if not ("lora_" in key or "loop_gates" in key)]
+    meta_info = {
+        "model": row.model.base_name,
+        "adapter": models.identity.get("weights", {}).get("adapter"),
+        "adapter_path": row.adapter,
+        "model_type": looped.config.model_type,
+        "num_parameters": sum(sizes),
+        **subject.loops,
+    }
     run_info = {
-        "settings": public_settings({**asdict(model), **asdict(arguments)}),
+        "settings": public_settings({**asdict(row.model), **asdict(arguments)}),
         "versions": library_versions(),
         "device": device_name(),
         "num_processes": state.num_processes,
     }
-    results: dict[str, list[BenchmarkResult]] = {}
-    for name, (adapter, depth) in arguments.rows().items():
-        settings = model if depth is None else replace(model, num_loops=depth)
-        for row, (subject, meta_info, identity) in _rows_of(settings, arguments, name, adapter, benchmarks).items():
-            if row in before:  # another model's results are not added to; where the adapter lies may change
-                there = {**before[row]["meta_info"], "adapter_path": adapter}
-                check_same(there, meta_info, f"{path}, row `{row}`,")
-            results[row] = []
-            for benchmark in benchmarks:
-                log_dir = path.parent / "answers" / row / benchmark.name.replace("/", "_")
-                result = evaluate_subject(subject, benchmark, log_dir, identity)
-                results[row].append(result)
-                if state.is_main_process:
-                    depends_on = {**identity, **benchmark.settings(subject)}
-                    entry = {"kind": benchmark.kind, **result.as_json(), "settings": depends_on, "run_info": run_info}
-                    row_info = {"meta_info": meta_info, "train_info": trained[adapter]}
-                    add_result(path, row, row_info, benchmark.name, entry, arguments.averages)
+    for benchmark in benchmarks:
+        result = evaluate_subject(subject, benchmark, _log_dir(folder, row.name, benchmark), models.identity)
+        results.append(result)
+        if state.is_main_process:
+            identity = benchmark.identity(subject, models.identity)
+            measurements = result.measurements(
+                **subject.place,
+                writer=f"{WRITER}/{row.name}/{benchmark.name}",
+                method=trained["method"] or row.given,
+                model=row.model.base_name,
+                identity=identity_key(identity),
+                run=trained["identity"] and identity_key(trained["identity"]),
+                seed=trained["seed"],
+                steps=trained["steps"],
+            )
+            write_measurements(folder, measurements, [identity, trained["identity"]])
+            depends_on = {
+                name: value for part in identity if part != "versions" for name, value in identity[part].items()
+            }
+            entry = {"kind": benchmark.kind, **result.as_json(), "settings": depends_on, "run_info": run_info}
+            row_info = {"meta_info": meta_info, "train_info": train_info(row.adapter)}
+            add_result(folder / RESULTS_FILE, row.name, row_info, benchmark.name, entry, arguments.averages)
     return results
-
-
-def _rows_of(
-    model: ModelArguments, arguments: EvaluationArguments, name: str, adapter: str | None, benchmarks: list[Benchmark]
-) -> dict[str, tuple[Subject, dict[str, Any], dict[str, Any]]]:
-    """Load a model, and return it under each of its gates, with the row's `meta_info` and what tells its weights."""
-    state = all_processes()
-    with state.main_process_first():
-        loaded, tokenizer = load_model(model, adapter)
-    looped = find_looped_model(loaded.to(state.device))
-    identity = from_main_process(lambda: model_identity(model, loaded, adapter))
-    sizes = [p.numel() for key, p in looped.named_parameters() if not ("lora_" in key or "loop_gates" in key)]
-    facts = {"adapter_path": adapter, "model_type": looped.config.model_type, "num_parameters": sum(sizes)}
-    rows = {}
-    gates_of = {name: None} if adapter is None else arguments.gate_rows(name, looped.config.num_loops)
-    for row, gates in gates_of.items():
-        subject = Subject.of(loaded, tokenizer, arguments, gates=gates, readout=arguments.readout)
-        for benchmark in benchmarks:  # all of them, before the first one runs: a chat template may be missing
-            benchmark.settings(subject)
-        run_as = {key: getattr(subject, key) for key in ("num_loops", "gates", "readout")}
-        rows[row] = (subject, {**identity, **facts, **run_as}, identity)
-    return rows

@@ -14,6 +14,7 @@ from loopdropout_trainer.adapters import adapted_layers, use_gates
 from loopdropout_trainer.data.templates import apply_chat_template, check_vocabulary
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
+from loopdropout_trainer.record.measurement import NONE, gates_text
 from loopdropout_trainer.saving.adapter_files import end_tokens
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
@@ -101,12 +102,23 @@ class Subject:
         """Return the token ids of a text; a chat template writes its special tokens itself."""
         return self.tokenizer(text, add_special_tokens=not in_turns)["input_ids"]
 
+    @property
+    def loops(self) -> dict[str, Any]:
+        """Which loops run, with which gates, and which of them is read out: a part of the identity of what is measured."""
+        return {"num_loops": self.num_loops, "gates": self.gates, "readout": self.readout}
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The fields of `Measurement` that say the same."""
+        if not adapted_layers(self.model):
+            return {"depth": self.num_loops, "gates": NONE, "readout": self.readout}
+        gates = self.gates or []
+        alone = gates.index(1) + 1 if sorted(gates) == [*[0] * (len(gates) - 1), 1] and len(gates) > 1 else None
+        return {"depth": self.num_loops, "gates": gates_text(self.gates), "loop": alone, "readout": self.readout}
+
     def settings(self, in_turns: bool) -> dict[str, Any]:
-        """Return what the answers depend on beside the weights and the problems."""
+        """Return how the model is asked, whatever the problems."""
         return {
-            "num_loops": self.num_loops,
-            "gates": self.gates,
-            "readout": self.readout,
             "chat_template": sha256_of_json(self.tokenizer.chat_template) if in_turns else None,
             "system_instruction": self.system_instruction,
             "own_max_new_tokens": self.max_new_tokens,

@@ -22,6 +22,7 @@ from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
 from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, find_looped_model
+from loopdropout_trainer.record.identity import Identity
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
@@ -223,7 +224,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     # Resuming
 
     @functools.cached_property
-    def run_identity(self) -> dict[str, Any]:
+    def run_identity(self) -> Identity:
         identity = super().run_identity
         identity["settings"]["reward_funcs"] = list(self.reward_func_names)
         return identity

@@ -18,7 +18,7 @@ import pyarrow.compute
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
@@ -40,12 +40,18 @@ seeds, length: of a training. versions: of libraries.
 """
 
 ONE_RUN = ("base", "adapter", "weights", "data", "settings", "loops", "seeds")
-"""What is the same before and after an interruption: all but how long a run is, and versions, which are worth a warning."""
+"""What is the same before and after an interruption: not how long a run is, nor versions, which are worth a warning."""
+
+ONE_MODEL = ("base", "adapter", "weights", "loops")
+"""What results of one model share, whatever the benchmark."""
+
+WHOLE_RUN = (*ONE_RUN, "length")
+"""What a run shares with itself when it is complete."""
 
 ONE_SETTING = ("base", "adapter", "data", "settings", "loops", "length", "versions")
 """What the seeds of one setting share: all but seeds, and the weights that came of them."""
 
-ALIKE = ("data", "settings")
+ALIKE = ("settings", "data")
 """What results on one benchmark share that stand beside one another: problems, and how they are asked and scored."""
 
 WITHOUT_EFFECT = {
@@ -105,6 +111,7 @@ _NAMES = {
     ("base", "chat_template"): "the chat template",
     ("weights", "adapter"): "the adapter's weights",
     ("settings", "examples_per_step"): "the examples in a step",
+    ("settings", "examples_per_micro_batch"): "the examples in a micro-batch",
 }
 """What a sentence calls a field whose name says too little."""
 _HASHES = {*(name for name in _NAMES if name[0] != "settings")} - {("data", "rows")}
@@ -133,7 +140,7 @@ def make_identity(
     model: nn.Module | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     data: Any = None,
-    settings: TrainingArguments | Mapping[str, Any] | None = None,
+    settings: Any = None,
     unsharded: bool = True,
     **parts: Mapping[str, Any],
 ) -> Identity:
@@ -143,7 +150,7 @@ def make_identity(
         model: looped model, before its first step, with its adapter if any: `base`, `adapter`, and of `loops` the depth.
         tokenizer: of the model.
         data: rows, whose content counts; or facts of them as a mapping.
-        settings: of a training: `settings`, `seeds` and `length`; or a mapping of fields with values.
+        settings: arguments of a training: `settings`, `seeds` and `length`; or the same as a mapping, such as a recipe.
         unsharded: whether this process holds all of the base's weights; they stay out of it otherwise.
         parts: others, and fields beside those above.
     """
@@ -164,6 +171,20 @@ def make_identity(
         identity[name] = {**identity.get(name, {}), **fields}
     identity = {name: identity[name] for name in PARTS if name in identity}
     return json.loads(json.dumps(identity, default=_plain, sort_keys=True))
+
+
+def model_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> Identity:
+    """Return what all measurements of a model as it is share: base, adapter with its trained weights, versions."""
+    identity = make_identity(model, tokenizer)
+    identity.pop("loops")  # a measurement says itself which loops run
+    return {**identity, "weights": trained_weights(model)}
+
+
+def trained_weights(model: nn.Module | None) -> dict[str, str | None]:
+    """Return the part `weights`: the hash of a model's adapter as it is now; None for the model alone."""
+    named = () if model is None else find_looped_model(model).named_parameters()
+    trained = {name: each for name, each in named if ".lora_" in name}
+    return {"adapter": _weights_sha256(trained) if trained else None}
 
 
 def identity_key(identity: Identity) -> str:
@@ -194,6 +215,16 @@ def differences(before: Identity | None, now: Identity | None, parts: Iterable[s
             if old[name] != new[name] and not is_unknown:
                 found.append(Difference(part, name, old[name], new[name]))
     return found
+
+
+def continues(before: Identity | None, now: Identity | None) -> bool:
+    """Return whether a run is an earlier one, or differs from it in nothing but that it trains for longer."""
+    if before is None or now is None:
+        return True
+    old, new = before.get("length", {}), now.get("length", {})
+    lengths = [(old.get(name), number) for name, number in new.items()]
+    grows = all(was == number or None not in (was, number) and number > was for was, number in lengths)
+    return grows and not differences(before, now, ONE_RUN)
 
 
 def _versions() -> dict[str, str | None]:
@@ -231,15 +262,16 @@ def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharde
     return facts
 
 
-def _settings(settings: TrainingArguments | Mapping[str, Any]) -> Identity:
+def _settings(settings: Any) -> Identity:
     """Return the parts `settings`, `seeds` and `length`."""
     if isinstance(settings, Mapping):
         given, facts, length = dict(settings), {}, {name: settings[name] for name in _LENGTH if name in settings}
     else:
         given = {name: getattr(settings, name) for name, of in type(settings).__dataclass_fields__.items() if of.init}
         given |= {name: given["seed"] if given.get(name) is None else given[name] for name in _SEEDS}
-        in_step = (settings.train_batch_size, settings.gradient_accumulation_steps, settings.world_size)
-        facts = {"examples_per_step": in_step[0] * in_step[1] * in_step[2]}
+        facts = {"examples_per_step": settings.examples_per_step}
+        if getattr(settings, "loss_average", "tokens") == "micro_batches":
+            facts["examples_per_micro_batch"] = settings.train_batch_size
         by_steps = settings.max_steps > 0
         length = {  # of the two the one that does not count is None
             "max_steps": settings.max_steps if by_steps else None,

@@ -24,6 +24,9 @@ MEASUREMENTS_FILE, IDENTITIES_FILE = "measurements.jsonl", "identities.json"
 ALL, NONE = "all", "none"
 """Gates: unit gates, and the model without its adapter's update."""
 
+BASE, TRAINING = "base", "training"
+"""Method of the model alone; what stands as the benchmark of what a training logged and cost."""
+
 
 class RecordError(ValueError):
     """A row or a file that holds no measurements, in one sentence."""
@@ -60,7 +63,7 @@ class Measurement:
     identity: str
     unit: str = ""
     benchmark: str = ""
-    method: str = "base"
+    method: str = BASE
     model: str | None = None
     seed: int | None = None
     steps: int | None = None
@@ -105,8 +108,13 @@ PLACES = ("depth", "gates", "loop", "other_loop", "readout", "dose", "group", "s
 """The fields that say where in a measurement a number is."""
 
 
+def gates_text(gates: Sequence[float] | None) -> str:
+    """Return gates [K] as rows have them: `1-0-0-0`; None, and ones: `all`."""
+    return ALL if gates is None or all(gate == 1 for gate in gates) else "-".join(f"{gate:g}" for gate in gates)
+
+
 def write_measurements(
-    folder: str | Path, rows: Iterable[Measurement], identities: Sequence[Identity], writer: str | None = None
+    folder: str | Path, rows: Iterable[Measurement], identities: Iterable[Identity | None], writer: str | None = None
 ) -> None:
     """Write rows into a folder, in the place of those of the same writers, and of `writer`, which may have none now.
 
@@ -124,7 +132,7 @@ def write_measurements(
         new = [as_json(row) for row in rows]
         kept = [(text, line) for text, line in before if line.get("writer") not in replaced]
         used = {line.get(name) for line in [*new, *(line for _, line in kept)] for name in ("identity", "run")}
-        known = {**read_identities(folder), **{identity_key(each): each for each in identities}}
+        known = {**read_identities(folder), **{identity_key(each): each for each in identities if each}}
         named = {key: identity for key, identity in known.items() if key in used}
         write_atomically(folder / IDENTITIES_FILE, json.dumps(named, indent=1, ensure_ascii=False) + "\n")
         lines = [*(text for text, _ in kept), *(json.dumps(line, ensure_ascii=False) for line in new)]

@@ -7,23 +7,32 @@ Loop Dropout is the thick blue line and LoRA the orange dashed one, wherever the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from importlib.resources import files
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
 import plotnine as p9
-import yaml
 from matplotlib import pyplot
 
 from loopdropout_trainer.gates import RULES, Draw, make_rule
-from loopdropout_trainer.reports.averaging import average, difference, is_protocol, select, settings_of, shown, telling
-from loopdropout_trainer.reports.reading import ALL, BASE, NONE, TRAINING, ReportError, check, check_column
-from loopdropout_trainer.reports.specs import as_trained
+from loopdropout_trainer.record.measurement import ALL, BASE, NONE, TRAINING
+from loopdropout_trainer.reports.averaging import (
+    OF_THE_RUN,
+    PLACES_OF_IDENTITIES,
+    average,
+    check_column,
+    difference,
+    numbers_in,
+    select,
+    settings_of,
+    shown,
+    telling,
+)
+from loopdropout_trainer.reports.reading import ReportError
+from loopdropout_trainer.reports.specs import FigureSpec, as_trained
 from loopdropout_trainer.settings.recipe import method_title
 
 
@@ -41,7 +50,6 @@ _MORE = [(color, line, marker, 0.9) for line in _LINES for color, marker in zip(
 _KNOWN = ("LoRA+", "rsLoRA", "Input dropout", *(method_title({"rule": rule}) for rule in RULES))
 LOOKS |= zip((title for title in _KNOWN if title not in LOOKS), _MORE, strict=False)
 
-AUTOMATIC = yaml.safe_load((files("loopdropout_trainer.reports") / "figures.yaml").read_text(encoding="utf-8"))
 MOST_LINES = 8
 """In one panel; where there are more, what tells runs of one method apart becomes panels."""
 
@@ -137,8 +145,7 @@ def line_plot(
         if max(map(len, order)) > 8:  # names, which would run into one another
             plot += p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right"))
         return _with_panels(plot + p9.scale_x_discrete(limits=order))
-    check(data["x"].tolist(), ["a number"], x)
-    data["x"] = data["x"].astype(float)
+    data["x"] = numbers_in(data["x"], x)
     plot = p9.ggplot(data, p9.aes("x", "mean", color="by", linetype="by", size="by", shape="by", group="by")) + base
     plot = plot + p9.scale_color_manual(**color) + p9.scale_linetype_manual(**line)
     plot = plot + p9.scale_shape_manual(**marker) + p9.scale_size_manual(**width)
@@ -163,20 +170,29 @@ def heat_plot(
     data = points(rows.assign(panel=rows[panel] if panel else ""), minus, panel="panel", y=y, x=x)
     across, down = _in_order(data["x"]), _in_order(data["y"])[::-1]
     data = data.assign(x=data["x"].map(shown), y=data["y"].map(shown))
-    means, top = data["mean"], data["mean"].abs().max() or 1.0
-    dark = means.abs() > 0.6 * top if minus is not None else means < (means.min() + means.max()) / 2
-    data["ink"] = dark.map({True: "white", False: "black"})
-    data["text"] = means.map("{:.3g}".format if minus is None else "{:+.1f}".format)
+    colours = _of_levels(data) if minus is None else _of_gains(data)
+    numbers = p9.geom_text(p9.aes(label="text", color="ink"), size=9)
     plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + p9.labs(x=x_label, y=y_label, fill=label, title=title)
-    plot = plot + p9.geom_tile(p9.aes(fill="mean")) + p9.geom_text(p9.aes(label="text", color="ink"), size=9)
-    plot = plot + p9.scale_color_identity() + p9.scale_x_discrete(limits=across) + p9.scale_y_discrete(limits=down)
-    if minus is None:
-        plot += p9.scale_fill_cmap("cividis")
-    else:
-        plot += p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
-        matched = data[data["x"] == data["y"]]  # trained and evaluated alike
-        plot += p9.geom_tile(data=matched, fill="none", color="black", size=0.9)
+    plot = plot + p9.geom_tile(p9.aes(fill="mean")) + numbers + p9.scale_color_identity() + colours
+    plot = plot + p9.scale_x_discrete(limits=across) + p9.scale_y_discrete(limits=down)
     return _with_panels(plot, "fixed") + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
+
+
+def _of_levels(data: pd.DataFrame) -> list[Any]:
+    """Give the cells of a matrix of levels their texts and inks, and return its scale of colours."""
+    middle = (data["mean"].min() + data["mean"].max()) / 2
+    data["ink"] = (data["mean"] < middle).map({True: "white", False: "black"})
+    data["text"] = data["mean"].map("{:.3g}".format)
+    return [p9.scale_fill_cmap("cividis")]
+
+
+def _of_gains(data: pd.DataFrame) -> list[Any]:
+    """Give the cells of a matrix of gains their texts and inks, zero in white, and a frame where x = y."""
+    top = data["mean"].abs().max() or 1.0
+    data["ink"] = (data["mean"].abs() > 0.6 * top).map({True: "white", False: "black"})
+    data["text"] = data["mean"].map("{:+.1f}".format)
+    scale = p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
+    return [scale, p9.geom_tile(data=data[data["x"] == data["y"]], fill="none", color="black", size=0.9)]
 
 
 def save_figure(
@@ -196,62 +212,79 @@ def save_figure(
     return [Path(f"{path}.{ending}") for ending in dates]
 
 
-# Figures: those that any runs have numbers for (figures.yaml), and those of the paper that a file describes.
+# Figures: of everything that runs have numbers for, and those of the paper that a file describes.
+
+AXES = {
+    "step": "training step",
+    "group": "",
+    "other_loop": "loop",
+    "dose": "gate of every loop",
+    "loop": "loop",
+    "readout": "loop read out",
+    "gates": "gates",
+    "depth": "loops K at inference",
+}
+"""What a number is drawn over: the first of these columns in which it says where it was measured."""
+
+OF_TRAINING = {"learning_rate": "learning rate", "rank": "rank of the adapter", "p": "drop probability"}
+"""Settings over which accuracies are drawn for methods that were trained at several values."""
+
+
+def axis_of(rows: pd.DataFrame) -> pd.Series:
+    """Return the column of `AXES` that each row is drawn over."""
+    axis = pd.Series("depth", rows.index)
+    for name in reversed([name for name in AXES if name != "depth"]):
+        says = ~rows["gates"].isin([ALL, NONE]) if name == "gates" else rows[name].notna()
+        axis[says] = name
+    return axis
 
 
 def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
-    """Return every figure that the runs have numbers for, by name.
+    """Return a figure of each family of numbers over each axis that it was measured over, by name.
 
-    A line is one setting: where runs of one method differ in more than the seed, what they differ in stands in the legend, and
-    where benchmarks were evaluated in different ways, these are panels of their own. What cannot be drawn is left out.
+    A line is one setting: where runs of one method differ in more than the seed, what they differ in stands in the legend.
+    Each metric, and each way in which a benchmark was evaluated, is a panel. What cannot be drawn is left out, and said.
     """
     figures: dict[str, p9.ggplot] = {}
-
-    def add(name: str, draw: Callable[..., p9.ggplot], *args: Any, **options: Any) -> None:
-        try:
-            figures[re.sub(r"[^\w-]", "_", name)] = draw(*args, **options)  # a part of a file's name
-        except ReportError as error:
-            table.attrs["skipped"].append(f"the figure {name}: {error}")
-
-    for name, of in AUTOMATIC.items():
-        rows = drawn(table, of)
-        if len(rows):
-            texts = {key: of[key] for key in ("x_label", "y_label", "title")}
-            add(name, line_plot, rows, of["x"], by="label", panel="panel", bars="bars" in of, **texts)
-    # What diagnostics measure that have no figure of their own: matrices, lists by loop, named numbers, single numbers.
-    rows = table[table["metric"].str.contains(".", regex=False) & (table["benchmark"] != TRAINING)]
-    for metric, part in rows.dropna(subset=["other_loop"]).groupby("metric", sort=False):
-        part = labelled(part, "loop", "other_loop")
-        add(metric, heat_plot, part, "loop", "other_loop", "", "label", "loop", "loop", metric)
-    rows = rows[rows["other_loop"].isna()]
-    for title, part in rows.groupby(rows["metric"].str.split(".").str[0], sort=False):
-        x = next((name for name in ("loop", "group") if part[name].notna().any()), "metric")
-        if x != "metric" or not any(name.startswith(f"{title}_") for name in figures):
-            part, panel = labelled(part.dropna(subset=[x]), x), None if x == "metric" else "panel"
-            add(title, line_plot, part, x, "", "label", panel, x_label="", title=title, bars=x != "loop")
+    rows = table[table["family"] != "cost"]
+    for (family, axis), part in rows.groupby(["family", axis_of(rows)], sort=False):
+        _add(figures, table, f"{family}_{axis}", part if axis == "depth" else at_own_depth(part), axis)
+    for family, part in rows[rows["step"].isna()].groupby("family", sort=False):  # single numbers
+        if not any(name.startswith(f"{family}_") for name in figures):
+            _add(figures, table, family, at_own_depth(part), "metric")
+    trained = at_own_depth(table[(table["family"] == "accuracy") & (table["gates"] == ALL) & table["readout"].isna()])
+    for name in (name for name in OF_TRAINING if name in trained):
+        numbers = trained[trained[name].map(lambda value: isinstance(value, (int, float))).astype(bool)]
+        _add(figures, table, f"accuracy_{name}", numbers, name)
     return figures
 
 
-def drawn(table: pd.DataFrame, of: dict[str, Any]) -> pd.DataFrame:
-    """Return the labelled rows of a figure of figures.yaml: of its metrics, or accuracies; at several values of x."""
-    x, of_training = of["x"], "of_training" in of
-    if x not in table:
-        return table.iloc[:0]
-    rows = table[table[x].notna()]
-    rows = rows[rows["metric"].str.fullmatch("|".join(of["metrics"]))] if "metrics" in of else accuracies(rows)
-    if x not in ("step", "dose", "loop", "gates"):
-        rows = select(rows, {"gates": [ALL, NONE], "readout": None})
-    if of_training:
-        rows = rows[(rows["depth"] == rows["num_loops"]) & (rows["method"] != BASE)]
-        rows = rows[rows[x].map(lambda value: isinstance(value, (int, float))).astype(bool)]
-    values = rows.groupby(["metric", "method"] if of_training else "metric")[x]
-    rows = rows[values.transform("nunique") > 1] if len(rows) else rows
-    return labelled(rows, x) if len(rows) else rows
+def at_own_depth(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows at the depth that their models were trained at; of groups of problems those at unit gates."""
+    if "num_loops" in rows:
+        rows = rows[(rows["depth"] == rows["num_loops"]) | rows["num_loops"].isna()]
+    return rows[rows["group"].isna() | (rows["gates"].isin([ALL, NONE]) & rows["readout"].isna())]
 
 
-def accuracies(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows that are the accuracy on a whole benchmark."""
-    return rows[rows["total"].notna() & (rows["metric"] != "missing") & ~rows["metric"].str.startswith("by_")]
+def _add(figures: dict[str, p9.ggplot], table: pd.DataFrame, name: str, rows: pd.DataFrame, x: str) -> None:
+    """Add the figure of some rows over the column x, if they stand at several places of it."""
+    within = ["metric", "method"] if x in OF_TRAINING else ["family" if x == "metric" else "metric"]
+    rows = rows[rows.groupby(within)[x].transform("nunique") > 1] if len(rows) else rows
+    if not len(rows):
+        return
+    title = f"{name.removesuffix(f'_{x}').replace('_', ' ').capitalize()} by {x.replace('_', ' ')}"
+    x_label = OF_TRAINING.get(x, AXES.get(x, ""))
+    rows = labelled(rows, x, "other_loop")
+    try:
+        if x == "other_loop":
+            rows = rows.assign(panel=rows["label"] + "\n" + rows["panel"])
+            figure = heat_plot(rows, "loop", x, "", "panel", x_label, x_label, title)
+        else:
+            bars = x in ("group", "gates", "metric")
+            figure = line_plot(rows, x, "", "label", "panel" if x != "metric" else None, x_label, title, bars)
+        figures[re.sub(r"[^\w-]", "_", name)] = figure  # a part of a file's name
+    except ReportError as error:
+        table.attrs["skipped"].append(f"the figure {name}: {error}")
 
 
 def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFrame:
@@ -259,41 +292,46 @@ def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFr
 
     Where there are more than `most` labels, these are the methods, and what tells their runs apart is part of the panel.
     """
-    known = lambda row, names: ", ".join(
-        f"{name.removeprefix('evaluation.').replace('total', 'n')} = {shown(row[name])}"
-        for name in names if not pd.isna(row[name])
-    )  # fmt: skip
-    how: dict[str, None] = {}
-    for _, part in rows.groupby(["benchmark", "metric"], sort=False):
-        how |= dict.fromkeys(telling(part, filter(is_protocol, rows)))
+    runs, numbers = rows.drop_duplicates(["method", "run", *OF_THE_RUN]), rows.drop_duplicates(["metric", "identity"])
     settings = [name for name in settings_of(rows) if name not in x]
     beside = [name for name in settings_of(rows) if name in x]  # what goes with a setting on the axis is told by it
-    apart = {method: telling(part, settings, beside) for method, part in rows.groupby("method")}
-    benchmarks, metrics = rows["benchmark"].nunique() > 1, rows["metric"].nunique() > 1
-    found = []
+    apart = {method: telling(part, settings, beside) for method, part in runs.groupby("method")}
+    evaluation = [name for name in rows if name.startswith("evaluation.") and name not in PLACES_OF_IDENTITIES]
+    how: dict[str, None] = {}
+    for _, part in numbers.groupby(["benchmark", "metric"], sort=False):
+        how |= dict.fromkeys(telling(part, evaluation))
+    several = [name for name in ("benchmark", "metric") if rows[name].nunique() > 1] or ["benchmark"]
+    known = lambda row, names: ", ".join(
+        f"{name.removeprefix('evaluation.')} = {shown(row[name])}" for name in names if not pd.isna(row[name])
+    )
+    settings_text, panels = [], []
     for row in rows.to_dict("records"):
-        named = (benchmarks or not metrics) and row["benchmark"] != TRAINING
-        words = [row["benchmark"] if named else "", row["metric"].split(".")[-1] if metrics else ""]
-        what = " ".join(filter(None, dict.fromkeys(words))).replace("_", " ")
-        found.append((row["method"], known(row, apart[row["method"]]), what, known(row, how)))
-    join = lambda between, *names: [between.join(filter(None, (each[name] for name in names))) for each in found]
-    if len(set(labels := join(", ", 0, 1))) > most:
-        return rows.assign(label=rows["method"], panel=join("\n", 2, 3, 1))
-    return rows.assign(label=labels, panel=join("\n", 2, 3))
+        named = " ".join(dict.fromkeys(str(row[name]) for name in several if row[name] != TRAINING)).replace("_", " ")
+        settings_text.append(known(row, apart[row["method"]]))
+        panels.append("\n".join(filter(None, [f"{named} ({row['unit']})" if row["unit"] else named, known(row, how)])))
+    labels = [", ".join(filter(None, pair)) for pair in zip(rows["method"], settings_text, strict=True)]
+    if len(set(labels)) > most:
+        panels = ["\n".join(filter(None, pair)) for pair in zip(panels, settings_text, strict=True)]
+        labels = rows["method"].tolist()
+    return rows.assign(label=labels, panel=panels)
 
 
-def overview_figure(table: pd.DataFrame) -> p9.ggplot:
-    """Return one figure of what a few runs measured themselves of their first benchmark: by depth, and in one loop only."""
-    table, parts = table[table["source"].str.endswith("results.json")], []
-    for name, panel in (("depth_accuracy", "accuracy (%), K loops"), ("single_loop", "loss reduction (%), only loop t"),
-                        ("single_loop_accuracy", "accuracy (%), only loop t")):  # fmt: skip
-        rows = drawn(table, AUTOMATIC[name])
-        rows = rows[rows["benchmark"] == rows["benchmark"].iloc[0]] if len(rows) else rows
-        parts.append(rows.assign(panel=panel, position=rows[AUTOMATIC[name]["x"]]))
-    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops")
+def overview_figure(table: pd.DataFrame) -> p9.ggplot | None:
+    """Return one figure of what runs measured of their first benchmark: by depth, and in one loop only; None: of nothing."""
+    table, parts = table[table["writer"] == TRAINING], []
+    for family, axis, title in (
+        ("accuracy", "depth", "accuracy (%), K loops"),
+        ("single_loop", "loop", "loss reduction (%), only loop t"),
+        ("accuracy", "loop", "accuracy (%), only loop t"),
+    ):
+        rows = table[(table["family"] == family) & (axis_of(table) == axis) & (table["unit"] == "%")]
+        rows = rows[rows["metric"] == rows["metric"].iloc[0]] if len(rows) else rows
+        if rows[axis].nunique() > 1:
+            parts.append(labelled(rows, axis).assign(panel=title, position=rows[axis]))
+    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops") if parts else None
 
 
-def paper_figure(spec: SimpleNamespace, table: pd.DataFrame) -> p9.ggplot | None:
+def paper_figure(spec: FigureSpec, table: pd.DataFrame) -> p9.ggplot | None:
     """Return the figure that a file describes, or None where the runs have nothing of it; ReportError as of `points`."""
     if spec.figure == "gates":
         return gates_plot(spec)
@@ -307,24 +345,23 @@ def paper_figure(spec: SimpleNamespace, table: pd.DataFrame) -> p9.ggplot | None
     rows = rows_with({})
     for name in (x, y):
         check_column(table, name)
-        rows = rows[rows[name].notna()] if name in rows else rows.iloc[:0]
+        rows = rows[rows[name].notna()]
     if not len(rows):
         return None
     if spec.figure == "heat":
         minus, label = (rows_with(spec.minus), "points") if spec.minus else (None, "")
         return heat_plot(rows, x, y, label, "panel", x_label, y_label, spec.title, minus)
-    check(rows[y].tolist(), ["a number"], y)
-    rows = rows.assign(value=rows[y].astype(float))
+    rows = rows.assign(value=numbers_in(rows[y], y))
     return line_plot(rows, x, y_label, panel="panel", x_label=x_label, bars=spec.figure == "bar")
 
 
-def gates_plot(spec: SimpleNamespace) -> p9.ggplot:
+def gates_plot(spec: FigureSpec) -> p9.ggplot:
     """Draw the gates of eight examples in training, as a run of these settings draws them, and those of inference."""
     of = {"num_loops": 4, "p": 0.5, "seed": 0, **spec.filter}
     draw = Draw(seed=of["seed"], step=0, example_ids=[(row, 0) for row in range(8)], num_loops=of["num_loops"])
     gates = make_rule("loop_dropout", p=of["p"]).sample(draw).tolist()  # [K, 8]
     rows = [
-        {"panel": panel, "loop": loop, "example": example, "value": gate if panel == "training" else 1.0}
+        {"panel": panel, "loop": loop, "example": example, "value": gate if panel == "training" else 1.0, "seed": 0}
         for panel in ("training", "inference")
         for loop, of_loop in enumerate(gates, 1)
         for example, gate in enumerate(of_loop, 1)

@@ -15,11 +15,12 @@ import jinja2
 import pandas as pd
 
 from loopdropout_trainer.evaluation.results import mean_sd
+from loopdropout_trainer.record.measurement import ALL, BASE, NONE, PLACES
 from loopdropout_trainer.reports import specs
 from loopdropout_trainer.reports.averaging import average, settings_of, shown, telling, varying
-from loopdropout_trainer.reports.plots import accuracies, automatic_figures, labelled, paper_figure, save_figure
-from loopdropout_trainer.reports.reading import ALL, BASE, FORMS, NONE, OUTCOMES, PLACES, ReportError, load_table
-from loopdropout_trainer.reports.specs import build_table, load_spec, make_spec
+from loopdropout_trainer.reports.plots import automatic_figures, labelled, paper_figure, save_figure
+from loopdropout_trainer.reports.reading import OBJECTS, ReportError, load_table
+from loopdropout_trainer.reports.specs import FigureSpec, TableSpec, build_table, load_spec
 from loopdropout_trainer.settings.ranges import check_distinct, check_folder
 
 
@@ -41,16 +42,17 @@ def write_report(
     check_distinct("tables", [spec.name for spec in described])
     table, output_dir = load_table(folders), Path(output_dir)
     if not len(table):
-        raise ReportError(f"No results below {', '.join(map(str, folders))}: train, evaluate or sweep first.")
+        faults = " ".join(table.attrs["skipped"]) or "train, evaluate or sweep first."
+        raise ReportError(f"No measurements below {', '.join(map(str, folders))}: {faults}")
     if described:
-        finished = {spec.name: build_table(spec, table) for spec in described if not spec.figure}
-        figures = {spec.name: paper_figure(spec, table) for spec in described if spec.figure}
+        finished = {spec.name: build_table(spec, table) for spec in described if isinstance(spec, TableSpec)}
+        figures = {spec.name: paper_figure(spec, table) for spec in described if isinstance(spec, FigureSpec)}
     else:
         finished = {cells.attrs["spec"].name: cells for cells in summary_tables(table)}
         figures = automatic_figures(table)
     for name in ("tables", "figures"):
         (output_dir / name).mkdir(parents=True, exist_ok=True)
-    long = table.drop(columns=["verdicts", "answered"]).dropna(axis=1, how="all")
+    long = table.drop(columns=["verdicts", "answered", *OBJECTS]).dropna(axis=1, how="all")
     long.to_csv(output_dir / "long.csv", index=False)
     for name, cells in finished.items():
         stem = output_dir / "tables" / name
@@ -74,22 +76,26 @@ def write_report(
 
 
 def page_text(title: str, tables: dict[str, pd.DataFrame], pictures: dict[str, Path], table: pd.DataFrame) -> str:
-    """Return one self-contained page of tables, figures and the settings of every run; texts in it are escaped."""
-    names, here = ["seed", *settings_of(table), *OUTCOMES[7:]], files("loopdropout_trainer.reports")
-    runs = {
-        f"{run['method']}, seed {shown(run['seed'])}: {run['run']}":
-        json.dumps({name: run[name] for name in names if not pd.isna(run[name])}, indent=1, default=str)
-        for run in table.drop_duplicates("run").to_dict("records")
-    }  # fmt: skip
+    """Return one self-contained page of tables, figures and the identity of every run; texts in it are escaped."""
+    here = files("loopdropout_trainer.reports")
     style, page = ((here / f"page.{each}").read_text(encoding="utf-8") for each in ("css", "html"))
-    return jinja2.Environment(autoescape=True).from_string(page).render(
-        title=title, style=style, runs=runs, skipped=table.attrs["skipped"],
-        tables=[
-            (cells.attrs["spec"].title, specs.grid(cells, html.escape, "<b>{}</b>"), specs.notes(cells))
-            for cells in tables.values()
-        ],
-        figures={name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()},
-    )  # fmt: skip
+    trained = table.dropna(subset=["run"]).drop_duplicates("run")
+    runs = {
+        f"{run['method']}, seed {shown(run['seed'])}: {run['source']}": json.dumps(run["of_run"], indent=1)
+        for run in trained.to_dict("records")
+    }
+    shown_tables = [
+        (cells.attrs["spec"].title, specs.grid(cells, html.escape, "<b>{}</b>"), specs.notes(cells))
+        for cells in tables.values()
+    ]
+    figures = {name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()}
+    return (
+        jinja2.Environment(autoescape=True)
+        .from_string(page)
+        .render(
+            title=title, style=style, runs=runs, skipped=table.attrs["skipped"], tables=shown_tables, figures=figures
+        )
+    )
 
 
 # Without files: tables of whatever there is.
@@ -108,36 +114,63 @@ def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
 
 def summary_tables(table: pd.DataFrame) -> list[pd.DataFrame]:
     """Return accuracy, differences to LoRA and costs; a row for each setting, a column for each metric, depth and protocol."""
-    rows = accuracies(table)
-    rows = rows[(rows["gates"] == ALL) & rows["readout"].isna() | (rows["method"] == BASE)]
-    # Each method stands beside the LoRA that is equal in all that tells runs apart, where there is one.
-    names = [name for name in telling(rows, settings_of(rows), ["method"]) if name not in ("rule", "p", "rule_args.m")]
+    rows = table[(table["family"] == "accuracy") & table["readout"].isna() & table["loop"].isna()]
+    rows = labelled(rows[rows["gates"].isin([ALL, NONE])], most=math.inf)
+    columns = _columns_of(rows)
+    costs = table[table["family"] == "cost"]
+    costs = labelled(costs, most=math.inf) if len(costs) else costs.assign(label="", panel="")
+    wanted = {
+        title: {"metric": metric, **option}
+        for title, (metric, option) in COSTS.items()
+        if metric in set(costs["metric"])
+    }
+    made = [
+        _summary(
+            "accuracy", "Accuracy, %", rows, columns, [[label] for label in rows["label"].unique()], bold=["column"]
+        ),
+        _summary("differences", "Difference to LoRA, points", rows, columns, _gains(rows)),
+        _summary("costs", "Cost of training", costs, wanted, [[label] for label in costs["label"].unique()]),
+    ]
+    return [cells for cells in made if len(cells)]
+
+
+COSTS = {
+    "Trainable": ("trainable_parameters", {"decimals": 0}),
+    "Train (min)": ("train_seconds", {"scale": 1 / 60, "decimals": 1}),
+    "Tokens/s": ("tokens_per_second", {"decimals": 0}),
+    "Memory (GB)": ("peak_memory_gb", {}),
+}
+"""The columns of the summary's costs: metric, and how it is shown."""
+
+
+def _columns_of(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Return a table's columns: one for each way in which a metric was measured, and each depth."""
+    columns = {}
+    for panel, metric, depth in (
+        rows[["panel", "metric", "depth"]].drop_duplicates().sort_values("depth", kind="stable").values
+    ):
+        name = panel.replace("\n", ", ").removesuffix(" (%)") or metric
+        name = name if rows["depth"].nunique() == 1 else f"{name}, K = {depth}"
+        columns[name] = {"panel": panel, "metric": metric, "depth": depth, "gates": [ALL, NONE]}
+    return columns
+
+
+def _gains(rows: pd.DataFrame) -> list[list[Any]]:
+    """Return the rows of a table of differences: each method beside the LoRA that is equal in all else."""
+    names = [
+        name for name in telling(rows, settings_of(rows), ["method"]) if not name.startswith(("rule", "p", "masked"))
+    ]
     keys = [tuple(map(str, values)) for values in rows[names].values]
-    rows = labelled(rows, most=math.inf)
     runs = {label: each for label, *each in zip(rows["label"], rows["method"], keys, strict=True)}
     loras = {key: label for label, (method, key) in runs.items() if method == "LoRA"}
     others = {label: key for label, (method, key) in runs.items() if method not in ("LoRA", BASE) and key in loras}
-    gains = [[{label: {"label": label, "minus": {"label": loras[key]}}}] for label, key in others.items()]
-    columns: dict[str, dict[str, Any]] = {}
-    for panel, metric, depth in rows[["panel", "metric", "depth"]].drop_duplicates().values:
-        name = panel.replace("\n", ", ") or metric
-        name = name if rows["depth"].nunique() == 1 else f"{name}, K = {depth}"
-        columns[name] = {"panel": panel, "metric": metric, "depth": depth, "gates": [ALL, NONE]}
-    bold = {name: {**wanted, "bold": ["column"]} for name, wanted in columns.items()}
-    costs = {title: of for title, of in FORMS["costs"].items() if table[of["of"]].notna().any()}
-    trained = table.dropna(subset=[of["of"] for of in costs.values()], how="all").drop_duplicates("run")
-    trained = trained[["method", *settings_of(trained), *OUTCOMES]]
-    trained = trained.assign(depth=trained["num_loops"], gates=ALL, readout=None, benchmark="cost", metric="cost")
-    trained = labelled(trained, most=math.inf)
-    found = []
-    for name, title, of_columns, lines, of_rows in (
-        ("accuracy", "Accuracy, %", bold, [[label] for label in runs], rows),
-        ("differences", "Difference to LoRA, points", columns, gains, rows),
-        ("costs", "Cost of training", costs, [[label] for label in trained["label"].unique()], trained),
-    ):
-        about = {"label": f"tab:{name}", "title": title, "heads": {"Method": "label"}}
-        spec = make_spec(name, **about, columns=of_columns, rows=lines)
-        found.append(
-            build_table(spec, of_rows, ReportError)
-        )  # a cell of different settings says so, the others are there
-    return [cells for cells in found if len(cells)]
+    return [[{label: {"label": label, "minus": {"label": loras[key]}}}] for label, key in others.items()]
+
+
+def _summary(
+    name: str, title: str, rows: pd.DataFrame, columns: dict[str, Any], lines: list[list[Any]], **option: Any
+) -> pd.DataFrame:
+    """Return a table of the summary; a cell of different settings says so, and the others are there."""
+    columns = {title: {**wanted, **option} for title, wanted in columns.items()}
+    about = {"label": f"tab:{name}", "title": title, "heads": {"Method": "label"}}
+    return build_table(TableSpec(name=name, **about, columns=columns, rows=lines), rows, ReportError)

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
@@ -22,22 +22,41 @@ from transformers.utils.logging import disable_progress_bar
 
 from loopdropout_trainer import diagnostics
 from loopdropout_trainer.data import DataArguments, check_vocabulary, load_data, load_tokenizer
-from loopdropout_trainer.errors import user_supplied
+from loopdropout_trainer.diagnostics.diagnostic import Row
+from loopdropout_trainer.diagnostics.losses import Readouts, SingleLoop, readout_rows, single_loop_rows
+from loopdropout_trainer.diagnostics.rows import HELD_OUT, facts_of_batches
+from loopdropout_trainer.errors import one_line, user_supplied
 from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.processes import from_main_process
+from loopdropout_trainer.record.identity import Identity, identity_key, make_identity, trained_weights
+from loopdropout_trainer.record.measurement import BASE, NONE, TRAINING, Measurement, write_measurements
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log, title_of
-from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE, read_results, write_results
+from loopdropout_trainer.runs.result import (
+    DIVERGED_FILE,
+    RESULTS_FILE,
+    WRITER,
+    read_results,
+    rows_of_training,
+    write_results,
+)
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields, save_card
-from loopdropout_trainer.saving.files import sha256, write_atomically
+from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.ranges import shown
-from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, parse_recipe, settings_yaml
+from loopdropout_trainer.settings.recipe import (
+    RecipeError,
+    build,
+    for_another_rule,
+    method_title,
+    parse_recipe,
+    settings_yaml,
+)
 from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
@@ -45,7 +64,10 @@ from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.memory import device_name, memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config
+from loopdropout_trainer.training.scores import Batch, score_readouts
 
+
+logger = logging.getLogger(__name__)
 
 SHORT = 20_000  # examples; a bar over fewer of them is gone before anyone can read it
 
@@ -124,6 +146,9 @@ class Run:
 
     def load(self) -> None:
         """Load tokenizer, data and benchmarks."""
+        self.identities: list[Identity] = []
+        self.rows: list[Measurement] = []
+        self.rows_of_base: list[Measurement] = []
         config = self.configs[0]
         of_sft = {name: getattr(config, name, None) for name in ("chat_template_path", "eos_token")}
         self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, **of_sft)
@@ -184,7 +209,7 @@ class Run:
                 peft_config=self.peft_config,
                 **self.trainer_arguments(),
             )
-        checkpoint = self.checkpoint_for(config)
+        self.rows, checkpoint = [], self.checkpoint_for(config)
         if self.merges(config):  # before hours of training
             from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
         with trainer.only_run_in_output_dir(checkpoint):
@@ -279,6 +304,9 @@ class Run:
             **measured,
             "saved": saved,
         }
+        of_training = {**self.facts(trainer), "identity": identity_key(trainer.run_identity), "benchmark": TRAINING}
+        self.keep(trainer.run_identity, rows_of_training(train_info, trainer.state.log_history, of_training))
+        write_measurements(config.output_dir, [*self.rows_of_base, *self.rows], self.identities, WRITER)
         return write_results(results, config.output_dir)  # the last file
 
     def measure(self, trainer: GateSamplingMixin) -> dict[str, Any]:
@@ -299,9 +327,21 @@ class Run:
             rows = self.script.single_loop_batches * trainer.args.per_device_eval_batch_size
             batches = diagnostics.evaluation_batches(trainer, rows)
             losses = diagnostics.single_loop_activation(trainer.model, batches)
+            readouts = score_readouts(trainer.model, batches)
             measured["single_loop"] = {**asdict(losses), "reductions_percent": losses.reductions}
-            measured["readout_losses"] = diagnostics.readout_losses(trainer.model, batches)
+            measured["readout_losses"] = [each.loss for each in readouts]
+            found = {SingleLoop.name: single_loop_rows(losses), Readouts.name: readout_rows(readouts)}
+            self.keep_losses(trainer, batches, found)
         return measured
+
+    def keep_losses(self, trainer: GateSamplingMixin, batches: list[Batch], found: dict[str, list[Row]]) -> None:
+        """Keep what diagnostics have found on held-out rows, which stand in batches."""
+        model = from_main_process(lambda: self.identity_of_model(trainer))
+        data, loops = {"source": HELD_OUT, **facts_of_batches(batches)}, {"num_loops": trainer.num_loops}
+        identity = make_identity(data=data, loops=loops) | model
+        facts = {**self.facts(trainer), "benchmark": HELD_OUT, "identity": identity_key(identity)}
+        for name, rows in found.items():
+            self.keep(identity, [Measurement(**{**facts, "family": name, **row}) for row in rows])
 
     def checkpoint_for(self, config: LoopDropoutArguments) -> str | bool | None:
         """Return the checkpoint to resume from; True: the newest complete one in `output_dir`, if there is one.
@@ -321,21 +361,49 @@ class Run:
     ) -> dict[str, Any]:
         """Evaluate on a benchmark, at unit gates or at these gates [K]; what a killed run evaluated is not evaluated again."""
         folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
-        adapter = Path(trainer.args.output_dir, "adapter_model.safetensors")
-
-        def weights() -> dict[str, Any]:
-            return {"model": trainer.run_identity["model"], "adapter": None if moment == "before" else sha256(adapter)}
-
-        subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
-        settings, bar = from_main_process(weights), moment in ("before", "after")
-        run = lambda: evaluate_subject(subject, benchmark, folder, settings, progress=bar).as_json()
+        subject, bar = (
+            Subject.of(trainer.model, self.tokenizer, self.script, gates=gates),
+            moment in ("before", "after"),
+        )
+        model = from_main_process(lambda: self.identity_of_model(trainer, moment == "before"))
+        run = lambda: evaluate_subject(subject, benchmark, folder, model, progress=bar)
         try:
-            return run()
+            result = run()
         except SettingsChangedError:  # of a run that this one takes the place of
             if trainer.accelerator.is_main_process:
                 shutil.rmtree(folder)
             trainer.accelerator.wait_for_everyone()
-            return run()
+            result = run()
+        of_base = {"method": BASE, "gates": NONE, "run": None, "seed": None, "steps": None}
+        identity = benchmark.identity(subject, model)
+        facts = {**self.facts(trainer), **subject.place, **(of_base if moment == "before" else {})}
+        self.keep(identity, result.measurements(**facts, identity=identity_key(identity)), moment == "before")
+        return result.as_json()
+
+    def identity_of_model(self, trainer: GateSamplingMixin, untrained: bool = False) -> Identity:
+        """Return the parts of an identity that are the model's: as it is now, or before anything of it was trained."""
+        known = {part: trainer.run_identity[part] for part in ("base", "adapter", "versions")}
+        if untrained:
+            return {"base": known["base"], "versions": known["versions"], "weights": trained_weights(None)}
+        return {**known, "weights": trained_weights(trainer.model)}
+
+    def facts(self, trainer: GateSamplingMixin) -> dict[str, Any]:
+        """Return the fields that all measurements of a training share."""
+        run = trainer.run_identity
+        return {
+            "writer": WRITER,
+            "method": method_title({**run["adapter"], **run["settings"]}),
+            "model": self.model.base_name,
+            "seed": trainer.args.seed,
+            "steps": trainer.state.global_step,
+            "run": identity_key(run),
+            "depth": trainer.num_loops,
+        }
+
+    def keep(self, identity: Identity, rows: list[Measurement], of_base: bool = False) -> None:
+        """Keep measurements until the run is complete; the base's for all runs of this command."""
+        self.identities.append(identity)
+        (self.rows_of_base if of_base else self.rows).extend(rows)
 
     def merges(self, config: LoopDropoutArguments) -> bool:
         """Say whether the adapter of these arguments is to be merged: the recipe's own, not those it is compared with."""
@@ -356,17 +424,24 @@ def run_all(run: Run) -> None:
     config = run.configs[0]
     if not config.should_save:  # the other processes
         return
-    if "single_loop" in results[0] or results[0]["by_depth"]:
-        if find_spec("plotnine") is None:
-            print('No figure without plotnine: pip install -e ".[reports]"')
-        else:
-            from loopdropout_trainer.reports.plots import overview_figure, save_figure
-            from loopdropout_trainer.reports.reading import load_table
-
-            table = load_table([each["saved"]["adapter"] for each in results])
-            (figure, *_) = save_figure(overview_figure(table), Path(config.output_dir) / "figure")
-            results[0]["saved"]["figure"] = str(figure)
     print_results(results)
     if run.script.push_merged_to_hub:
         address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)
         print(f"Pushed to {address}")
+    if "single_loop" in results[0] or results[0]["by_depth"]:
+        draw([each["saved"]["adapter"] for each in results], Path(config.output_dir) / "figure")
+
+
+def draw(folders: Sequence[str], path: Path) -> None:
+    """Save a figure of what runs have measured; whatever fails is a warning, since the results are there."""
+    try:
+        from loopdropout_trainer.reports.plots import overview_figure, save_figure
+        from loopdropout_trainer.reports.reading import load_table
+
+        figure = overview_figure(load_table(folders))
+        if figure is not None:
+            print(f"Figure: {save_figure(figure, path)[0]}")
+    except ImportError:
+        print('No figure without plotnine: pip install -e ".[reports]"')
+    except Exception as error:
+        logger.warning("No figure: %s.", one_line(error))

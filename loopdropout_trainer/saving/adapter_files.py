@@ -28,7 +28,7 @@ from loopdropout_trainer.settings.ranges import shown
 logger = logging.get_logger(__name__)
 
 ADAPTER_METADATA = "loop_dropout.json"
-_WEIGHTS = authors_format.WEIGHTS
+WEIGHTS_FILE = authors_format.WEIGHTS
 
 
 def base_sha256(base: PreTrainedModel) -> str | None:
@@ -157,7 +157,7 @@ def export_adapter(adapter: str | Path, folder: str | Path) -> Path:
         raise UserError(f"{folder} holds an adapter in PEFT's format: choose another folder.")
     config, facts = read_adapter_config(source), adapter_metadata(source)
     with user_supplied(f"The adapter in {source} cannot be read"), authors_format.in_peft_format(source) as files:
-        weights = load_file(files / _WEIGHTS)
+        weights = load_file(files / WEIGHTS_FILE)
     with staged_files(folder, "The exported adapter") as partial:
         authors_format.write(partial, config, facts, weights)
     return folder
@@ -212,9 +212,9 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise UserError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
-    if not (folder / _WEIGHTS).is_file():
+    if not (folder / WEIGHTS_FILE).is_file():
         pickled = "; a pickled .bin file is not read, since it could run code" if any(folder.glob("*.bin")) else ""
-        raise UserError(f"{folder} holds no {_WEIGHTS}{pickled}.")
+        raise UserError(f"{folder} holds no {WEIGHTS_FILE}{pickled}.")
     with user_supplied(f"{path} cannot be read"):
         fields = authors_format.read_fields(folder)
         config = PeftConfig.from_pretrained(str(folder)) if fields is None else authors_format.peft_config(fields)
@@ -224,7 +224,7 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
             sorted(given or ())  # TypeError for what is no collection of names
     # PEFT matches regular expressions against every module's name; a malicious one takes hours.
     if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
-        with user_supplied(f"{folder / _WEIGHTS} cannot be read"), safe_open(folder / _WEIGHTS, "pt") as file:
+        with user_supplied(f"{folder / WEIGHTS_FILE} cannot be read"), safe_open(folder / WEIGHTS_FILE, "pt") as file:
             names = {name.rpartition(".lora_")[0] for name in file.keys()}  # noqa: SIM118 (not a dict)
         config.target_modules = {name.removeprefix("base_model.model.") for name in names}
         config.exclude_modules = None

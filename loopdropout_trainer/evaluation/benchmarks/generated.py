@@ -19,7 +19,6 @@ from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_greedy
 from loopdropout_trainer.processes import all_processes
-from loopdropout_trainer.saving.files import sha256_of_json
 
 
 Row = dict[str, Any]
@@ -53,10 +52,11 @@ class GeneratedBenchmark(Benchmark):
     in_turns: ClassVar[bool] = False  # whether the protocol's prompts are turns of a chat
     beginning: ClassVar[str] = ""  # of every completion
 
+    def problems(self) -> list[list[str]]:
+        return [self.prompts, self.references]
+
     def settings(self, subject: Subject) -> dict[str, Any]:
         return {
-            "benchmark": self.name,
-            "problems_sha256": sha256_of_json([self.prompts, self.references]),
             "metric": self.metric,
             "max_new_tokens": self.max_new_tokens,
             "stop_strings": list(self.stop_strings),
@@ -94,15 +94,34 @@ def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str])
     from loopdropout_trainer.evaluation.metrics.answer_metric import AnswerMetric  # which imports `evaluate`
 
     metric = AnswerMetric(benchmark.metric, keep_in_memory=True)
-    found = metric.compute(predictions=list(completions), references=list(benchmark.references))
-    fields = (benchmark.prompts, completions, benchmark.references, *map(found.get, ("extracted", "correct", "error")))
-    predictions = [Prediction(*row, str(index)) for index, row in enumerate(zip(*fields, strict=True))]
-    groups: dict[str, dict[str, dict[str, int]]] = {}
-    for name in (name for name in GROUPS if benchmark.rows and all(name in row for row in benchmark.rows)):
-        for row, prediction in zip(benchmark.rows, predictions, strict=True):
-            group = groups.setdefault(name, {}).setdefault(str(row[name]), {"correct": 0, "total": 0})
-            group["correct"], group["total"] = group["correct"] + prediction.correct, group["total"] + 1
-    return BenchmarkResult(benchmark.name, predictions, extra={"groups": groups} if groups else {})
+    verdicts = metric.compute(predictions=list(completions), references=list(benchmark.references))
+    predictions = [
+        Prediction(
+            prompt=benchmark.prompts[index],
+            completion=completion,
+            reference=benchmark.references[index],
+            extracted=verdicts["extracted"][index],
+            correct=verdicts["correct"][index],
+            error=verdicts["error"][index],
+            id=str(index),
+        )
+        for index, completion in enumerate(completions)
+    ]
+    return BenchmarkResult(benchmark.name, predictions, groups=correct_by_group(benchmark.rows, predictions))
+
+
+def correct_by_group(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return {column: {group: {"correct", "total"}}} of the columns in `GROUPS` that all published rows have."""
+    counts: dict[str, dict[str, dict[str, int]]] = {}
+    for column in GROUPS:
+        if not rows or any(column not in row for row in rows):
+            continue
+        groups = counts[column] = {}
+        for row, prediction in zip(rows, predictions, strict=True):
+            group = groups.setdefault(str(row[column]), {"correct": 0, "total": 0})
+            group["correct"] += prediction.correct
+            group["total"] += 1
+    return counts
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from loopdropout_trainer.evaluation.benchmarks.generated import Row, read_proble
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.processes import random_states_kept
-from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.versions import library_versions
 
 
@@ -177,14 +176,14 @@ class LmEvalBenchmark(Benchmark):
 
     kind: ClassVar[str] = "lm_eval"
 
-    def settings(self, subject: Subject) -> dict[str, Any]:
-        problems = [
+    def problems(self) -> list[list[Any]]:
+        return [
             [task.task_name, task.VERSION, *(repr(doc) for doc in islice(task.eval_docs, self.limit))]
             for task in self.tasks
         ]
+
+    def settings(self, subject: Subject) -> dict[str, Any]:
         return {
-            "benchmark": self.name,
-            "problems_sha256": sha256_of_json(problems),
             "num_fewshot": sorted({task.get_config("num_fewshot") for task in self.tasks}),
             "generation": dict(self.spec.generation),
             "lm_eval": library_versions()["lm-eval"],
@@ -246,7 +245,7 @@ class LmEvalBenchmark(Benchmark):
                 metrics[name] = Metric(of_all[key], None, None, len(predictions))
         if not metrics:
             raise UserError(f"lm-eval gives `{self.name}` no finite number for {', '.join(wanted) or 'any metric'}.")
-        return BenchmarkResult(self.name, predictions, metrics, {"lm_eval": table})
+        return BenchmarkResult(self.name, predictions, metrics, extra={"lm_eval": table})
 
 
 def _prediction(sample: dict, scored: dict[str, float], value: float | None, task: str | None) -> Prediction:

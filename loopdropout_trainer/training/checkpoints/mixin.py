@@ -21,6 +21,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import from_main_process
+from loopdropout_trainer.record.identity import WHOLE_RUN, Difference, Identity, continues, differences, make_identity
 from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_metadata
 from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.saving.files import folder_lock, is_about_files, staged_files
@@ -28,7 +29,6 @@ from loopdropout_trainer.saving.hub import PushError, push_error
 from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.checkpoints import sealing
-from loopdropout_trainer.training.checkpoints.identity import continues, differences, run_identity
 from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, run_of
 from loopdropout_trainer.training.checkpoints.signals import StopSignals, TrainingInterrupted
 from loopdropout_trainer.training.memory import forget_peak_memory, peak_memory_gb
@@ -68,9 +68,10 @@ class CheckpointsMixin:
         self._losses: list[torch.Tensor] = []  # of the running step, by micro-batch
 
     @cached_property
-    def run_identity(self) -> dict[str, Any]:
+    def run_identity(self) -> Identity:
         """What makes this run the run that it is; its checkpoints carry it."""
-        return run_identity(self.args, self.model, self.train_dataset, not distributed.shards_weights(self.args))
+        unsharded = not distributed.shards_weights(self.args)
+        return make_identity(self.model, self.processing_class, self.train_dataset, self.args, unsharded)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train, from the beginning or from a checkpoint.
@@ -132,10 +133,12 @@ class CheckpointsMixin:
         weights = [file for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
         if weights and not isinstance(wanted, str) and not any((folder / name).exists() for name in sealing.OURS):
             raise CheckpointError(f"{weights[0]} is of no run of this package: choose another `output_dir`.")
-        others = [found for found in runs if differences(found, self.run_identity)]
+        others = [found for found in runs if differences(found, self.run_identity, WHOLE_RUN)]
         self._is_anothers = bool(runs) and not any(continues(found, self.run_identity) for found in runs)
         if self._is_anothers or others and not wanted:
-            self._refuse_unless_asked(f"`output_dir` {folder} holds", differences(others[-1], self.run_identity))
+            self._refuse_unless_asked(
+                f"`output_dir` {folder} holds", differences(others[-1], self.run_identity, WHOLE_RUN)
+            )
 
     def _what_is_safe(self) -> str:
         """Return a sentence that names the newest complete checkpoint; of any run if `run_identity` is not computed yet."""
@@ -193,7 +196,7 @@ class CheckpointsMixin:
         """Return whether `output_dir` holds the adapter of this very run, trained to its end."""
         folder = Path(self.args.output_dir)
         run, unsharded = run_of(folder), distributed.has_unsharded_weights(self.accelerator)
-        if run is None or not unsharded or differences(run, self.run_identity):
+        if run is None or not unsharded or differences(run, self.run_identity, WHOLE_RUN):
             return False
         fault = sealing.fault_of(folder)
         if fault is not None:
@@ -225,21 +228,23 @@ class CheckpointsMixin:
             _check_state(TrainerState.load_from_json(str(Path(wanted) / _STATE)))
         check_resumable(self.model, wanted)
         own = run_of(wanted)
-        changed = differences(own, run)
+        changed, versions = differences(own, run, WHOLE_RUN), differences(own, run, ("versions",))
         if own is None:
             logger.warning(f"{wanted} does not say which run it belongs to: resuming from it as it is.")
         elif changed:
             if not continues(own, run):
                 self._refuse_unless_asked(f"The checkpoint {wanted} belongs to", changed)
-            logger.warning(f"The run goes on from {wanted} with changed settings: {', '.join(changed)}.")
+            logger.warning(f"The run goes on from {wanted} with changed settings: {', '.join(map(str, changed))}.")
+        if versions:
+            logger.warning(f"The run goes on from {wanted} with other libraries: {', '.join(map(str, versions))}.")
         return str(wanted), bool(changed)
 
-    def _refuse_unless_asked(self, what: str, changed: list[str]) -> None:
+    def _refuse_unless_asked(self, what: str, changed: list[Difference]) -> None:
         if not self.args.resume_with_changed_settings:
             raise CheckpointError(
-                f"{what} another run: {', '.join(changed)}. Go back to the settings that it was started with, choose another "
-                "`output_dir`, or go on all the same with `resume_with_changed_settings: true`; for a longer run "
-                "`resume_from_checkpoint: true` does."
+                f"{what} another run: {', '.join(map(str, changed))}. Go back to the settings that it was started with, "
+                "choose another `output_dir`, or go on all the same with `resume_with_changed_settings: true`; for a longer "
+                "run `resume_from_checkpoint: true` does."
             )
 
     def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial):

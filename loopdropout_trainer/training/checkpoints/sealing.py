@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging
 
+from loopdropout_trainer.record.identity import WHOLE_RUN, Identity, continues, differences, read_identity
 from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA
 from loopdropout_trainer.saving.files import PARTIAL, flush_to_disk, sha256, write_atomically
-from loopdropout_trainer.training.checkpoints.identity import continues, differences
 
 
 logger = logging.get_logger(__name__)
@@ -31,12 +30,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or used, or a folder of another run, in one sentence."""
 
 
-def seal(folder: str | Path, run: Mapping[str, Any] | None = None, names: Iterable[str | Path] | None = None) -> None:
+def seal(folder: str | Path, run: Identity | None = None, names: Iterable[str | Path] | None = None) -> None:
     """Write the manifest of a folder whose files are complete.
 
     Args:
         folder: a checkpoint, or a run's `output_dir` with its trained adapter.
-        run: identity of the run (`run_identity`).
+        run: identity of the run.
         names: of the files that belong to it; default: all that are there.
     """
     folder = Path(folder)
@@ -53,21 +52,40 @@ def unseal(folder: str | Path) -> None:
     (Path(folder) / MANIFEST).unlink(missing_ok=True)
 
 
-def run_of(folder: str | Path) -> dict[str, Any] | None:
-    """Return the identity of the run that a folder was sealed by, or None if it is not known."""
+def run_of(folder: str | Path) -> Identity | None:
+    """Return the identity of the run that a folder was sealed by, or None if it is not known.
+
+    Raises:
+        CheckpointError: if another version of this package has written it.
+    """
+    path = Path(folder) / MANIFEST
     try:
-        return _read_manifest(Path(folder))[0]
+        run, _ = _read_manifest(path.parent)
     except _UNREADABLE:
         return None
+    try:
+        return None if run is None else read_identity(run)
+    except ValueError as error:
+        advice = "go on with the version that it was started with, or choose another `output_dir`"
+        raise CheckpointError(f"{path} {error}: {advice}.") from None
+
+
+def is_sealed(folder: str | Path, name: str) -> bool:
+    """Return whether a file is the one that its folder was sealed with."""
+    folder = Path(folder)
+    try:
+        return sha256(folder / name) == _read_manifest(folder)[1][name]
+    except _UNREADABLE:
+        return False
 
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what a file of another form raises
 
 
-def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
+def _read_manifest(folder: Path) -> tuple[Identity | None, dict[str, str]]:
     """Return the identity of the run, if it is known, and the hash of each file; one of `_UNREADABLE` for another form."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    run, hashes = manifest["run"], manifest["files"]
+    run, hashes = manifest.get("run"), manifest["files"]
     parts = {} if run is None else run
     numbers = parts.get("length", {}).values()
     if not all(isinstance(part, dict) for part in (hashes, *parts.values())):
@@ -112,7 +130,7 @@ def fault_of_checkpoint(folder: str | Path, sealed: bool = True) -> str | None:
     return fault
 
 
-def newest_complete_checkpoint(output_dir: str | Path, run: Mapping[str, Any] | None = None) -> Path | None:
+def newest_complete_checkpoint(output_dir: str | Path, run: Identity | None = None) -> Path | None:
     """Return the newest complete checkpoint of a run, or None; each newer one that is passed over is logged with the reason.
 
     Args:
@@ -121,7 +139,7 @@ def newest_complete_checkpoint(output_dir: str | Path, run: Mapping[str, Any] | 
     """
     for folder in reversed(checkpoints(output_dir)):
         own = run_of(folder)
-        others = f"it belongs to another run ({', '.join(differences(own, run))})"
+        others = f"it belongs to another run ({', '.join(map(str, differences(own, run, WHOLE_RUN)))})"
         fault = fault_of_checkpoint(folder) if continues(own, run) else others
         if fault is None:
             return folder
@@ -129,7 +147,7 @@ def newest_complete_checkpoint(output_dir: str | Path, run: Mapping[str, Any] | 
     return None
 
 
-def rotate(output_dir: str | Path, limit: int | None, keep: Collection[str | Path], run: Mapping[str, Any]) -> None:
+def rotate(output_dir: str | Path, limit: int | None, keep: Collection[str | Path], run: Identity) -> None:
     """Delete checkpoints of a run until `limit` (if any) are left: first those that were never finished, then the oldest.
 
     transformers' own rotation keeps the one of the latest step, which may be unfinished or of changed settings, and deletes
