@@ -158,7 +158,7 @@ def table(details: dict[str, Any]) -> str:
 def draw(details: dict[str, Any], path: Path) -> None:
     """Draw the points of both rules: a row of panels for each quantity, a panel for each axis."""
     rows = [
-        {"method": rule, "panel": f"{label}\nby {axis}", "x": float(x), "value": scale * value}
+        {"method": rule, "seed": 0, "panel": f"{label}\nby {axis}", "x": float(x), "value": scale * value}
         for name, (label, scale) in QUANTITIES.items()
         for axis, result in details["axes"].items()
         for rule in RULES
