@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import typing
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields
 from pathlib import Path
 
@@ -41,6 +42,10 @@ def locked_folder(folder, patch):
     (folder / "locked").mkdir()
     access = os.access  # as root, everything may be written
     patch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))
+
+
+def link_to_itself(folder, patch):
+    (folder / "loop").symlink_to("loop")
 
 
 def without_optional_packages(folder, patch):
@@ -81,7 +86,7 @@ MAKE = {
     "deep_recipe": lambda folder, patch: (folder / "recipe.yaml").write_text("seed: " + "[" * 3000),
     "jsonl_of_long_numbers": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "9" * 5000 + "}\n"),
     "jsonl_of_brackets": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "[" * 200_000 + "\n"),
-    **{make.__name__: make for make in (locked_folder, without_optional_packages, damaged_parquet)},
+    **{make.__name__: make for make in (locked_folder, link_to_itself, without_optional_packages, damaged_parquet)},
     **{make.__name__: make for make in (adapter_of_another_base, token_beyond_the_embedding)},
 }
 
@@ -194,6 +199,7 @@ ERRORS = [
     (Terminated("stopped after step 3."), 143, "stopped after step 3."),
     (OSError(28, "No space left on device", "/data"), 2, "/data cannot be used: No space left on device."),
     (ModuleNotFoundError("No module named 'x'", name="x"), 2, "`x` is not installed"),
+    (BrokenProcessPool("A process in the pool was terminated"), 2, "Another process of this run ended"),
 ]
 
 
