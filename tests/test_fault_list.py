@@ -66,6 +66,12 @@ def adapter_of_another_base(folder, patch):
     save_file({name: torch.zeros(2, 7) for name in load_file(path)}, path)
 
 
+def adapter_of_integers(folder, patch):
+    adapter(folder)
+    path = folder / "adapter" / "adapter_model.safetensors"
+    save_file({name: weight.int() for name, weight in load_file(path).items()}, path)
+
+
 def token_beyond_the_embedding(folder, patch):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.add_tokens(["<extra>"])
@@ -87,7 +93,7 @@ MAKE = {
     "jsonl_of_long_numbers": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "9" * 5000 + "}\n"),
     "jsonl_of_brackets": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "[" * 200_000 + "\n"),
     **{make.__name__: make for make in (locked_folder, link_to_itself, without_optional_packages, damaged_parquet)},
-    **{make.__name__: make for make in (adapter_of_another_base, token_beyond_the_embedding)},
+    **{make.__name__: make for make in (adapter_of_another_base, adapter_of_integers, token_beyond_the_embedding)},
 }
 
 
