@@ -73,7 +73,7 @@ def rows_of(run: dict, study: str) -> Iterator[dict]:
     if not run["final"]:
         return
     for name, measured in results["benchmarks"].items():
-        if name != TEST:  # held-out problems, of runs at one rate more than a sweep had
+        if name == "development":  # held-out problems, of runs at one rate more than a sweep had
             yield {**known, "metric": "development", "depth": trained["num_loops"], "value": measured["score"]}
         else:
             yield {**known, "metric": "accuracy", "depth": trained["num_loops"], **counted(measured)}
@@ -124,7 +124,8 @@ def collect(folders: Iterable[str]) -> pd.DataFrame:
         for run in runs.values():
             rows += rows_of(run, folder.name)
     key = ["study", "method", "learning_rate", "seed", "examples", "steps", "metric", "depth", "loop"]
-    table = pd.DataFrame(rows).drop_duplicates(key)
+    table = pd.DataFrame(rows)
+    table = table.reindex(columns=table.columns.union(key, sort=False)).drop_duplicates(key)
     if RUNS.exists():
         known = pd.read_csv(RUNS)
         old, new = (pd.MultiIndex.from_frame(each[key].fillna(0)) for each in (known, table))
@@ -499,18 +500,17 @@ def choices_table(studies: dict[str, Study], cells: pd.DataFrame) -> str:
             mean_sd(studies[name].of(method, "accuracy", depth=depth)) for depth in depths for method in methods
         ]
         lines.append(f"| {words} | {' | '.join(numbers)} |")
-    constant, annealed = map_table(cells), map_table(cells, "annealed")
-    place = ["difficulty", "examples", "epochs"]
-    for key, part in annealed.groupby(place):
-        row, numbers = part.set_index("depth"), []
+    place = ["difficulty", "examples", "epochs", "depth"]
+    cells = cells[cells["seed"].isin(cells.loc[cells["method"].str.startswith("annealed"), "seed"])]
+    constant, annealed = (map_table(cells, each).set_index(place) for each in ("loop_dropout", "annealed"))
+    for cell in dict.fromkeys(key[:3] for key in annealed.index):
+        numbers = []
         for depth in (4, 8):
-            other = constant[(constant[place] == key).all(axis=1) & (constant["depth"] == depth)]
-            numbers += [
-                f"{row.loc[depth, 'lora']:.1f}",
-                f"{other['loop_dropout'].iloc[0]:.1f}",
-                f"{row.loc[depth, 'annealed']:.1f}",
-            ]
-        lines.append(f"| {key[0]} steps, {key[1]:,} examples, {key[2]} epochs | {' | '.join(numbers)} |")
+            row = annealed.loc[(*cell, depth)]
+            numbers += [row["lora"], constant.loc[(*cell, depth), "loop_dropout"], row["annealed"]]
+        difficulty, examples, epochs = cell
+        words = " | ".join(f"{number:.1f}" for number in numbers)
+        lines.append(f"| {difficulty} steps, {examples:,} examples, {epochs} epochs | {words} |")
     return "\n".join(lines)
 
 

@@ -18,7 +18,6 @@ class Agreement(Diagnostic):
     """
 
     name = "agreement"
-    title = "Agreement of each loop's readout with the last one's, %"
 
     def measure(self, context: Context) -> list[Row]:
         def sums_of(batch: Batch) -> np.ndarray:  # [K, 3]: same most probable tokens, overlaps, tokens

@@ -68,14 +68,12 @@ class Diagnostic:
     """One thing that is measured, alike on the base model, on adapters and on merged models.
 
     Class attributes:
-        name: of its files, and on the command line.
-        title: of what it measures, for its file.
+        name: of its figures, and on the command line.
         needs_adapter: whether it gates an update, which the base and a merged model do not have apart from the weights.
         runs_at_depths: whether it runs the model at all `context.depths`.
     """
 
     name: ClassVar[str] = ""
-    title: ClassVar[str] = ""
     needs_adapter: ClassVar[bool] = False
     runs_at_depths: ClassVar[bool] = False
 

@@ -21,7 +21,6 @@ class SingleLoop(Diagnostic):
     """K + 2 passes: frozen, each loop alone, all loops."""
 
     name = "single_loop"
-    title = "Loss reduction with the adapter in one loop only, %"
     needs_adapter = True
 
     def measure(self, context: Context) -> list[Row]:
@@ -49,7 +48,6 @@ class Dose(Diagnostic):
     """One gate c for all loops. Inference uses c = 1; Loop Dropout at p = 0.5 trains every active application at 2."""
 
     name = "dose"
-    title = "Loss reduction with the gate c in every loop, %"
     needs_adapter = True
 
     def measure(self, context: Context) -> list[Row]:
@@ -63,7 +61,6 @@ class Patterns(Diagnostic):
     """The update at unit strength in a set of loops: all 2^K sets up to K = 6, else the prefixes and suffixes."""
 
     name = "patterns"
-    title = "Loss reduction with the adapter in some loops, %"
     needs_adapter = True
 
     def measure(self, context: Context) -> list[Row]:
@@ -90,7 +87,6 @@ class Readouts(Diagnostic):
     """Every loop's readout along the fully adapted recurrence (Table "MATH-500 readouts")."""
 
     name = "readouts"
-    title = "Cross entropy of each loop's readout"
 
     def measure(self, context: Context) -> list[Row]:
         return readout_rows(score_readouts(context.model, context.batches))
@@ -112,7 +108,6 @@ class Depth(Diagnostic):
     """Teacher-forced at fewer or more loops than in training, with every loop adapted (Appendix "Depth"): one deepest pass."""
 
     name = "depth"
-    title = "Cross entropy by the number of loops that are run"
     runs_at_depths = True
 
     def measure(self, context: Context) -> list[Row]:

@@ -50,7 +50,6 @@ class Settling(_OfStates):
     """How far each loop's state and readout are from the last one's: one pass with every loop adapted."""
 
     name = "settling"
-    title = "Distance of each loop to the last one"
 
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, ...]:
         """Return distances and divergences, [n, K] each."""
@@ -92,7 +91,6 @@ class Similarity(_OfStates):
     """How alike the states of the loops are: linear CKA of every pair of loops, every loop adapted."""
 
     name = "similarity"
-    title = "Linear CKA of the loops' states"
 
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray]:
         """Return the states [n, K, H] of at most a batch's share of target tokens, evenly spaced."""
@@ -115,7 +113,6 @@ class Updates(_OfStates):
     """
 
     name = "updates"
-    title = "Effect of the update in each loop, relative to the state"
     needs_adapter = True
 
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -79,8 +79,9 @@ class EvaluationArguments(BenchmarkArguments):
         for name in (*self.benchmarks, *self.benchmark_files):
             find_task(name)
         self.averages = self.averages or {}
-        known = {metric for name, task in BENCHMARKS.items() for metric in task.metric_names(name)}
         averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
+        tasks = BENCHMARKS.items() if averages else ()
+        known = {metric for name, task in tasks for metric in task.metric_names(name)}
         for name, metrics in averages.items():  # lm-eval's own metrics are written `metric,filter`
             valid = isinstance(metrics, list) and all(each in known or "," in str(each) for each in metrics)
             if not (valid and metrics):
