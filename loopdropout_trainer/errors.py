@@ -141,9 +141,9 @@ def _is_memory(error: BaseException) -> bool:
 
 
 def _is_about_processes(error: BaseException) -> bool:
-    """Return whether the communication with another process failed: torch's class of error, or gloo's text."""
-    is_torchs = any(each.__name__ == "DistError" for each in type(error).__mro__)
-    return is_torchs or isinstance(error, RuntimeError) and "third_party/gloo" in str(error)
+    """Return whether another process is gone: torch's class of error, gloo's text, or that of a pool of workers."""
+    is_gone = any(each.__name__ in ("DistError", "BrokenExecutor") for each in type(error).__mro__)
+    return is_gone or isinstance(error, RuntimeError) and "third_party/gloo" in str(error)
 
 
 def sentence(error: BaseException) -> str:

@@ -155,7 +155,7 @@ def test_factors_for_each_loop_are_refused(train, tmp_path):
     [
         ({"rank": "4"}, "adapter_config.json cannot be read: .*rank"),
         ({"alpha": None}, "adapter_config.json cannot be read: .*alpha"),
-        ({"rank": 0}, "`r` must be an integer of at least 1"),
+        ({"rank": 0}, "`rank` is 0"),
         ({"rank": 5}, "cannot be put on this model"),
     ],
 )

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import typing
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields
 from pathlib import Path
 
@@ -43,6 +44,10 @@ def locked_folder(folder, patch):
     patch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))
 
 
+def link_to_itself(folder, patch):
+    (folder / "loop").symlink_to("loop")
+
+
 def without_optional_packages(folder, patch):
     find = lambda name, find=importlib.util.find_spec: None if name == "deepspeed" else find(name)
     patch.setattr("loopdropout_trainer.training.config.find_spec", find)
@@ -59,6 +64,12 @@ def adapter_of_another_base(folder, patch):
     adapter(folder)
     path = folder / "adapter" / "adapter_model.safetensors"
     save_file({name: torch.zeros(2, 7) for name in load_file(path)}, path)
+
+
+def adapter_of_integers(folder, patch):
+    adapter(folder)
+    path = folder / "adapter" / "adapter_model.safetensors"
+    save_file({name: weight.int() for name, weight in load_file(path).items()}, path)
 
 
 def token_beyond_the_embedding(folder, patch):
@@ -81,8 +92,8 @@ MAKE = {
     "deep_recipe": lambda folder, patch: (folder / "recipe.yaml").write_text("seed: " + "[" * 3000),
     "jsonl_of_long_numbers": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "9" * 5000 + "}\n"),
     "jsonl_of_brackets": lambda folder, patch: (folder / "a.jsonl").write_text('{"prompt": ' + "[" * 200_000 + "\n"),
-    **{make.__name__: make for make in (locked_folder, without_optional_packages, damaged_parquet)},
-    **{make.__name__: make for make in (adapter_of_another_base, token_beyond_the_embedding)},
+    **{make.__name__: make for make in (locked_folder, link_to_itself, without_optional_packages, damaged_parquet)},
+    **{make.__name__: make for make in (adapter_of_another_base, adapter_of_integers, token_beyond_the_embedding)},
 }
 
 
@@ -194,6 +205,7 @@ ERRORS = [
     (Terminated("stopped after step 3."), 143, "stopped after step 3."),
     (OSError(28, "No space left on device", "/data"), 2, "/data cannot be used: No space left on device."),
     (ModuleNotFoundError("No module named 'x'", name="x"), 2, "`x` is not installed"),
+    (BrokenProcessPool("A process in the pool was terminated"), 2, "Another process of this run ended"),
 ]
 
 

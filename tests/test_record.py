@@ -185,6 +185,8 @@ LINES = {  # what the sentence says: the line
     "`value` must be of type `float | int`; got True": {"value": True},
     "`depth` must be of type `int | None`; got 'x'": {"depth": "x"},
     "`metric` must be of type `str`; got None": {"metric": None},
+    "`depth` must be an integer of at least 0; got -7": {"depth": -7},
+    "`method` must be valid Unicode": {"method": "\ud800"},
     "`verdicts` must be a number from 0 to 1 for each of 4": {"verdicts": [1, 0]},
     "`answered` must be": {"answered": [1, 0, 7, 1]},
     "`value` must be 75, as its `verdicts` say; got 50": {"verdicts": [1, 1, 1, 0]},

@@ -33,6 +33,8 @@ def attach_adapter(
     weights = load_peft_weights(str(files), device="cpu")
     if not weights:
         raise UserError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
+    if broken := next((name for name, weight in weights.items() if not weight.is_floating_point()), None):
+        raise UserError(f"The adapter in {folder} is damaged: `{broken}` holds {weights[broken].dtype} numbers.")
     if broken := next((name for name, weight in weights.items() if not torch.isfinite(weight).all()), None):
         raise UserError(f"The adapter in {folder} is damaged: `{broken}` holds numbers that are NaN or infinite.")
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}

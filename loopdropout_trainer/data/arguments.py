@@ -85,7 +85,7 @@ class DataArguments:
         for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), least)
-        check_integer("split_seed", self.split_seed, least=-(2**63))
+        check_integer("split_seed", self.split_seed, -(2**63), 2**63 - 1)
         if self.example_token_limit is not None:
             check_integer("example_token_limit", self.example_token_limit)
         if self.preparation != "metamath_gsm" and self.example_token_limit != type(self).example_token_limit:

@@ -84,7 +84,9 @@ def _read(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
     with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig", newline="") as file:
         if ending == ".csv":
             csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
-            for cells in csv.DictReader(file):
+            reader = csv.DictReader(file)
+            _unique([(name, None) for name in reader.fieldnames or ()])
+            for cells in reader:
                 extra = None in cells
                 yield BadRow("more cells than columns") if extra else {k: v for k, v in cells.items() if v is not None}
         elif ending == ".json" and file.read(1024).lstrip().startswith("["):
@@ -103,7 +105,7 @@ def _line(line: str) -> dict[str, Any] | BadRow | None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; of a name that stands twice Python's reader would keep the last value."""
+    """Return a row; of a name that stands twice Python's readers would keep the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]

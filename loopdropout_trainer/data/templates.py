@@ -85,6 +85,7 @@ def load_tokenizer(
     """
     with user_supplied(f"The tokenizer of {model.model_name_or_path} cannot be loaded"):
         tokenizer = read_tokenizer(model.model_name_or_path, model.model_revision, trust_remote_code=trust_remote_code)
+        tokenizer("a")  # it may read a field of its configuration only now
     if model.chat_template and chat_template_path:
         raise UserError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
     if template := model.chat_template or chat_template_path:

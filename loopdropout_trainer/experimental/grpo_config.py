@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-from transformers import TrainingArguments
+from transformers import GenerationConfig, TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.settings.ranges import check_choice
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_choices
 
 
@@ -79,6 +80,9 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
                 "'progressive', 'weighted' or 'exit'."
             )
         super().__post_init__()
+        if not self.use_vllm:  # which has names of its own
+            for name in self.generation_kwargs or ():
+                check_choice("generation_kwargs", name, sorted(vars(GenerationConfig())))
         if self.loop_loss != "final" and self.use_vllm and self.vllm_importance_sampling_correction:
             raise UserError(
                 "`vllm_importance_sampling_correction` compares the final loop's probabilities with vLLM's: set it to "

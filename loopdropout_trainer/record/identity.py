@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json
+from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.versions import library_versions
 
 
@@ -250,6 +251,10 @@ def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharde
     facts["weights"] = _weights_sha256(frozen) if unsharded else None
     ends = getattr(own, "eos_token_id", None)
     ends = ends if isinstance(ends, list) else [ends]
+    if not all(isinstance(token, int | None) for token in ends):
+        raise UserError(
+            f"`eos_token_id` in the model's generation_config.json must be one id or a list; got {shown(ends)}."
+        )
     if tokenizer is not None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         rules = json.loads(backend.to_str()) if backend is not None else {"vocabulary": tokenizer.get_vocab()}

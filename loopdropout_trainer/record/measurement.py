@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -53,7 +54,7 @@ class Measurement:
         identity: key of what the number depends on. run: key of the training's identity, if it is known.
 
     Raises:
-        RecordError: for a field of another type, or a number that is not finite.
+        RecordError: for a field of another type, a number that is not finite, a negative count, or text that no file can hold.
     """
 
     writer: str
@@ -86,6 +87,10 @@ class Measurement:
             if not isinstance(value, kind) or isinstance(value, bool):
                 words = str(kind).replace("<class '", "").replace("'>", "")
                 raise RecordError(f"`{name}` must be of type `{words}`; got {shown(value)}")
+            if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+                raise RecordError(f"`{name}` must be valid Unicode without NUL; got {shown(value)}")
+            if kind == int | None and value is not None and value < 0:
+                raise RecordError(f"`{name}` must be an integer of at least 0; got {value}")
             if isinstance(value, int | float) and not abs(value) < 1e300:
                 raise RecordError(f"`{name}` must be a finite number; got {shown(value)}")
         for name in ("verdicts", "answered"):

@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from loopdropout_trainer.adapters import attach_adapter, check_peft_config
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped.model import check_num_loops
 from loopdropout_trainer.saving import authors_format
 from loopdropout_trainer.saving.cards import is_hub_name
 from loopdropout_trainer.saving.files import sha256_of_weights, staged_files
@@ -29,6 +30,7 @@ logger = logging.get_logger(__name__)
 
 ADAPTER_METADATA = "loop_dropout.json"
 WEIGHTS_FILE = authors_format.WEIGHTS
+_KINDS = {"num_loops": int, "rule": str, "p": float | int | list, "eos_token_id": list[int], "base_sha256": str}
 
 
 def base_sha256(base: PreTrainedModel) -> str | None:
@@ -67,9 +69,12 @@ def adapter_metadata(folder: str | Path) -> dict:
         return {} if fields is None else authors_format.training_facts(fields)
     with user_supplied(f"{file} is not what was saved with the adapter"):
         metadata = dict(json.loads(file.read_text(encoding="utf-8")))
-        type_validator("num_loops", metadata.get("num_loops"), int | None)
-        type_validator("depths", tuple(metadata.get("depths") or (1, 1)), tuple[int, int])
-        type_validator("eos_token_id", metadata.get("eos_token_id"), list[int] | None)
+        for name, kind in _KINDS.items():
+            type_validator(name, metadata.get(name), kind | None)
+        depths = tuple(metadata.get("depths") or (1, 1))
+        type_validator("depths", depths, tuple[int, int])
+        for depth in (metadata.get("num_loops"), *depths):
+            check_num_loops(1 if depth is None else depth)
     return metadata
 
 

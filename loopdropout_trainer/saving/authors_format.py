@@ -7,6 +7,7 @@ The same numbers as in PEFT's format, under other names: tensors `layers.0.self_
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from loopdropout_trainer.errors import UserError, user_supplied
+from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.models.layers import PROJECTIONS
 
 
@@ -48,6 +50,14 @@ def read_fields(folder: Path) -> dict[str, Any] | None:
             return None
         for name, kind in FIELDS.items():
             type_validator(name, fields.get(name), kind)
+        for is_valid, name in (
+            (fields["rank"] >= 1, "rank"),
+            (0 < fields["alpha"] < math.inf, "alpha"),
+            (0 <= fields["dropout"] < 1, "dropout"),
+            (1 <= fields["num_loops"] <= MOST_LOOPS, "num_loops"),
+        ):
+            if not is_valid:
+                raise ValueError(f"`{name}` is {fields[name]}")
     return {name: fields[name] for name in FIELDS}
 
 

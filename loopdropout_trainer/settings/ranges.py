@@ -26,8 +26,14 @@ def _is_number(value: Any, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < math.inf
 
 
+LARGEST = 2**31 - 1
+"""Of an integer that has no limit of its own: more steps, rows or tokens than that are a slip of the hand."""
+
+
 def check_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError unless a setting is an integer in [least, most]."""
+    """Raise ValueError unless a setting is an integer in [least, most]; None: LARGEST."""
+    if _is_number(value, int) and most is None and value > LARGEST:
+        raise UserError(f"`{name}` must be an integer of at most {LARGEST:,}; got {shown(value)}.")
     if not _is_number(value, int) or value < least or (most is not None and value > most):
         valid = f"of at least {least}" if most is None else f"from {least:,} to {most:,}"
         raise UserError(f"`{name}` must be an integer {valid}; got {shown(value)}.")
@@ -71,9 +77,10 @@ def check_folder(name: str, value: Any) -> None:
     """Raise ValueError if a setting names no folder that files can be written to; nothing is made."""
     if not isinstance(value, (str, os.PathLike)) or not str(value).strip() or "\0" in str(value):
         raise UserError(f"`{name}` must be the path of a folder; got {shown(value)}.")
-    folder = next(folder for folder in (Path(value), *Path(value).parents) if folder.exists())
+    folder = next(folder for folder in (Path(value), *Path(value).parents) if os.path.lexists(folder))
     if not folder.is_dir():
-        raise UserError(f"`{name}` must be the path of a folder; {folder} is a file.")
+        what = "a file" if folder.exists() else "a link that leads to nothing"
+        raise UserError(f"`{name}` must be the path of a folder; {folder} is {what}.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"`{name}` must be a folder that can be written to; {folder} cannot.")
 
@@ -98,7 +105,8 @@ _RANGES = (  # fields, what they may hold, and why not more; any other number: f
      "ref_model_sync_steps dataset_num_proc dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout "
      "torch_empty_cache_steps vllm_max_model_length vllm_tensor_parallel_size", Range(1)),  # counts: none is no training
     ("num_generations", Range(2)),  # a completion is compared with the others of its prompt
-    ("num_train_epochs save_steps eval_steps logging_steps", Range(above=True)),  # lengths and intervals
+    ("num_train_epochs", Range(most=1e6, above=True)),
+    ("save_steps eval_steps logging_steps", Range(above=True)),  # intervals
     ("adam_epsilon", Range(above=True)),  # A's first gradient is zero, B being zero, and 0 / 0 is NaN
     ("adam_beta1 adam_beta2", Range(most=1, below=True)),  # at 1 an average never learns
     ("label_smoothing_factor ref_model_mixup_alpha min_p", Range(most=1)),  # shares

@@ -7,6 +7,7 @@ builds on, so that a variant states only what differs.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,7 +121,8 @@ def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str,
         RecipeError: if a file is missing, is not a flat YAML mapping, extends itself, or would run a stranger's code.
     """
     path = Path(recipe_path(str(path)) if str(path).startswith("recipes/") else path)
-    if path.resolve() in extending:
+    place = Path(os.path.realpath(path))  # `resolve` fails where a link leads to itself
+    if place in extending:
         raise RecipeError(f"The recipe {path} extends itself.")
     try:
         with path.open(encoding="utf-8") as file:  # PyYAML's errors would quote a string, even a token in it
@@ -143,7 +145,7 @@ def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str,
         return recipe
     if not isinstance(base, str) or not base.strip():
         raise RecipeError(f"`extends` in {path} must be the path of one recipe; got {shown(base)}.")
-    return laid_over(load_recipe(path.parent / base, (*extending, path.resolve())), recipe)
+    return laid_over(load_recipe(path.parent / base, (*extending, place)), recipe)
 
 
 _INSTEAD_OF = {
