@@ -18,6 +18,7 @@ from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_t
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import run_command, user_supplied
 from loopdropout_trainer.evaluation.loading import load_model
+from loopdropout_trainer.runs.printing import show_log
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
 from loopdropout_trainer.secrets import hide_secrets
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     check_folder("merged_dir", merged_dir)
     with user_supplied("`hub_model_id` cannot be used"):
         validate_repo_id("model" if merge.hub_model_id is None else merge.hub_model_id)
+    show_log()
     adapted, tokenizer = load_model(model, merge.adapter)
     folder = merge_and_save(
         adapted, merged_dir, tokenizer, facts_of_run(Path(merge.adapter)), repo_id=merge.hub_model_id
