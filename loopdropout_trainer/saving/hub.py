@@ -73,13 +73,13 @@ def merged_state_dict(model: PeftModel, folder: Path | None = None) -> dict[str,
 
 def merging_memory(model: PeftModel) -> dict[str, int]:
     """Return the bytes that merging and saving takes at most: of `libraries`, `weights` and `one merged weight`."""
-    weights = [weight for name, weight in model.named_parameters() if ".lora_" not in name]
-    in_float32 = 12 * max(weight.numel() for weight in weights)  # itself, the update and their sum
-    sizes = {
+    adapted = [layer.weight.numel() for layer in model.modules() if isinstance(layer, LoraLayer)]
+    frozen = [weight for name, weight in model.named_parameters() if ".lora_" not in name]
+    return {
         "libraries": int(LIBRARY_BYTES),
-        "weights": sum(weight.numel() * weight.element_size() for weight in weights),
+        "weights": sum(weight.numel() * weight.element_size() for weight in frozen),
+        "one merged weight": 12 * max(adapted),  # in float32: itself, the update and their sum
     }
-    return {**sizes, "one merged weight": in_float32}
 
 
 def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tensor) -> torch.Tensor:
