@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import physical_layers
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
+from loopdropout_trainer.settings.ranges import shown_bytes as _gb
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, shards_weights
 from loopdropout_trainer.training.preflight import model_to_train
@@ -250,7 +251,3 @@ def memory_advice(
         if needed <= usable:
             break
     return "\n".join(lines)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
