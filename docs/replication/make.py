@@ -410,13 +410,27 @@ def summary(studies: dict[str, Study], table: pd.DataFrame, cells: pd.DataFrame)
         f"**Opposite** after correction: {opposite or 'none'}.",
         f"**The map**, {len(map_table(cells)) // 2} cells: at the training depth {of_map(4)}; at twice it {of_map(8)}.",
         f"**p annealed from 0.5 to 0** (-: not yet run): {annealed}.",
-        "**A real language model** has not run." if language is None else
-        f"**A real language model** ({BASES['small_lm'][0]}; {seeds_text(language)}). rho_t: {rho_text(language, 'lora')}% with "
-        f"LoRA, {rho_text(language, 'loop_dropout')}% with Loop Dropout. Accuracy at the training depth: Loop Dropout "
-        f"{mean(language, 'loop_dropout')}%, LoRA {mean(language, 'lora')}%: {told('More accurate than LoRA' + SMALL_LM)}; at "
-        f"twice it {at(language, 'loop_dropout', 8)} and {at(language, 'lora', 8)}%: {told('At twice the depth' + SMALL_LM)}.",
+        language_line(language, told),
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def language_line(study: Study | None, told: Callable[[str], str]) -> str:
+    """Return what the language model shows; `told` gives a claim's difference and verdict."""
+    if study is None:
+        return "**A real language model** has not run."
+    rho = [f"{rho_text(study, method)}% with {title}" for method, title in METHODS.items()]
+    parts = []
+    for place, depth, words in (
+        ("at the training depth", 4, "More accurate than LoRA"),
+        ("at twice it", 8, "At twice the depth"),
+    ):
+        scores = [
+            f"{title} {mean_sd(study.of(method, 'accuracy', depth=depth))}%" for method, title in METHODS.items()
+        ]
+        parts.append(f"{place} {', '.join(scores)}: {told(words + SMALL_LM)}")
+    words, *_ = BASES["small_lm"]
+    return f"**A real language model** ({words}; {seeds_text(study)}). rho_t: {', '.join(rho)}. Accuracy {'; '.join(parts)}."
 
 
 def seeds_text(study: Study) -> str:
@@ -552,7 +566,21 @@ def language_model_table(study: Study | None) -> str:
     """Return accuracies by depth and loss reductions by loop of the language model's methods, and the paper's beside."""
     if study is None:
         return "Not yet run."
-    lines = ["| where | method | rate | seeds | K = 2 | K = 4 | K = 6 | K = 8 | rho_1 | rho_2 | rho_3 | rho_4 |", "|---" * 12 + "|"]  # fmt: skip
+    heads = [
+        "where",
+        "method",
+        "rate",
+        "seeds",
+        "K = 2",
+        "K = 4",
+        "K = 6",
+        "K = 8",
+        "rho_1",
+        "rho_2",
+        "rho_3",
+        "rho_4",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method, rate in study.rates.items():
         own = study.of(method, "accuracy")
         if len(own):
