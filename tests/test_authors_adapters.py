@@ -74,8 +74,8 @@ def test_the_commands_take_it(folder, tmp_path, capsys):
     limits = ["--benchmarks", "arithmetic_test", "--benchmark_limit", 2, "--max_new_tokens", 4]
     run("evaluate", "--adapter", ADAPTER, *limits, "--output_dir", tmp_path / "evaluation")
     rows, identities, _ = read_measurements(tmp_path / "evaluation")
-    run = identities[rows[0].run]
-    assert (run["settings"]["p"], run["adapter"]["r"]) == (0.5, 4) and rows[0].total == 2
+    trained = identities[rows[0].run]
+    assert (trained["settings"]["p"], trained["adapter"]["r"]) == (0.5, 4) and rows[0].total == 2
 
     rows = ["--preparation", "arithmetic", "--num_eval_examples", 2, "--num_train_examples", 2]
     run("diagnose", "--adapters", f"theirs={ADAPTER}", *rows, "--output_dir", tmp_path / "diagnosis")
