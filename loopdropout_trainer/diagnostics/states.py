@@ -1,4 +1,4 @@
-"""What happens to the states of the loops: how fast they settle, how alike they are, and what the update does to them."""
+"""The states of the loops: how fast they settle and agree with the last, how alike they are, what the update does to them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def states_and_readouts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, t
         groups = (output.loop_states, output.readouts)
     else:
         groups = (looped.loop_readouts(**inputs),) * 2
-    return tuple(torch.stack([each[:, :-1][labels != -100] for each in group]) for group in groups)
+    return tuple(torch.stack([states[:, :-1][labels != -100] for states in group]) for group in groups)
 
 
 class Settling(_OfStates):
@@ -62,7 +62,7 @@ class Settling(_OfStates):
         for readout in readouts:  # one loop's logits at a time
             own = F.log_softmax(head(readout).float(), dim=-1)
             divergences.append((last.exp() * (last - own)).sum(dim=-1))
-        return tuple(each.T.double().cpu().numpy() for each in (distances, torch.stack(divergences)))
+        return tuple(values.T.double().cpu().numpy() for values in (distances, torch.stack(divergences)))
 
     def summary(self, states: str, distances: np.ndarray, divergences: np.ndarray) -> list[Row]:
         distances = by_loop(f"{states}_distance", distances.mean(axis=0))
@@ -132,3 +132,30 @@ class Updates(_OfStates):
     def summary(self, states: str, sizes: np.ndarray, cosines: np.ndarray) -> list[Row]:
         sizes = by_loop(f"{states}_update_size", sizes.mean(axis=0))
         return sizes + by_two_loops(f"{states}_update_cosine", cosines.mean(axis=0))
+
+
+class Agreement(Diagnostic):
+    """Agreement of every loop's readout with the last one's: one pass with every loop adapted.
+
+    With the distributions p_t and p_K of the next token, loop t keeps the most probable token of loop K, and it overlaps with
+    it by 1 - TV(p_t, p_K), the sum over tokens of min(p_t, p_K). The two are the shares of drafted tokens that speculative
+    decoding accepts, greedy and sampled (Leviathan et al. 2023), where loop t drafts what loop K checks.
+    """
+
+    name = "agreement"
+
+    def measure(self, context: Context) -> list[Row]:
+        def sums_of(batch: Batch) -> np.ndarray:  # [K, 3]: same most probable tokens, overlaps, tokens
+            looped, inputs, labels = split_batch(context.model, batch)
+            head = looped.get_output_embeddings()
+            of_targets = [readout[:, :-1][labels != -100] for readout in looped.loop_readouts(**inputs)]
+            last = head(of_targets[-1]).float().softmax(dim=-1)  # [n, V]
+            sums = []
+            for readout in of_targets:  # one loop's probabilities at a time
+                own = head(readout).float().softmax(dim=-1)
+                same = (own.argmax(dim=-1) == last.argmax(dim=-1)).sum()
+                sums.append([same.item(), torch.minimum(own, last).sum().item(), len(readout)])
+            return np.array(sums)
+
+        same, overlaps, tokens = sum(over_batches(context.model, context.batches, sums_of)).T
+        return by_loop("same_tokens", 100 * same / tokens, "%") + by_loop("overlap", 100 * overlaps / tokens, "%")
