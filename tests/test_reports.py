@@ -37,8 +37,6 @@ FIGURES = [path for path in FILES if path.stem.startswith("figure_")]
 PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").read_bytes()))["paper"]
 SUBJECTS = ("Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra",
             "Precalculus")  # fmt: skip
-COUNTS = {"correct": 3, "total": 10}
-GROUPS = {"subject": dict.fromkeys(SUBJECTS, COUNTS), "level": dict.fromkeys("12345", COUNTS)}
 TOTALS = {"metamath_gsm8k": 40, "metamath_math500": 50, "gsm8k": 40}
 
 
@@ -87,7 +85,9 @@ def of_number(run, name, weights=0, **settings):
 def answers(name, total, right, missing=()):
     """Predictions on `total` problems, correct where `right` says so."""
     made = lambda i: (f"{name} {i}", f"it is {i}", str(i), None if i in missing else str(i), bool(right[i]))
-    return BenchmarkResult(name, [Prediction(*made(i), id=str(i)) for i in range(total)])
+    divided = name == "metamath_math500"
+    groups = lambda i: {"subject": SUBJECTS[i % 7], "level": str(1 + i % 5)} if divided else None
+    return BenchmarkResult(name, [Prediction(*made(i), id=str(i), groups=groups(i)) for i in range(total)])
 
 
 def write_results(folder, settings, results, writer="training", how=None, weights=0, **place):
@@ -145,8 +145,6 @@ def run_sweep(path, outputs, rng, benchmarks=None):
                 found = [
                     answers(each, n := TOTALS.get(each, 30), rng.random(n) < 0.6, missing={0, 1}) for each in names
                 ]
-                for each in found:
-                    each.groups.update(GROUPS if each.name == "metamath_math500" else {})
                 write_training(run, fields)
                 write_results(run, fields, found)
                 for depth in measure.get("depths", ()) if chosen else ():
