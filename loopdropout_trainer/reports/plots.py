@@ -85,27 +85,25 @@ def theme() -> Any:
 
 
 def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str | None) -> pd.DataFrame:
-    """Return mean, low and high (one SD over seeds) of rows, less those of `minus`, by groups: name there = column of theirs.
-
-    A group without a column, None, is empty.
+    """Return mean and SD over seeds of rows, less those of `minus`, by groups: name there = column of theirs, or None.
 
     Raises:
         ReportError: if a point would average runs that differ in another setting than the seed; it names the settings.
     """
     columns = {name: column for name, column in by.items() if column is not None}
-    names, data = list(columns.values()), []
+    names = list(columns.values())
+    data = []
     for key, part in rows.dropna(subset=names).groupby(names, sort=False):
         what = ", ".join(f"{name} = {shown(value)}" for name, value in zip(names, key, strict=True) if value != "")
         if minus is None:
             values = average(part, what)
         else:
-            values = difference(part, minus[(minus[names] == list(key)).all(axis=1)], what).mean(axis=1)
+            less = minus[(minus[names] == list(key)).all(axis=1)]
+            values = difference(part, less, what).mean(axis=1)
         data.append([*key, values.mean(skipna=False), values.std(), len(values)])
     if not data:
         raise ReportError(f"There is nothing to draw by {', '.join(names)}.")
-    means = pd.DataFrame(data, columns=[*columns, "mean", "sd", "seeds"])
-    spread = means.pop("sd").fillna(0.0)  # of a single seed
-    means = means.assign(low=means["mean"] - spread, high=means["mean"] + spread)
+    means = pd.DataFrame(data, columns=[*columns, "mean", "sd", "seeds"]).fillna({"sd": 0.0})  # of a single seed
     panels = means.get("panel", pd.Series("", means.index))
     return means.assign(panel=pd.Categorical(panels, panels.unique()))
 
@@ -154,8 +152,9 @@ def _bars(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
         p9.geom_col(position=side, width=0.74),
         p9.geom_hline(yintercept=0, color="#555555", size=0.4),
     ]
-    if (data["high"] > data["low"]).any():
-        layers.append(p9.geom_errorbar(p9.aes(ymin="low", ymax="high"), position=side, width=0.25, size=0.5))
+    if data["sd"].any():
+        spread = p9.aes(ymin="mean - sd", ymax="mean + sd")
+        layers.append(p9.geom_errorbar(spread, position=side, width=0.25, size=0.5))
     if max(map(len, data["x"].cat.categories)) > 8:  # names, which would run into one another
         layers.append(p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right")))
     return layers
@@ -171,7 +170,9 @@ def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
         p9.scale_linetype_manual(lines, limits=limits),
         p9.scale_shape_manual(markers, limits=limits),
         p9.scale_size_manual(widths, limits=limits),
-        p9.geom_ribbon(p9.aes(ymin="low", ymax="high", fill="by"), alpha=0.18, color="none", show_legend=False),
+        p9.geom_ribbon(
+            p9.aes(ymin="mean - sd", ymax="mean + sd", fill="by"), alpha=0.18, color="none", show_legend=False
+        ),
         p9.geom_line(),
     ]
     values = sorted(data["x"].unique())
@@ -192,27 +193,29 @@ def heat_plot(
     """
     data = points(rows, minus, panel=panel, y=y, x=x)
     data = data.assign(x=_in_order(data["x"]), y=_in_order(data["y"]))
-    down = p9.scale_y_discrete(limits=list(data["y"].cat.categories[::-1]))
-    colours = _of_levels(data) if minus is None else _of_gains(data)
-    plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + p9.labs(x=x_label, y=y_label, fill=label, title=title)
-    plot = plot + p9.geom_tile(p9.aes(fill="mean")) + p9.geom_text(p9.aes(label="text", color="ink"), size=9)
-    plot = _with_panels(plot + p9.scale_color_identity() + colours + down, "fixed")
+    mean = data["mean"]
+    if minus is None:
+        texts, is_dark = mean.map("{:.3g}".format), mean < (mean.min() + mean.max()) / 2
+        colours = [p9.scale_fill_cmap("cividis")]
+    else:
+        top = mean.abs().max() or 1.0
+        texts, is_dark = mean.map("{:+.1f}".format), mean.abs() > 0.6 * top
+        colours = _of_gains(data, top)
+    data = data.assign(text=texts, ink=is_dark.map({True: "white", False: "black"}))
+    layers = [
+        p9.labs(x=x_label, y=y_label, fill=label, title=title),
+        p9.geom_tile(p9.aes(fill="mean")),
+        p9.geom_text(p9.aes(label="text", color="ink"), size=9),
+        p9.scale_color_identity(),
+        *colours,
+        p9.scale_y_discrete(limits=list(data["y"].cat.categories[::-1])),
+    ]
+    plot = _with_panels(p9.ggplot(data, p9.aes("x", "y")) + theme() + layers, "fixed")
     return plot + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
 
 
-def _of_levels(data: pd.DataFrame) -> list[Any]:
-    """Give the cells of a matrix of levels their texts and inks, and return its scale of colours."""
-    middle = (data["mean"].min() + data["mean"].max()) / 2
-    data["ink"] = (data["mean"] < middle).map({True: "white", False: "black"})
-    data["text"] = data["mean"].map("{:.3g}".format)
-    return [p9.scale_fill_cmap("cividis")]
-
-
-def _of_gains(data: pd.DataFrame) -> list[Any]:
-    """Give the cells of a matrix of gains their texts and inks, zero in white, and a frame where x = y."""
-    top = data["mean"].abs().max() or 1.0
-    data["ink"] = (data["mean"].abs() > 0.6 * top).map({True: "white", False: "black"})
-    data["text"] = data["mean"].map("{:+.1f}".format)
+def _of_gains(data: pd.DataFrame, top: float) -> list[Any]:
+    """Return the colours of gains of at most `top`, zero in white, and a frame where x = y."""
     scale = p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
     same = data["x"].astype(str) == data["y"].astype(str)
     return [scale, p9.geom_tile(data=data[same], fill="none", color="black", size=0.9)]
@@ -269,6 +272,8 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     """
     figures: dict[str, p9.ggplot] = {}
     for family, x, rows in _what_to_draw(table):
+        if not len(rows):
+            continue
         name = family if x == "metric" else f"{family}_{x}"
         try:
             figures[re.sub(r"[^\w-]", "_", name)] = _figure(family, x, rows)  # a part of a file's name
@@ -278,24 +283,20 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
 
 
 def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yield families of numbers, what to draw them over, and their rows: of all that stand at several places of it."""
-    rows, drawn = table[table["family"] != "cost"], set()
+    """Yield families of numbers, what to draw them over, and their rows: those that stand at several places of it."""
+    rows = table[table["family"] != "cost"]
+    single = rows["step"].isna()
     for (family, axis), part in rows.groupby(["family", axis_of(rows)], sort=False):
         part = _at_several_places(part if axis == "depth" else at_own_depth(part), axis, ["metric"])
         if len(part):
-            drawn.add(family)
-            yield family, axis, part
-    single = rows[rows["step"].isna() & ~rows["family"].isin(drawn)]
-    for family, part in single.groupby("family", sort=False):
-        part = _at_several_places(at_own_depth(part), "metric", ["family"])
-        if len(part):
-            yield family, "metric", part
+            single &= rows["family"] != family
+        yield family, axis, part
+    for family, part in rows[single].groupby("family", sort=False):
+        yield family, "metric", _at_several_places(at_own_depth(part), "metric", ["family"])
     accuracies = table[(table["family"] == "accuracy") & (table["gates"] == ALL) & table["readout"].isna()]
     for setting in (name for name in OF_TRAINING if name in table):
-        part = at_own_depth(accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()])
-        part = _at_several_places(part, setting, ["metric", "method"])
-        if len(part):
-            yield "accuracy", setting, part
+        part = accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()]
+        yield "accuracy", setting, _at_several_places(at_own_depth(part), setting, ["metric", "method"])
 
 
 def at_own_depth(rows: pd.DataFrame) -> pd.DataFrame:

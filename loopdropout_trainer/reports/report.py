@@ -6,7 +6,7 @@ import base64
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,34 +68,34 @@ def write_report(
             (output_dir / "tables" / f"{name}.{ending}").write_text(text, encoding="utf-8")
     pictures = {name: save_figure(plot, output_dir / "figures" / name)[2] for name, plot in figures.items() if plot}
     page = output_dir / "report.html"
-    page.write_text(page_text(title, finished, pictures, table), encoding="utf-8")
+    page.write_text(page_text(title, finished.values(), pictures, table), encoding="utf-8")
     missing = sum(len(missing_of(cells)) for cells in finished.values())
-    nothing = ", ".join(name for name in figures if name not in pictures)
     lines = [
         f"{table['run'].nunique()} runs read, {len(table)} numbers in {output_dir / 'long.csv'}.",
         f"{len(finished)} tables in {output_dir / 'tables'}; {missing} of their numbers are missing.",
-        f"{len(pictures)} figures in {output_dir / 'figures'}{nothing and f'; no results for {nothing}'}.",
+        f"{len(pictures)} figures in {output_dir / 'figures'}.",
         f"The page: {page}",
+        *(f"No results for the figure {name}." for name in figures if name not in pictures),
         *(f"Left out: {fault}" for fault in table.attrs["skipped"]),
     ]
     return list(finished.values()), "\n".join(lines)
 
 
-def page_text(
-    title: str, tables: Mapping[str, pd.DataFrame], pictures: Mapping[str, Path], table: pd.DataFrame
-) -> str:
+def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str, Path], table: pd.DataFrame) -> str:
     """Return one self-contained page of tables, figures and the identity of every run; texts in it are escaped."""
     runs = {}
     for run in table.dropna(subset=["run"]).drop_duplicates("run").to_dict("records"):
         runs[f"{run['method']}, seed {shown(run['seed'])}: {run['source']}"] = json.dumps(run["of_run"], indent=1)
-    shown_tables = []
-    for cells in tables.values():
-        shown_tables.append((cells.attrs["spec"].title, grid(cells, html.escape, "<b>{}</b>"), notes(cells)))
-    figures = {name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()}
     here = Path(__file__).parent
     page = jinja2.Environment(autoescape=True, loader=jinja2.FileSystemLoader(here)).get_template("page.html")
-    style, skipped = (here / "page.css").read_text(encoding="utf-8"), table.attrs["skipped"]
-    return page.render(title=title, style=style, runs=runs, skipped=skipped, tables=shown_tables, figures=figures)
+    return page.render(
+        title=title,
+        style=(here / "page.css").read_text(encoding="utf-8"),
+        tables=[(cells.attrs["spec"].title, grid(cells, html.escape, "<b>{}</b>"), notes(cells)) for cells in tables],
+        figures={name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()},
+        runs=runs,
+        skipped=table.attrs["skipped"],
+    )
 
 
 # Without files: tables of whatever there is.
