@@ -28,13 +28,13 @@ from typing import Any, ClassVar
 import torch
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
+from loopdropout_trainer.checks import check_integer, check_number
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.rule import field_names
 from loopdropout_trainer.gates.streams import uniforms
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.looped.model import MOST_LOOPS
-from loopdropout_trainer.settings.ranges import check_integer, check_number
 
 
 def make_choice(field: str, choices: Mapping[str, type], name: str, fields: Mapping[str, Any] | None) -> Any:
