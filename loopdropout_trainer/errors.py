@@ -32,7 +32,7 @@ _REFUSING_LIBRARIES = (
 )
 _EXTRAS = {
     "eval": ("lm_eval", "evalplus", "langdetect", "immutabledict", "nltk"),
-    "reports": ("pandas", "plotnine", "jinja2", "tabulate", "statsmodels"),
+    "reports": ("pandas", "plotnine", "jinja2", "tabulate", "statsmodels", "pydantic"),
     "rewards": ("math_verify",),
     "sweeps": ("optuna", "psutil"),
     "deepspeed": ("deepspeed",),
