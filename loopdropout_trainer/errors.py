@@ -142,7 +142,7 @@ def _is_memory(error: BaseException) -> bool:
 
 def _is_about_processes(error: BaseException) -> bool:
     """Return whether another process is gone: torch's class of error, gloo's text, or that of a pool of workers."""
-    is_gone = any(each.__name__ in ("DistError", "BrokenExecutor") for each in type(error).__mro__)
+    is_gone = any(cls.__name__ in ("DistError", "BrokenExecutor") for cls in type(error).__mro__)
     return is_gone or isinstance(error, RuntimeError) and "third_party/gloo" in str(error)
 
 
