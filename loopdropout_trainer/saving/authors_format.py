@@ -50,13 +50,14 @@ def read_fields(folder: Path) -> dict[str, Any] | None:
             return None
         for name, kind in FIELDS.items():
             type_validator(name, fields.get(name), kind)
-        for is_valid, name in (
-            (fields["rank"] >= 1, "rank"),
-            (0 < fields["alpha"] < math.inf, "alpha"),
-            (0 <= fields["dropout"] < 1, "dropout"),
-            (1 <= fields["num_loops"] <= MOST_LOOPS, "num_loops"),
-        ):
-            if not is_valid:
+        is_valid = {
+            "rank": fields["rank"] >= 1,
+            "alpha": 0 < fields["alpha"] < math.inf,
+            "dropout": 0 <= fields["dropout"] < 1,
+            "num_loops": 1 <= fields["num_loops"] <= MOST_LOOPS,
+        }
+        for name in is_valid:
+            if not is_valid[name]:
                 raise ValueError(f"`{name}` is {fields[name]}")
     return {name: fields[name] for name in FIELDS}
 
@@ -121,7 +122,7 @@ def write(folder: Path, config: LoraConfig, facts: Mapping[str, Any], weights: M
 
 def _expected_names(weights: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the format's names of all tensors, for as many layers as there are in PEFT's names."""
-    layers = {int(found[1]) for name in weights if (found := re.match(rf"{re.escape(_PREFIX)}layers\.(\d+)\.", name))}
+    layers = set(re.findall(rf"^{_PREFIX}layers\.(\d+)\.", "\n".join(weights), re.MULTILINE))
     modules = [f"layers.{layer}.{name}" for layer in range(len(layers)) for name in PROJECTIONS]
     return [f"{module}.lora_{factor}" for module in modules for factor in "AB"]
 
@@ -154,8 +155,8 @@ def _why_not(
 
 def _is_the_base(name: str | None) -> bool:
     """Return whether a model's name is the format's, or a folder that may hold it."""
-    config = Path(name or "", "config.json")
-    if name == MODEL_ID or not (name and config.is_file()):
+    config = Path(name or MODEL_ID, "config.json")
+    if name == MODEL_ID or not config.is_file():
         return name == MODEL_ID
     with user_supplied(f"{config} cannot be read"):
         return json.loads(config.read_text(encoding="utf-8")).get("model_type") == "ouro"
