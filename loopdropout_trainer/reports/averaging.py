@@ -46,7 +46,8 @@ def varying(rows: pd.DataFrame, names: Iterable[str]) -> list[str]:
 
 def telling(rows: pd.DataFrame, names: Iterable[str], beside: Sequence[str] = ()) -> list[str]:
     """Return those of the columns that, together with `beside`, distinguish as many rows as all of them do."""
-    names, columns = list(names), list(beside)
+    names = list(names)
+    columns = list(beside)
     number = len(rows[columns].drop_duplicates()) if columns else 1
     for name in varying(rows, [*(first for first in FIRST if first in names), *names]):
         number_with_it = len(rows.drop_duplicates([*columns, name]))
@@ -151,7 +152,8 @@ def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = N
     Raises:
         ReportError: if either side is not one setting, they have different seeds, or were not evaluated alike.
     """
-    ours, other = average(b, what), average(a, what)
+    ours = average(b, what)
+    other = average(a, what)
     if list(ours.index) != list(other.index):
         seeds = " with ".join(shown(tuple(values.index)) or "none" for values in (ours, other))
         raise Missing(f"{what} compares the seeds {seeds}.")

@@ -38,7 +38,9 @@ from loopdropout_trainer.reports.specs import FigureSpec, GatesSpec
 from loopdropout_trainer.settings.recipe import method_title
 
 
-ORANGE, BLUE, GREY = "#E69F00", "#0072B2", "#7a7a7a"
+ORANGE = "#E69F00"
+BLUE = "#0072B2"
+GREY = "#7a7a7a"
 LOOKS = {  # method: colour, line, marker, width of the line
     BASE: (GREY, "dotted", "x", 0.9),
     "LoRA": (ORANGE, "dashed", "o", 1.3),
@@ -58,14 +60,16 @@ MOST_LINES = 8
 
 def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str, float]]:
     """Return colour, line, marker and width of each method, the known ones first."""
-    drawn, free = set(names), cycle(_MORE[len(LOOKS) - 3 :])
+    drawn = set(names)
+    free = cycle(_MORE[len(LOOKS) - 3 :])
     known = [name for name in LOOKS if name in drawn]
     return {name: LOOKS.get(name) or next(free) for name in [*known, *sorted(drawn - LOOKS.keys())]}
 
 
 def theme() -> Any:
     """Return the theme of all figures: letters that can be read in a page of 800 pixels, and one legend above."""
-    axis, nothing = p9.element_line(color="#555555", size=0.5), p9.element_blank()
+    axis = p9.element_line(color="#555555", size=0.5)
+    nothing = p9.element_blank()
     return p9.theme_minimal(base_size=11) + p9.theme(
         plot_title=p9.element_text(size=13, ha="left", weight="bold"),
         plot_background=p9.element_rect(fill="white", color="white"),
@@ -195,11 +199,13 @@ def heat_plot(
     data = data.assign(x=_in_order(data["x"]), y=_in_order(data["y"]))
     mean = data["mean"]
     if minus is None:
-        texts, is_dark = mean.map("{:.3g}".format), mean < (mean.min() + mean.max()) / 2
+        texts = mean.map("{:.3g}".format)
+        is_dark = mean < (mean.min() + mean.max()) / 2
         colours = [p9.scale_fill_cmap("cividis")]
     else:
         top = mean.abs().max() or 1.0
-        texts, is_dark = mean.map("{:+.1f}".format), mean.abs() > 0.6 * top
+        texts = mean.map("{:+.1f}".format)
+        is_dark = mean.abs() > 0.6 * top
         colours = _of_gains(data, top)
     data = data.assign(text=texts, ink=is_dark.map({True: "white", False: "black"}))
     layers = [
@@ -312,7 +318,8 @@ def _at_several_places(rows: pd.DataFrame, x: str, within: list[str]) -> pd.Data
 
 def _figure(family: str, x: str, rows: pd.DataFrame) -> p9.ggplot:
     """Return the figure of a family's rows over the column x."""
-    title, x_label = f"{family} by {x}".replace("_", " ").capitalize(), {**AXES, **OF_TRAINING}.get(x, "")
+    title = f"{family} by {x}".replace("_", " ").capitalize()
+    x_label = {**AXES, **OF_TRAINING}.get(x, "")
     rows = labelled(rows, x, "other_loop")
     if x == "other_loop":
         rows = rows.assign(panel=rows["label"] + "\n" + rows["panel"])
@@ -334,7 +341,9 @@ def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFr
     numbers = rows.drop_duplicates(["metric", "identity"]).groupby(["benchmark", "metric"], sort=False)
     ways = dict.fromkeys(name for _, of_metric in numbers for name in telling(of_metric, protocol))
     several = [name for name in ("benchmark", "metric") if rows[name].nunique() > 1] or ["benchmark"]
-    labels, panels, said = [], [], []
+    labels = []
+    panels = []
+    said = []
     for row in rows.to_dict("records"):
         said.append(_said(row, apart[row["method"]]))
         labels.append(_joined(", ", row["method"], said[-1]))
@@ -371,7 +380,8 @@ _OVERVIEW = {
 
 def overview_figure(table: pd.DataFrame) -> p9.ggplot | None:
     """Return one figure of what runs measured of their first benchmark: by depth, and in one loop only; None: of nothing."""
-    table, parts = table[(table["writer"] == TRAINING) & (table["unit"] == "%")], []
+    table = table[(table["writer"] == TRAINING) & (table["unit"] == "%")]
+    parts = []
     axes = axis_of(table)
     for (family, axis), title in _OVERVIEW.items():
         rows = table[(table["family"] == family) & (axes == axis)]

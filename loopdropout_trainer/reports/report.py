@@ -48,7 +48,8 @@ def write_report(
     check_folder("output_dir", output_dir)
     check_distinct("tables", [Path(path).stem for path in tables])
     described = {Path(path).stem: load_spec(path) for path in tables}
-    table, output_dir = load_table(folders), Path(output_dir)
+    table = load_table(folders)
+    output_dir = Path(output_dir)
     if not len(table):
         faults = " ".join(table.attrs["skipped"]) or "train, evaluate or sweep first."
         raise ReportError(f"No measurements below {', '.join(map(str, folders))}: {faults}")
@@ -57,7 +58,8 @@ def write_report(
         finished = {name: build_table(spec, table) for name, spec in of_tables.items()}
         figures = {name: paper_figure(spec, table) for name, spec in described.items() if name not in of_tables}
     else:
-        finished, figures = summary_tables(table), automatic_figures(table)
+        finished = summary_tables(table)
+        figures = automatic_figures(table)
     (output_dir / "tables").mkdir(parents=True, exist_ok=True)
     (output_dir / "figures").mkdir(exist_ok=True)
     long = table.drop(columns=["verdicts", "answered", *OBJECTS]).dropna(axis=1, how="all")
@@ -104,7 +106,8 @@ def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str,
 def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
     places = varying(table, ["benchmark", "metric", *PLACES])
-    rows, texts = labelled(table, most=math.inf), {}
+    rows = labelled(table, most=math.inf)
+    texts = {}
     for (label, *key), part in rows.groupby(["label", *places], sort=False, dropna=False):
         known = [(place, shown(value)) for place, value in zip(places, key, strict=True) if not pd.isna(value)]
         name = ", ".join(f"{place} {value}" if place in PLACES else value for place, value in known)
@@ -169,7 +172,8 @@ def _gains(rows: pd.DataFrame) -> list[list[Any]]:
     settings = telling(rows, settings_of(rows), ["method"])
     alike = ["family", *(name for name in settings if name.split(".")[0] not in _OF_METHODS)]
     runs = rows.drop_duplicates("label")
-    loras, others = runs[runs["method"] == "LoRA"], runs[~runs["method"].isin(["LoRA", BASE])]
+    loras = runs[runs["method"] == "LoRA"]
+    others = runs[~runs["method"].isin(["LoRA", BASE])]
     pairs = others.merge(loras, on=alike, suffixes=("", "_lora"))
     return [
         [{label: {"label": label, "minus": {"label": lora}}}]

@@ -65,15 +65,15 @@ class Cell(_Checked):
     minus: Selection | None = None
     part: Literal["both_extractable", "missing_in_either"] | None = None
     average_of: Annotated[list[str], Field(min_length=1)] | None = None
-    decimals: Annotated[int, Field(ge=0, le=20)] | None = None
+    decimals: int = Field(2, ge=0, le=20)
     scale: float = 1
     bold: list[str] | None = None
     recipe: str | None = None
 
     def check_options(self) -> None:
         """Refuse, by a ReportError, an option without effect."""
-        given = self.model_dump(exclude_defaults=True).keys() & Cell.model_fields
-        taken = _TAKEN[next((name for name in _TAKEN if name in given), "of")]
+        given = self.model_fields_set - self.model_extra.keys()
+        taken = next((options for name, options in _TAKEN.items() if name in given), _TAKEN["of"])
         if stray := sorted(given - taken):
             others = ", ".join(sorted(taken))
             raise ReportError(f"`{stray[0]}` has no effect here, beside which of {others} would have one.")
@@ -97,14 +97,15 @@ class Cell(_Checked):
             rows = _averaged(rows, self.average_of)
         if not len(rows):
             raise Missing(f"no run with {', '.join(f'{name} {shown(value)}' for name, value in wanted.items())}")
-        seeds = wanted.get("seed")
-        if isinstance(seeds, list) and (lacking := [seed for seed in seeds if seed not in set(rows["seed"])]):
+        seeds = wanted.get("seed") if isinstance(wanted.get("seed"), list) else []
+        if lacking := [seed for seed in seeds if seed not in set(rows["seed"])]:
             raise Missing(f"no result of seed {shown(lacking)}")
         return rows
 
     def _of_recipe(self) -> str:
         """Return a field of a recipe, or a product of several, as text."""
-        recipe, names = load_recipe(self.recipe), self.of.split(" x ")
+        recipe = load_recipe(self.recipe)
+        names = self.of.split(" x ")
         if lacking := [name for name in names if recipe.get(name) is None]:
             raise Missing(f"{self.recipe} has no `{lacking[0]}`")
         values = [recipe[name] for name in names]
@@ -117,11 +118,13 @@ class Cell(_Checked):
         """Return the difference of two selections, with its interval."""
         gains = difference(rows, other, what, self.part)
         numbers = _numbers(gains.mean(axis=1))
-        form = f"+.{2 if self.decimals is None else self.decimals}f"
-        text, certainty = format(numbers["mean"], form), estimate(gains.to_numpy())
+        form = f"+.{self.decimals}f"
+        text = format(numbers["mean"], form)
+        certainty = estimate(gains.to_numpy())
         if certainty is None:
             return {"text": text, **numbers}
-        low, high = certainty.low, certainty.high
+        low = certainty.low
+        high = certainty.high
         return {"text": f"{text} [{low:{form}}, {high:{form}}]", "low": low, "high": high, **numbers}
 
     def _of_rows(self, rows: pd.DataFrame, what: str) -> dict[str, Any]:
@@ -130,16 +133,17 @@ class Cell(_Checked):
         values = average(rows, what, self.of)
         if values.isna().any():
             raise Missing(f"no `{self.of}`")
-        decimals = 2 if self.decimals is None else self.decimals
-        if self.show == "one":
-            if values.nunique() > 1:
-                raise Missing(f"the runs differ in `{self.of}`: {shown(tuple(values.unique()))}")
-            if self.scale != 1 or self.decimals is not None:
-                values = (numbers_in(values, self.of) * self.scale).round(decimals)
+        if self.show == "one" and values.nunique() > 1:
+            raise Missing(f"the runs differ in `{self.of}`: {shown(tuple(values.unique()))}")
+        if self.show == "one" and not self.model_fields_set & {"decimals", "scale"}:
             return {"text": shown(values.iloc[0])}
         values = numbers_in(values, self.of) * self.scale
-        by_seed = " / ".join(f"{value:.{decimals}f}" for value in values)
-        return {"text": by_seed if self.show == "seeds" else mean_sd(values, decimals), **_numbers(values)}
+        if self.show == "one":
+            return {"text": shown(values.round(self.decimals).iloc[0])}
+        text = mean_sd(values, self.decimals)
+        if self.show == "seeds":
+            text = " / ".join(f"{value:.{self.decimals}f}" for value in values)
+        return {"text": text, **_numbers(values)}
 
 
 _TAKEN = {
@@ -192,11 +196,13 @@ class TableSpec(Spec):
             ReportError, ValidationError: for a row or a cell that cannot be made.
         """
         for row in self.rows:
-            heads, paper = row[: len(self.heads)], row[len(self.heads) :] or [None] * len(self.columns)
+            heads = row[: len(self.heads)]
+            paper = row[len(self.heads) :] or [None] * len(self.columns)
             if len(heads) < len(self.heads) or len(paper) != len(self.columns):
                 wanted = f"{len(self.heads)} heads and {len(self.columns)} numbers of the paper, or none"
                 raise ReportError(f"`rows` must have {wanted}; got {row!r}.")
-            names, selected = [], self.filter
+            names = []
+            selected = self.filter
             for head, column in zip(heads, self.heads.values(), strict=True):
                 name, selection = _read_head(head, column)
                 names.append(name)
@@ -309,7 +315,8 @@ def build_table(spec: TableSpec, table: pd.DataFrame, missing: type[ReportError]
 
 def grid(cells: pd.DataFrame, escape: Callable[[str], str] = str, strong: str = "{}") -> pd.DataFrame:
     """Return a table's texts, the best of each comparison in bold; a column of ours is followed by the paper's, if any."""
-    spec, texts = cells.attrs["spec"], cells["text"].map(escape)
+    spec = cells.attrs["spec"]
+    texts = cells["text"].map(escape)
     texts = texts.mask(best(cells), texts.map(strong.format))
     names = cells["row"].iloc[:: len(spec.columns) or 1]
     columns = {escape(head): names.str[place].map(escape).tolist() for place, head in enumerate(spec.heads)}
@@ -355,7 +362,8 @@ def missing_of(cells: pd.DataFrame) -> list[str]:
 
 def markdown(cells: pd.DataFrame) -> str:
     """Return a Markdown table under its title, with its notes."""
-    texts, spec = grid(cells, lambda text: text.replace("|", "\\|"), "**{}**"), cells.attrs["spec"]
+    texts = grid(cells, lambda text: text.replace("|", "\\|"), "**{}**")
+    spec = cells.attrs["spec"]
     align = ["left"] * len(spec.heads) + ["right"] * (texts.shape[1] - len(spec.heads))
     body = texts.to_markdown(index=False, disable_numparse=True, colalign=align) if len(texts) else ""
     return "\n\n".join([f"### {spec.title}", body, *notes(cells)]) + "\n"
@@ -368,7 +376,8 @@ _TEX = {"&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "$": r"\$", "{": r"\{", 
 def latex(cells: pd.DataFrame) -> str:
     """Return a booktabs table with its caption and label."""
     escape = lambda text: text.translate(str.maketrans(_TEX))
-    texts, spec = grid(cells, escape, r"\textbf{{{}}}"), cells.attrs["spec"]
+    texts = grid(cells, escape, r"\textbf{{{}}}")
+    spec = cells.attrs["spec"]
     columns = "l" * len(spec.heads) + "c" * (texts.shape[1] - len(spec.heads))
     caption = escape(" ".join([f"{spec.title}.", *notes(cells)]))
     of_page = {"caption": caption, "label": spec.label, "position": "t", "position_float": "centering"}

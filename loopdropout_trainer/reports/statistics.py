@@ -40,7 +40,9 @@ def of_seeds_and_problems(gains: np.ndarray) -> Estimate:
     its degrees of freedom are Satterthwaite's. Where seeds differ by less than chance, they take nothing from it.
     """
     num_seeds, num_problems = gains.shape
-    of_seed, of_problem, mean = gains.mean(axis=1, keepdims=True), gains.mean(axis=0, keepdims=True), gains.mean()
+    of_seed = gains.mean(axis=1, keepdims=True)
+    of_problem = gains.mean(axis=0, keepdims=True)
+    mean = gains.mean()
     rest = gains - of_seed - of_problem + mean
     free = np.array([num_seeds - 1, num_problems - 1, (num_seeds - 1) * (num_problems - 1)])
     squares = np.array(
@@ -48,7 +50,8 @@ def of_seeds_and_problems(gains: np.ndarray) -> Estimate:
     )
     mean_squares = squares / free
     seeds, problems, rest = mean_squares
-    variance, spread = problems + max(seeds - rest, 0.0), (mean_squares**2 / free).sum()
+    variance = problems + max(seeds - rest, 0.0)
+    spread = (mean_squares**2 / free).sum()
     return _of_t(mean, variance / gains.size, variance**2 / spread if spread else np.inf)
 
 

@@ -44,7 +44,8 @@ def base_sha256(base: PreTrainedModel) -> str | None:
         name = Path(config).parent if isinstance(config, str) else None
     if not name:
         return None
-    files, index = [Path(name, SAFE_WEIGHTS_NAME)], Path(name, SAFE_WEIGHTS_INDEX_NAME)
+    files = [Path(name, SAFE_WEIGHTS_NAME)]
+    index = Path(name, SAFE_WEIGHTS_INDEX_NAME)
     if index.is_file() and not files[0].is_file():  # the shards, whatever else lies there
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         files = [Path(name, shard) for shard in set(shards)]
@@ -131,7 +132,8 @@ def load_adapter(
     folder = adapter_folder(folder)
     config = read_adapter_config(folder)
     check_peft_config(config)
-    looped, metadata = find_looped_model(model), adapter_metadata(folder)
+    looped = find_looped_model(model)
+    metadata = adapter_metadata(folder)
     if not another_base:
         _check_base(model, config, metadata, folder)
     looped.trained_with = {key: metadata[key] for key in ("rule", "p", "depths", "loop_loss") if key in metadata}
@@ -159,10 +161,12 @@ def export_adapter(adapter: str | Path, folder: str | Path) -> Path:
         UserError: if there is no such adapter, or the format cannot hold it.
         WriteError: if the disk refuses; what was there before is untouched.
     """
-    source, folder = adapter_folder(adapter), Path(folder)
+    source = adapter_folder(adapter)
+    folder = Path(folder)
     if (folder / authors_format.CONFIG).is_file() and authors_format.read_fields(folder) is None:
         raise UserError(f"{folder} holds an adapter in PEFT's format: choose another folder.")
-    config, facts = read_adapter_config(source), adapter_metadata(source)
+    config = read_adapter_config(source)
+    facts = adapter_metadata(source)
     with user_supplied(f"The adapter in {source} cannot be read"), authors_format.in_peft_format(source) as files:
         weights = load_file(files / WEIGHTS_FILE)
     with staged_files(folder, "The exported adapter") as partial:
@@ -175,7 +179,8 @@ def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, fold
 
     The files' hashes decide where both are known, so that a base may be renamed, moved and downloaded again.
     """
-    trained_on, base = config.base_model_name_or_path, model.config.name_or_path
+    trained_on = config.base_model_name_or_path
+    base = model.config.name_or_path
     names_differ = bool(base and trained_on and base != trained_on)
     before = metadata.get("base_sha256")
     now = base_sha256(model) if before else None
@@ -202,7 +207,8 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
     saved = read_adapter_config(weights)  # PEFT keeps an adapter that is not called `default` in a folder of its name
     running = model.peft_config[adapter]
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
-        old, new = getattr(saved, field), getattr(running, field)
+        old = getattr(saved, field)
+        new = getattr(running, field)
         if old != new:
             raise UserError(f"The adapter in {folder} has `{field}` {old}, this run's has {new}.")
     num_loops = find_looped_model(model).config.num_loops

@@ -26,7 +26,9 @@ from loopdropout_trainer.models.layers import PROJECTIONS
 
 
 # The base, and its depth, that the authors' program takes.
-MODEL_ID, MODEL_REVISION, NUM_LOOPS = "ByteDance/Ouro-1.4B", "574fa66cb8bf5abdc979642d01cf2b79b16bfab1", 4
+MODEL_ID = "ByteDance/Ouro-1.4B"
+MODEL_REVISION = "574fa66cb8bf5abdc979642d01cf2b79b16bfab1"
+NUM_LOOPS = 4
 FIELDS = {
     "rank": int,
     "alpha": float | int,
@@ -35,7 +37,8 @@ FIELDS = {
     "model_revision": str,
     "num_loops": int,
 }
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model.model."  # of PEFT's names
 
 
@@ -131,7 +134,9 @@ def _why_not(
     config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, torch.Tensor], names: Mapping[str, str]
 ) -> str | None:
     """Return why the format cannot hold an adapter; None if it can."""
-    base, rule, p = config.base_model_name_or_path, facts.get("rule"), facts.get("p")
+    base = config.base_model_name_or_path
+    rule = facts.get("rule")
+    p = facts.get("p")
     if not _is_the_base(base):
         return f"it is for {MODEL_ID}, and this one was trained on {base}"
     if config.revision not in (None, "main", MODEL_REVISION):

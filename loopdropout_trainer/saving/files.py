@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from loopdropout_trainer.errors import one_line, writing
 
 
-LOCK_FILE, PARTIAL = "_run.lock", "_partial"  # what begins with an underscore is not pushed to the Hub
+LOCK_FILE = "_run.lock"
+PARTIAL = "_partial"  # what begins with an underscore is not pushed to the Hub
 _UMASK = os.umask(0o022)  # it can only be read by setting it, so it is read once, before there are threads
 os.umask(_UMASK)
 

@@ -131,7 +131,8 @@ def merge_and_save(
     """
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
-    base, fields = model.get_base_model(), card_fields(model, facts)
+    base = model.get_base_model()
+    fields = card_fields(model, facts)
     logger.info(f"Memory: about {shown_parts(merging_memory(model))}.")
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
