@@ -6,6 +6,7 @@ Loop Dropout is the thick blue line and LoRA the orange dashed one, wherever the
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from itertools import cycle
@@ -62,8 +63,9 @@ def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str, float]]:
     """Return colour, line, marker and width of each method, the known ones first."""
     drawn = set(names)
     free = cycle(_MORE[len(LOOKS) - 3 :])
-    known = [name for name in LOOKS if name in drawn]
-    return {name: LOOKS.get(name) or next(free) for name in [*known, *sorted(drawn - LOOKS.keys())]}
+    others = sorted(drawn - LOOKS.keys())
+    named = {name: look for name, look in LOOKS.items() if name in drawn}
+    return named | dict(zip(others, free, strict=False))
 
 
 def theme() -> Any:
@@ -98,7 +100,8 @@ def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str | No
     names = list(columns.values())
     data = []
     for key, part in rows.dropna(subset=names).groupby(names, sort=False):
-        what = ", ".join(f"{name} = {shown(value)}" for name, value in zip(names, key, strict=True) if value != "")
+        said = zip(names, map(shown, key), strict=True)
+        what = ", ".join(f"{name} = {value}" for name, value in said if value)
         if minus is None:
             values = average(part, what)
         else:
@@ -122,7 +125,9 @@ def _in_order(values: pd.Series) -> pd.Categorical:
 
 def _with_panels(plot: p9.ggplot, scales: str = "free") -> p9.ggplot:
     panels = len(plot.data["panel"].cat.categories)
-    return plot + p9.facet_wrap("panel", scales=scales, ncol=min(3, panels)) if panels > 1 else plot
+    if panels == 1:
+        return plot
+    return plot + p9.facet_wrap("panel", scales=scales, ncol=min(3, panels))
 
 
 def line_plot(
@@ -144,7 +149,8 @@ def line_plot(
     data["by"] = pd.Categorical(data["by"], list(look))
     data["x"] = _in_order(data["x"]) if bars else numbers_in(data["x"], x)
     texts = p9.labs(x=x if x_label is None else x_label, y=y_label, title=title)
-    return _with_panels(p9.ggplot(data) + theme() + texts + (_bars(data, look) if bars else _lines(data, look)))
+    layers = _bars(data, look) if bars else _lines(data, look)
+    return _with_panels(p9.ggplot(data) + theme() + texts + layers)
 
 
 def _bars(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
@@ -182,7 +188,8 @@ def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
     values = sorted(data["x"].unique())
     if len(values) > 20:  # a learning curve
         return layers
-    scale = p9.scale_x_log10 if values[0] > 0 and values[-1] >= 16 * values[0] else p9.scale_x_continuous
+    is_wide = values[0] > 0 and values[-1] >= 16 * values[0]
+    scale = p9.scale_x_log10 if is_wide else p9.scale_x_continuous
     names = lambda breaks: [shown(float(value)) for value in breaks]
     return [*layers, p9.geom_point(size=2.4), scale(breaks=values, labels=names)]
 
@@ -227,17 +234,22 @@ def _of_gains(data: pd.DataFrame, top: float) -> list[Any]:
     return [scale, p9.geom_tile(data=data[same], fill="none", color="black", size=0.9)]
 
 
+_WIDTHS = {1: 5.2, 2: 8.0, 3: 9.6}
+"""Of figures with so many panels beside one another, in inches."""
+
+
 def save_figure(
     plot: p9.ggplot, path: str | Path, width: float | None = None, height: float | None = None
 ) -> list[Path]:
     """Save a figure of plotnine as PNG, PDF and SVG, and return the three paths; `path` has no ending, sizes are in inches."""
     panels = plot.data["panel"].nunique() if "panel" in plot.data else 1
-    size = width or (5.2, 8.0, 9.6)[min(panels, 3) - 1], height or 0.9 + 2.6 * -(-panels // 3)
+    width = width or _WIDTHS[min(panels, 3)]
+    height = height or 0.9 + 2.6 * math.ceil(panels / 3)
     dates = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     # The same numbers give the same file; letters stay letters.
     with mpl.rc_context({"backend": "agg", "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}):
-        figure = (plot + p9.theme(figure_size=size)).draw()
+        figure = (plot + p9.theme(figure_size=(width, height))).draw()
         for ending, date in dates.items():
             figure.savefig(f"{path}.{ending}", dpi=200, metadata=date)
         pyplot.close(figure)
@@ -299,7 +311,7 @@ def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]
         yield family, axis, part
     for family, part in rows[single].groupby("family", sort=False):
         yield family, "metric", _at_several_places(at_own_depth(part), "metric", ["family"])
-    accuracies = table[(table["family"] == "accuracy") & (table["gates"] == ALL) & table["readout"].isna()]
+    accuracies = select(table, {"family": "accuracy", "gates": ALL, "readout": None})
     for setting in (name for name in OF_TRAINING if name in table):
         part = accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()]
         yield "accuracy", setting, _at_several_places(at_own_depth(part), setting, ["metric", "method"])
@@ -308,7 +320,8 @@ def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]
 def at_own_depth(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows at the depth that their models were trained at; of groups of problems those at unit gates."""
     rows = at_trained_depth(rows)
-    return rows[rows["group"].isna() | (rows["gates"].isin([ALL, NONE]) & rows["readout"].isna())]
+    is_plain = rows["gates"].isin([ALL, NONE]) & rows["readout"].isna()
+    return rows[is_plain | rows["group"].isna()]
 
 
 def _at_several_places(rows: pd.DataFrame, x: str, within: list[str]) -> pd.DataFrame:
@@ -380,7 +393,7 @@ _OVERVIEW = {
 
 def overview_figure(table: pd.DataFrame) -> p9.ggplot | None:
     """Return one figure of what runs measured of their first benchmark: by depth, and in one loop only; None: of nothing."""
-    table = table[(table["writer"] == TRAINING) & (table["unit"] == "%")]
+    table = select(table, {"writer": TRAINING, "unit": "%"})
     parts = []
     axes = axis_of(table)
     for (family, axis), title in _OVERVIEW.items():
@@ -388,7 +401,9 @@ def overview_figure(table: pd.DataFrame) -> p9.ggplot | None:
         rows = rows[rows["metric"].isin(rows["metric"][:1])]
         if rows[axis].nunique() > 1:
             parts.append(labelled(rows, axis).assign(panel=title, position=rows[axis]))
-    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops") if parts else None
+    if not parts:
+        return None
+    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops")
 
 
 def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot | None:
@@ -420,10 +435,10 @@ def _in_panels(spec: FigureSpec, table: pd.DataFrame, change: dict[str, Any]) ->
 
 def gates_plot(spec: GatesSpec) -> p9.ggplot:
     """Draw the gates of eight examples in training, as a run of these settings draws them, and those of inference."""
-    draw = Draw(
-        seed=spec.filter.seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=spec.filter.num_loops
-    )
-    gates = make_rule("loop_dropout", p=spec.filter.p).sample(draw).tolist()  # [K, 8]
+    given = spec.filter
+    examples = [(row, 0) for row in range(8)]
+    draw = Draw(seed=given.seed, step=0, example_ids=examples, num_loops=given.num_loops)
+    gates = make_rule("loop_dropout", p=given.p).sample(draw).tolist()  # [K, 8]
     rows = []
     for loop, of_loop in enumerate(gates, start=1):
         for example, gate in enumerate(of_loop, start=1):

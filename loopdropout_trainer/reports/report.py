@@ -16,7 +16,7 @@ import pandas as pd
 from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.record.measurement import ALL, BASE, NONE, PLACES
-from loopdropout_trainer.reports.averaging import average, settings_of, shown, telling, varying
+from loopdropout_trainer.reports.averaging import average, select, settings_of, shown, telling, varying
 from loopdropout_trainer.reports.plots import automatic_figures, labelled, paper_figure, save_figure
 from loopdropout_trainer.reports.reading import OBJECTS, ReportError, load_table
 from loopdropout_trainer.reports.specs import (
@@ -68,7 +68,10 @@ def write_report(
         numbers = cells.assign(row=cells["row"].map(" / ".join)).drop(columns="bold").to_csv(index=False)
         for ending, text in {"md": markdown(cells), "tex": latex(cells), "csv": numbers}.items():
             (output_dir / "tables" / f"{name}.{ending}").write_text(text, encoding="utf-8")
-    pictures = {name: save_figure(plot, output_dir / "figures" / name)[2] for name, plot in figures.items() if plot}
+    pictures = {}
+    for name, plot in figures.items():
+        if plot is not None:
+            pictures[name] = save_figure(plot, output_dir / "figures" / name)[2]
     page = output_dir / "report.html"
     page.write_text(page_text(title, finished.values(), pictures, table), encoding="utf-8")
     missing = sum(len(missing_of(cells)) for cells in finished.values())
@@ -87,7 +90,8 @@ def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str,
     """Return one self-contained page of tables, figures and the identity of every run; texts in it are escaped."""
     runs = {}
     for run in table.dropna(subset=["run"]).drop_duplicates("run").to_dict("records"):
-        runs[f"{run['method']}, seed {shown(run['seed'])}: {run['source']}"] = json.dumps(run["of_run"], indent=1)
+        name = f"{run['method']}, seed {shown(run['seed'])}: {run['source']}"
+        runs[name] = json.dumps(run["of_run"], indent=1)
     here = Path(__file__).parent
     page = jinja2.Environment(autoescape=True, loader=jinja2.FileSystemLoader(here)).get_template("page.html")
     return page.render(
@@ -105,14 +109,12 @@ def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str,
 
 def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
-    places = varying(table, ["benchmark", "metric", *PLACES])
-    rows = labelled(table, most=math.inf)
+    places = ["metric", *varying(table, ["benchmark", *PLACES])]
+    rows = labelled(table, most=math.inf).fillna(dict.fromkeys(places, ""))
     texts = {}
-    for (label, *key), part in rows.groupby(["label", *places], sort=False, dropna=False):
-        known = [(place, shown(value)) for place, value in zip(places, key, strict=True) if not pd.isna(value)]
-        name = ", ".join(f"{place} {value}" if place in PLACES else value for place, value in known)
-        texts[name, label] = mean_sd(average(part, f"{label}, {name}"), 4)
-    return pd.Series(texts).unstack(fill_value="", sort=False)
+    for (label, *place), part in rows.groupby(["label", *places], sort=False):
+        texts[*place, label] = mean_sd(average(part, f"{label}, {shown(place)}"), 4)
+    return pd.Series(texts).rename_axis([*places, "method"]).unstack(fill_value="", sort=False)
 
 
 COSTS = {
@@ -132,9 +134,9 @@ def summary_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
     A cell of different settings says so, and the others are there.
     """
-    rows = table[(table["family"] == "accuracy") & table["readout"].isna() & table["loop"].isna()]
-    rows = labelled(rows[rows["gates"].isin([ALL, NONE])], most=math.inf)
-    costs = labelled(table[table["family"] == "cost"], most=math.inf)
+    rows = select(table, {"family": "accuracy", "readout": None, "loop": None, "gates": [ALL, NONE]})
+    rows = labelled(rows, most=math.inf)
+    costs = labelled(select(table, {"family": "cost"}), most=math.inf)
     columns = _columns_of(rows)
     in_bold = {name: {**column, "bold": ["column"]} for name, column in columns.items()}
     of_costs = {name: column for name, column in COSTS.items() if column["metric"] in set(costs["metric"])}

@@ -96,7 +96,8 @@ class Cell(_Checked):
         if self.average_of:
             rows = _averaged(rows, self.average_of)
         if not len(rows):
-            raise Missing(f"no run with {', '.join(f'{name} {shown(value)}' for name, value in wanted.items())}")
+            said = [f"{name} {shown(value)}" for name, value in wanted.items()]
+            raise Missing(f"no run with {', '.join(said)}")
         seeds = wanted.get("seed") if isinstance(wanted.get("seed"), list) else []
         if lacking := [seed for seed in seeds if seed not in set(rows["seed"])]:
             raise Missing(f"no result of seed {shown(lacking)}")
@@ -217,10 +218,10 @@ def _read_head(head: Any, column: str) -> tuple[str, dict[str, Any]]:
     """Return the printed name of a head, and what it selects: `text: selection`, or a value of the head's column."""
     if not isinstance(head, dict):
         return head if isinstance(head, str) else shown(head), {column: head}
-    ((name, selection),) = head.items() if len(head) == 1 else [("", None)]
-    if not isinstance(selection, dict):
-        raise ReportError(f"`rows` takes a head as {{text: selection}}; got {head!r}.")
-    return str(name), selection
+    for name, selection in head.items():
+        if len(head) == 1 and isinstance(selection, dict):
+            return str(name), selection
+    raise ReportError(f"`rows` takes a head as {{text: selection}}; got {head!r}.")
 
 
 class FigureSpec(Spec):
@@ -340,13 +341,14 @@ def notes(cells: pd.DataFrame) -> list[str]:
     spec = cells.attrs["spec"]
     lines = [spec.note] if spec.note else []
     if counts := sorted(cells["count"].dropna().astype(int).unique()):
-        lines.append(f"Mean ± SD over {' or '.join(map(str, counts))} training seed{'' if counts == [1] else 's'}.")
+        seeds = "seed" if counts == [1] else "seeds"
+        lines.append(f"Mean ± SD over {' or '.join(map(str, counts))} training {seeds}.")
     if cells["low"].notna().any():
         lines.append("In brackets: 95% interval over seeds and problems.")
     lines += cells.attrs["refused"]
     missing = missing_of(cells)
     if spec.made_by and missing:
-        commands = [each if " " in each else f"loopdropout sweep {each}" for each in spec.made_by]
+        commands = [name if " " in name else f"loopdropout sweep {name}" for name in spec.made_by]
         nothing = len(missing) == len(cells)
         lines.append("Nothing of this table is in these folders." if nothing else f"Missing: {'; '.join(missing)}.")
         lines.append(f"Made by: {' ; '.join(commands)}")

@@ -90,9 +90,9 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:
     """Let generation stop at these tokens, too: those that the answers of a training end with."""
-    known = end_tokens(model)
-    if new := [id for id in ids if id not in (None, *known)]:
-        model.generation_config.eos_token_id = [*known, *new]
+    before = end_tokens(model)
+    if new := [token for token in ids if token not in (None, *before)]:
+        model.generation_config.eos_token_id = [*before, *new]
 
 
 def adapter_folder(adapter: str | Path) -> Path:
