@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import pandas as pd
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.reports.averaging import (
@@ -37,7 +38,7 @@ NUMBERS = ("mean", "sd", "low", "high", "count", "seeds", "by_seed")
 def _check_value(value: Any) -> Any:
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, (list, dict)):
-            raise ValueError("a column is selected by a value or a list of values")
+            raise PydanticCustomError("selection", "Input should be a value of a column, or a list of them")
     return value
 
 
