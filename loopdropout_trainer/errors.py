@@ -32,7 +32,7 @@ _REFUSING_LIBRARIES = (
 )
 _EXTRAS = {
     "eval": ("lm_eval", "evalplus", "langdetect", "immutabledict", "nltk"),
-    "reports": ("pandas", "plotnine", "jinja2", "tabulate", "statsmodels"),
+    "reports": ("pandas", "plotnine", "jinja2", "tabulate", "statsmodels", "pydantic"),
     "rewards": ("math_verify",),
     "sweeps": ("optuna", "psutil"),
     "deepspeed": ("deepspeed",),
@@ -63,7 +63,7 @@ def run_command(main: Callable[[], None], name: str | None = None, interrupted: 
     The exit code is 2, 130 if the user interrupted it, or 143 if it was asked to terminate. The sentence goes to standard
     error (once, however many processes were launched), after `name`: what the user typed.
     """
-    if not gc.isenabled():  # while the script's imports ran (announcement.py)
+    if not gc.isenabled():  # while the script's imports ran (startup.py)
         gc.freeze()  # what they made stays: nobody need look through it again
         gc.enable()
     name = program_name() if name is None else name
@@ -142,7 +142,7 @@ def _is_memory(error: BaseException) -> bool:
 
 def _is_about_processes(error: BaseException) -> bool:
     """Return whether another process is gone: torch's class of error, gloo's text, or that of a pool of workers."""
-    is_gone = any(each.__name__ in ("DistError", "BrokenExecutor") for each in type(error).__mro__)
+    is_gone = any(cls.__name__ in ("DistError", "BrokenExecutor") for cls in type(error).__mro__)
     return is_gone or isinstance(error, RuntimeError) and "third_party/gloo" in str(error)
 
 

@@ -367,7 +367,7 @@ def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(tmp_path, set
     with pytest.raises(ReportError, match=setting):
         only_cell(tmp_path)
     found = load_table([tmp_path])
-    accuracy = summary_tables(found)[0]
+    accuracy = summary_tables(found)["accuracy"]
     assert set(accuracy["count"].dropna()) == {1}
     assert all(row[0] in specs.markdown(accuracy) for row in accuracy["row"])  # not cut
     with pytest.raises(ReportError, match=setting):
@@ -392,6 +392,17 @@ def test_figures_never_pool_and_name_what_differs(tmp_path):
     assert set(plot.data["seeds"]) == {2}
 
 
+def test_a_difference_to_lora_is_to_the_lora_that_is_equal_in_all_else(tmp_path):
+    for packing, (lora, ours) in {False: (10, 13), True: (20, 16)}.items():
+        settings = {"packing": packing, "more": ["packing"]}
+        for seed in (1, 2):
+            measure(tmp_path / f"lora {packing} {seed}", lora, rule="lora", seed=seed, **settings)
+            measure(tmp_path / f"ours {packing} {seed}", ours, rule="loop_dropout", seed=seed, **settings)
+    differences = summary_tables(load_table([tmp_path]))["differences"].set_index("row")["mean"]
+    assert differences["Loop Dropout, packing = False",] == pytest.approx(10)
+    assert differences["Loop Dropout, packing = True",] == pytest.approx(-400 / 30)
+
+
 def test_results_that_were_evaluated_differently_are_not_compared(runs, two):
     for rule, seed in itertools.product(("lora", "loop_dropout"), (1, 2)):
         measure(
@@ -399,7 +410,7 @@ def test_results_that_were_evaluated_differently_are_not_compared(runs, two):
         )
     with pytest.raises(ReportError, match="chat_template"):
         build_table(two, load_table([runs]))
-    accuracy = summary_tables(load_table([runs]))[0]
+    accuracy = summary_tables(load_table([runs]))["accuracy"]
     assert accuracy["column"].nunique() == 2 and accuracy["column"].str.contains("chat_template = other").any()
 
 
@@ -461,7 +472,7 @@ def test_a_run_is_read_with_all_that_it_measured(tmp_path):
     assert [value(metric="readout_loss", readout=k) for k in range(1, 5)] == [4.0, 3.0, 2.0, 1.0]
     assert value(metric="loss", step=5) == 2.0
     assert select(table, {"method": "base", "metric": "b"})["value"].item() == 5.0  # once, not beside each adapter
-    accuracy = summary_tables(table)[0]
+    accuracy = summary_tables(table)["accuracy"]
     assert {row[0] for row in accuracy["row"]} == {"base", "LoRA", "Loop Dropout"}
     assert accuracy["column"].nunique() == 8
     figures = automatic_figures(table)
@@ -477,7 +488,7 @@ def test_a_run_is_read_with_all_that_it_measured(tmp_path):
     )
     with pytest.raises(ReportError, match="max_new_tokens"):
         only_cell(tmp_path)
-    assert "100.00" in specs.markdown(summary_tables(load_table([tmp_path]))[0])
+    assert "100.00" in specs.markdown(summary_tables(load_table([tmp_path]))["accuracy"])
 
 
 def test_a_measurement_belongs_to_its_training_wherever_its_file_is(tmp_path):
@@ -497,7 +508,7 @@ def test_runs_in_folders_of_any_name_are_read_and_a_row_of_the_summary_is_one_se
         write_results(tmp_path / folder / "run", settings, [answers(name, 20, [1] * 20)])
     table, method = load_table([tmp_path]), "LoRA, learning_rate = "
     assert table["run"].nunique() == 3
-    texts = specs.grid(summary_tables(table)[0]).values.tolist()
+    texts = specs.grid(summary_tables(table)["accuracy"]).values.tolist()
     assert sorted(texts) == [[f"{method}0.001", "100.00 ± 0.00", "–"], [f"{method}0.003", "–", "100.00"]]
 
 
@@ -525,8 +536,8 @@ def test_any_diagnostic_is_in_the_table_and_drawn(tmp_path):
     assert figures["kinds_group"].data[["x", "mean"]].values.tolist() == [["a", 2.5], ["b", 2.5]]
     assert figures["last_two"].data[["x", "mean"]].values.tolist() == [["last_two_loss", 1.0], ["all_loss", 1.0]]
     numbers = numbers_by_method(table)
-    assert numbers.loc["distance, loop 1", "mine"] == "1.5000 ± 0.7071"
-    assert numbers.loc["last_two_loss", "mine"] == "1.0000 ± 0.7071"
+    assert numbers.xs("distance", level="metric").xs(1, level="loop")["mine"].item() == "1.5000 ± 0.7071"
+    assert numbers.xs("last_two_loss", level="metric")["mine"].item() == "1.0000 ± 0.7071"
 
 
 def test_a_row_or_file_that_cannot_be_read_is_named_and_left_out(runs):
@@ -580,7 +591,7 @@ def test_a_cell_that_cannot_be_made_is_refused_by_name(runs, text, message):
 
 LINE = "label: fig:x\ntitle: X\nfigure: line\nfilter: {metric: b, method: LoRA}\nx: {seed: s}\ny: {total: n}"
 GATES = "label: fig:x\ntitle: X\nfigure: gates"
-TABLE = "label: tab:x\ntitle: X\ncolumns: {A: {metric: a}, B: {metric: b}}"
+TABLE = "label: tab:x\ntitle: X\ncolumns: {A: {metric: a}, B: {metric: b}}\nrows: [[LoRA]]"
 
 
 def test_a_figure_draws_its_own_column(runs, tmp_path):

@@ -30,7 +30,7 @@ from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, identity_key, model_identity
 from loopdropout_trainer.record.measurement import ALL, NONE, Measurement, read_measurements, write_measurements
 from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
-from loopdropout_trainer.saving.files import folder_lock, sha256
+from loopdropout_trainer.saving.files import folder_lock, sha256_of_weights
 from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.training.scores import Batch
@@ -137,7 +137,7 @@ def _find_model(model: ComparedModel) -> ComparedModel:
     if results.is_file():
         with user_supplied(f"{results} is not the results file of a training"):
             model.trained_on = _trained_on(dict(json.loads(results.read_bytes())["run_info"]["settings"]))
-    model.weights = sha256(folder.glob(pattern)) if folder.is_dir() else model.path
+    model.weights = sha256_of_weights(folder.glob(pattern)) if folder.is_dir() else model.path
     return model
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from loopdropout_trainer.adapters import adapted_layers, add_gates, use_gates
+from loopdropout_trainer.adapters import add_gates, use_gates
 from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.data.templates import apply_chat_template, check_vocabulary, load_tokenizer
 from loopdropout_trainer.errors import UserError, user_supplied
@@ -145,7 +146,7 @@ class Subject:
         self.num_loops = self.looped.config.num_loops
         if self.gates is not None:
             self.gates = parse_gates(self.gates, self.num_loops)
-        if self.gates is not None and not adapted_layers(self.model):
+        if self.gates is not None and not isinstance(self.model, PeftModel):
             raise UserError("`gates` multiply an adapter's update, and the model has no adapter: leave them out.")
         if self.readout is not None:
             check_integer("readout", self.readout, 1, self.num_loops)
@@ -196,7 +197,7 @@ class Subject:
     @property
     def place(self) -> dict[str, Any]:
         """The fields of `Measurement` that say the same."""
-        if not adapted_layers(self.model):
+        if not isinstance(self.model, PeftModel):
             return {"depth": self.num_loops, "gates": NONE, "readout": self.readout}
         gates = self.gates or []
         alone = gates.index(1) + 1 if sorted(gates) == [*[0] * (len(gates) - 1), 1] and len(gates) > 1 else None
