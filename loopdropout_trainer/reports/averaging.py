@@ -41,7 +41,8 @@ def settings_of(rows: pd.DataFrame) -> list[str]:
 
 def varying(rows: pd.DataFrame, names: Iterable[str]) -> list[str]:
     """Return those columns that hold more than one value; a missing value counts as one."""
-    return [name for name in names if name in rows and rows[name].nunique(dropna=False) > 1]
+    present = [name for name in names if name in rows]
+    return [name for name in present if rows[name].nunique(dropna=False) > 1]
 
 
 def telling(rows: pd.DataFrame, names: Iterable[str], beside: Sequence[str] = ()) -> list[str]:
@@ -131,7 +132,8 @@ def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
         settings = "; ".join(differing[:4])
         raise ReportError(f"{what} would average runs of different settings ({settings}): filter or tell them apart.")
     seeds = [f"unknown {place}" if seed is None else seed for place, seed in enumerate(rows["seed"])]
-    values = pd.Series(rows[column].tolist(), seeds).sort_index(key=lambda index: index.map(str))
+    values = pd.Series(rows[column].tolist(), seeds)
+    values = values.sort_index(key=lambda index: index.map(str))
     if values.index.has_duplicates:
         seed = values.index[values.index.duplicated()][0]
         sources = ", ".join(rows["source"][rows["seed"] == seed])

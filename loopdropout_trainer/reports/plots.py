@@ -188,7 +188,8 @@ def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
     values = sorted(data["x"].unique())
     if len(values) > 20:  # a learning curve
         return layers
-    is_wide = values[0] > 0 and values[-1] >= 16 * values[0]
+    least = values[0]
+    is_wide = least > 0 and values[-1] >= 16 * least
     scale = p9.scale_x_log10 if is_wide else p9.scale_x_continuous
     names = lambda breaks: [shown(float(value)) for value in breaks]
     return [*layers, p9.geom_point(size=2.4), scale(breaks=values, labels=names)]
@@ -223,8 +224,8 @@ def heat_plot(
         *colours,
         p9.scale_y_discrete(limits=list(data["y"].cat.categories[::-1])),
     ]
-    plot = _with_panels(p9.ggplot(data, p9.aes("x", "y")) + theme() + layers, "fixed")
-    return plot + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
+    plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + layers
+    return _with_panels(plot, "fixed") + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
 
 
 def _of_gains(data: pd.DataFrame, top: float) -> list[Any]:
@@ -376,8 +377,11 @@ def _measured(row: dict[str, Any], several: list[str]) -> str:
 
 def _said(row: dict[str, Any], names: Iterable[str]) -> str:
     """Return what a row says in these columns."""
-    given = [name for name in names if not pd.isna(row[name])]
-    return ", ".join(f"{name.removeprefix('evaluation.')} = {shown(row[name])}" for name in given)
+    texts = []
+    for name in names:
+        if not pd.isna(row[name]):
+            texts.append(f"{name.removeprefix('evaluation.')} = {shown(row[name])}")
+    return ", ".join(texts)
 
 
 def _joined(between: str, *texts: str) -> str:
@@ -410,7 +414,8 @@ def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot
     """Return the figure that a file describes, or None where the runs have nothing of it; ReportError as of `points`."""
     if isinstance(spec, GatesSpec):
         return gates_plot(spec)
-    ((x, x_label),), ((y, y_label),) = spec.x.items(), spec.y.items()
+    ((x, x_label),) = spec.x.items()
+    ((y, y_label),) = spec.y.items()
     rows = _in_panels(spec, table, {})
     for name in (x, y):
         check_column(table, name)
