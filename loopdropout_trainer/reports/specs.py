@@ -233,7 +233,7 @@ def _read_head(head: Any, column: str) -> tuple[str, dict[str, Any]]:
 class FigureSpec(Spec):
     """A figure: `x` and `y` are {column: label}, `panels` {title: selection}."""
 
-    figure: Literal["line", "bar", "heat"]
+    figure: Literal["line", "bar", "heat", "gates"]  # `gates`: a GatesSpec
     filter: Selection = {}
     x: dict[str, str] = Field(min_length=1, max_length=1)
     y: dict[str, str] = Field(min_length=1, max_length=1)
@@ -246,11 +246,14 @@ class HeatSpec(FigureSpec):
     minus: Selection = {}
 
 
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Gates(_Checked):
-    """Gates of Loop Dropout: of K loops, with a drop probability and a seed."""
+    """Gates of Loop Dropout: of K loops, with a drop probability, or one for each loop, and a seed."""
 
     num_loops: int = Field(4, ge=1, le=1000)
-    p: float = Field(0.5, ge=0, lt=1)
+    p: Probability | list[Probability] = 0.5
     seed: int = Field(0, ge=0, lt=2**31)
 
 
