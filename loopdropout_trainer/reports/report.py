@@ -117,13 +117,17 @@ def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str,
 
 def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
-    places = ["metric", *varying(table, ["benchmark", *PLACES])]
-    rows = labelled(table, most=math.inf).fillna(dict.fromkeys(places, ""))
-    texts = {}
-    for (label, *place), part in rows.groupby(["label", *places], sort=False):
-        values = average(part, f"{label}, {shown(place)}")
-        texts[*place, label] = mean_sd(values, 4)
-    return pd.Series(texts).rename_axis([*places, "method"]).unstack(fill_value="", sort=False)
+    places = varying(table, ["benchmark", "metric", *PLACES])
+    rows = labelled(table, most=math.inf)
+    texts: dict[str, dict[str, str]] = {}
+    for (*key, label), part in rows.groupby([*places, "label"], sort=False, dropna=False):
+        names = []
+        for place, value in pd.Series(key, places, dtype=object).dropna().items():
+            names.append(f"{place} {shown(value)}" if place in PLACES else value)
+        name = ", ".join(names)
+        values = average(part, f"{label}, {name}")
+        texts.setdefault(name, {})[label] = mean_sd(values, 4)
+    return pd.DataFrame.from_dict(texts, orient="index").fillna("")
 
 
 COSTS = {
