@@ -65,8 +65,9 @@ def shown(value: Any) -> str:
     if pd.isna(value):
         return "–"
     if isinstance(value, float):
-        small = 0 < abs(value) < 1e-3
-        return np.format_float_scientific(value, precision=3, trim="-", exp_digits=1) if small else f"{value:g}"
+        if 0 < abs(value) < 1e-3:
+            return np.format_float_scientific(value, precision=3, trim="-", exp_digits=1)
+        return f"{value:g}"
     text = " ".join(str(value).split())
     if len(text) <= 60:
         return text
@@ -85,7 +86,8 @@ def check_column(table: pd.DataFrame, name: Any) -> None:
 def numbers_in(values: pd.Series, name: str) -> pd.Series:
     """Return a column's values as floats; ReportError if they are no numbers."""
     if pd.api.types.infer_dtype(values) not in ("integer", "floating", "mixed-integer-float"):
-        raise ReportError(f"`{name}` must hold numbers; got {shown(values.tolist()[:3])}.")
+        first = shown(values.tolist()[:3])
+        raise ReportError(f"`{name}` must hold numbers; got {first}.")
     return values.astype(float)
 
 
@@ -113,7 +115,8 @@ def at_trained_depth(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows at the depth that their models were trained at."""
     if "num_loops" not in rows:
         return rows
-    return rows[(rows["depth"] == rows["num_loops"]) | rows["num_loops"].isna()]
+    trained = rows["num_loops"]
+    return rows[trained.isna() | (rows["depth"] == trained)]
 
 
 def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:

@@ -99,7 +99,9 @@ def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str,
     for cells in tables:
         texts = grid(cells, html.escape, "<b>{}</b>")
         shown_tables.append((cells.attrs["spec"].title, texts, notes(cells)))
-    figures = {name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()}
+    figures = {}
+    for name, path in pictures.items():
+        figures[name] = base64.b64encode(path.read_bytes()).decode()
     here = Path(__file__).parent
     page = jinja2.Environment(autoescape=True, loader=jinja2.FileSystemLoader(here)).get_template("page.html")
     return page.render(
@@ -123,7 +125,8 @@ def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     for (*key, label), part in rows.groupby([*places, "label"], sort=False, dropna=False):
         names = []
         for place, value in pd.Series(key, places, dtype=object).dropna().items():
-            names.append(f"{place} {shown(value)}" if place in PLACES else value)
+            is_place = place in PLACES
+            names.append(f"{place} {shown(value)}" if is_place else value)
         name = ", ".join(names)
         values = average(part, f"{label}, {name}")
         texts.setdefault(name, {})[label] = mean_sd(values, 4)

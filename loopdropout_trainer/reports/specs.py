@@ -139,7 +139,8 @@ class Cell(_Checked):
         if values.isna().any():
             raise Missing(f"no `{self.of}`")
         if self.show == "one" and values.nunique() > 1:
-            raise Missing(f"the runs differ in `{self.of}`: {shown(tuple(values.unique()))}")
+            different = shown(values.unique().tolist())
+            raise Missing(f"the runs differ in `{self.of}`: {different}")
         if self.show == "one" and not self.model_fields_set & {"decimals", "scale"}:
             return {"text": shown(values.iloc[0])}
         values = numbers_in(values, self.of) * self.scale
@@ -270,7 +271,9 @@ _FIGURES = {"heat": HeatSpec, "gates": GatesSpec}
 def load_spec(path: str | Path) -> TableSpec | FigureSpec | GatesSpec:
     """Read a table's or figure's file. Faults are ReportErrors."""
     content = load_recipe(path)
-    kind = _FIGURES.get(str(content["figure"]), FigureSpec) if "figure" in content else TableSpec
+    kind = TableSpec
+    if "figure" in content:
+        kind = _FIGURES.get(str(content["figure"]), FigureSpec)
     try:
         spec = kind.model_validate(content)
         if kind is TableSpec:
