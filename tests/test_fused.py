@@ -110,9 +110,9 @@ def test_nothing_outlives_a_forward_pass_and_gates_of_single_modules_are_not_fus
     state = find_looped_model(models[0]).loop_state
     with use_gates(models[0], GATES):
         models[0](IDS, labels=IDS).loss.backward()
-        assert num_fused() > 0 and (state.step.prepared, state.step.tokens) == (None, None)
-        state.announce(state.plan.step(3, frozen=True))
+        assert num_fused() > 0 and (state.running.prepared, state.running.tokens) == (None, None)
+        state.announce(state.batch.loop(3, frozen=True))
         with use_gates(models[0], torch.zeros(4)):
-            assert state.gates.tolist() == [[0.0]] * 4 and not state.step.frozen
-        assert state.gates is GATES and state.step.frozen and state.loop == 3
+            assert state.gates.tolist() == [[0.0]] * 4 and not state.running.frozen
+        assert state.gates is GATES and state.running.frozen and state.loop == 3
     assert state.gates is None and state.loop == 0

@@ -17,7 +17,7 @@ from loopdropout_trainer import default_peft_config, load_adapter, merge_and_sav
 from loopdropout_trainer.adapters import ADAPTER_KINDS, adapted_layers, add_gates, physical_layers
 from loopdropout_trainer.adapters.weight_noise import update_norm
 from loopdropout_trainer.gates import RULES, Draw, make_rule
-from loopdropout_trainer.looped import GatePlan
+from loopdropout_trainer.looped import GatedBatch
 
 
 K = 4
@@ -263,8 +263,8 @@ def test_weight_noise_has_the_energy_of_loop_dropout():
     for loop in range(K):
         energy = []
         for part in seeds.split(50, dim=1):
-            state.apply(GatePlan(seeds=part))
-            state.announce(state.plan.step(loop))
+            state.apply(GatedBatch(seeds=part))
+            state.announce(state.batch.loop(loop))
             energy.append((layer(x) - clean).square().sum(dim=(1, 2)))
         energy = torch.cat(energy)
         expected = c**2 * p[loop] / (1 - p[loop]) * float(delta.square().sum())

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from loopdropout_trainer.looped import LoopState, LoopStep, launches_pay
+from loopdropout_trainer.looped import LoopState, RunningLoop, launches_pay
 
 
 class Projections(NamedTuple):
@@ -151,39 +151,41 @@ class FusedProjection:
         """Return the outputs [..., out_i] of x [..., in], or None if the layers must run one by one."""
         if torch.compiler.is_compiling():
             return None
-        state, step = self.loop_state, self.loop_state.step
+        state, running = self.loop_state, self.loop_state.running
         # The maps must share one gate. Without gradient PEFT's own expression is evaluated, bit for bit, except in loops that
         # run as the frozen model, which have no update at all.
-        if state.plan.per_module or layers[0].disable_adapters or not (torch.is_grad_enabled() or step.frozen):
+        if state.batch.per_module or layers[0].disable_adapters or not (torch.is_grad_enabled() or running.frozen):
             return None
-        if step.gate is not None and step.gate.requires_grad:
+        if running.gate is not None and running.gate.requires_grad:
             return None
         maps = self._maps(x, layers)
         if maps is None:
             return None
-        if step.skips_updates:
+        if running.skips_updates:
             outputs = [F.linear(x, weight, bias) for weight, bias in zip(maps.weights, maps.biases, strict=True)]
         else:
             n = x.numel() // x.shape[-1]
-            m = n if step.gate is None or step.num_active is None else step.num_active
-            outputs = FusedUpdate.apply(x, self._scale(x, step, maps), m, maps, *maps.factors)
+            m = n if running.gate is None or running.num_active is None else running.num_active
+            outputs = FusedUpdate.apply(x, self._scale(x, running, maps), m, maps, *maps.factors)
         return outputs if len(outputs) == len(maps.widths) else outputs[0].split(maps.widths, dim=-1)
 
-    def _scale(self, x: torch.Tensor, step: LoopStep, maps: Projections) -> float | torch.Tensor:
+    def _scale(self, x: torch.Tensor, running: RunningLoop, maps: Projections) -> float | torch.Tensor:
         """Return gate times scaling of the tokens with an update, made once for all layers of a loop."""
-        if step.gate is None:
+        if running.gate is None:
             return maps.scaling
         key = (maps.scaling if isinstance(maps.scaling, float | int) else id(maps), x.shape[:-1], x.device)
-        if key not in step.scales:
+        if key not in running.scales:
             gate = self.loop_state.gate_for(x).expand(*x.shape[:-1], 1).reshape(-1, 1)  # [n, 1], of each token
-            step.scales[key] = gate[: step.num_active] * maps.scaling  # all of them where their number is not known
-        return step.scales[key]
+            running.scales[key] = (
+                gate[: running.num_active] * maps.scaling
+            )  # all of them where their number is not known
+        return running.scales[key]
 
     def _maps(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Projections | None:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         # `prepared` lives as long as the forward pass, all K loops of it: no weight changes meanwhile.
-        prepared, key = self.loop_state.step.prepared, (id(layers[0]), dtype)
+        prepared, key = self.loop_state.running.prepared, (id(layers[0]), dtype)
         if prepared is None:
             return None
         if key not in prepared:

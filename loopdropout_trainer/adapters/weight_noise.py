@@ -19,17 +19,17 @@ from loopdropout_trainer.errors import UserError
 class NoisyLora(GatedLora, kind="weight_noise"):
     """A gated layer with noise on its weight for the examples that have an event in the running loop.
 
-    It reads `GatePlan.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
+    It reads `GatedBatch.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
     """
 
     def forward(
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        if self.loop_state.plan.seeds is None:
+        if self.loop_state.batch.seeds is None:
             return updated
-        num_loops = len(self.loop_state.plan.seeds)
-        seeds = self.loop_state.plan.seeds[self.loop_state.loop, :, self.module].tolist()  # [N]
+        num_loops = len(self.loop_state.batch.seeds)
+        seeds = self.loop_state.batch.seeds[self.loop_state.loop, :, self.module].tolist()  # [N]
         events = [example for example, seed in enumerate(seeds) if seed]
         if not events:
             return updated

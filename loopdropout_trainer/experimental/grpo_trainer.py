@@ -21,7 +21,7 @@ from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
-from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, find_looped_model
+from loopdropout_trainer.looped import GatedBatch, LoopedModelMixin, find_looped_model
 from loopdropout_trainer.record.identity import Identity
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.distributed import shards_weights
@@ -164,13 +164,12 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         is_reference = "ref" in self.accelerator.unwrap_model(self.model).active_adapters
         gated = (self.args.reference_gates if is_reference else self.args.old_gates) == "same"
         ids, parts = self._example_ids(self._new_rows(len(input_ids))), []
-        looped, size = find_looped_model(self.model), batch_size or len(input_ids)
+        size = batch_size or len(input_ids)
         for first in range(0, len(input_ids), size):
             rows = slice(first, first + size)
             draw = self._draw(ids[rows], self.num_loops)
             gates, seeds = (self.rule.sample(draw), self.rule.seeds(draw)) if gated else (None, None)
-            self.loop_state.apply(GatePlan(gates, None, seeds, draw))
-            looped.training_policy = self.training_policy
+            self.loop_state.apply(GatedBatch(gates, None, seeds, draw, self.optimisations))
             parts.append(score(model, input_ids[rows], attention_mask[rows], logits_to_keep, **kw))
         self._unit_gates()
         return tuple(None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True))

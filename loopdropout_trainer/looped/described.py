@@ -116,7 +116,7 @@ class _Announcing:
     def forward(self, *args, **kwargs):
         (model,) = self.looped_model
         state = model.loop_state
-        state.announce(state.plan.step(model.running_loop(self, *args, **kwargs), model.device))
+        state.announce(state.batch.loop(model.running_loop(self, *args, **kwargs), model.device))
         return super().forward(*args, **kwargs)
 
 

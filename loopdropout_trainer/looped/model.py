@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,20 +24,6 @@ class NotLoopedError(ValueError):
     """The model has no recurrent block that announces its loops."""
 
 
-@dataclass(frozen=True)
-class TrainingPolicy:
-    """How a model may run the micro-batch of a training step; the result is the same, in less time and memory.
-
-    Attributes:
-        packs: whether the examples of a batch may run packed in one row, without their padding.
-        lora_parameters: the adapter's trained parameters, if nothing else is trained; a packed micro-batch's loops before an
-            example's first active gate may then run as the frozen model, without gradient. None: all loops run alike.
-    """
-
-    packs: bool = False
-    lora_parameters: tuple[nn.Parameter, ...] | None = None
-
-
 class LoopedModelMixin:
     """What is known of a looped model: which modules recur, which loop runs, how deep it runs, how it is read out.
 
@@ -49,8 +34,7 @@ class LoopedModelMixin:
 
     loop_state: LoopState
     config: PreTrainedConfig
-    training_policy = TrainingPolicy()  # written by the trainer, for the time of a training step
-    can_pack = False  # whether the model does what a `TrainingPolicy` allows
+    can_pack = False  # whether the model does what `Optimisations` allow
     trains_at_one_depth = False  # whether it is built for the depth that it trains at, and for the final loop's loss
     trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
 

@@ -26,7 +26,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, RunningLoop, check_num_loops
 from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 from loopdropout_trainer.models.strict_loading import load_strictly
@@ -64,7 +64,8 @@ class LoopInputs:
         position_embeddings: cosines and sines, each [B or 1, S, ...].
         injected: [B, S, H] that every loop mixes in again, or None.
         attention_kwargs: further arguments of the attention kernel.
-        step: the loop that runs, which its layers announce; None before and after the loops.
+        tokens: [n] index of the example whose gates each packed token has; None: the batch, row by row.
+        running: the loop that runs, which its layers announce; None before and after the loops.
     """
 
     state: torch.Tensor
@@ -73,17 +74,8 @@ class LoopInputs:
     position_embeddings: tuple[torch.Tensor, torch.Tensor]
     injected: torch.Tensor | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    step: LoopStep | None = None
-
-    def take(self, rows: torch.Tensor) -> LoopInputs:
-        """Return the inputs of some packed tokens, in another order; state and attention mask are still to be set."""
-        with torch.no_grad():  # examples are put in another order only where none of this needs a gradient
-            return replace(
-                self,
-                position_ids=self.position_ids[:, rows],
-                position_embeddings=tuple(x[:, rows] for x in self.position_embeddings),
-                injected=None if self.injected is None else self.injected[:, rows],
-            )
+    tokens: torch.Tensor | None = None
+    running: RunningLoop | None = None
 
     def run(self, layers: Iterable[nn.Module], **layer_kwargs) -> torch.Tensor:
         """Return the state [B, S, H] after some layers, which are told the loop."""
@@ -94,23 +86,23 @@ class LoopInputs:
                 attention_mask=self.attention_mask,
                 position_ids=self.position_ids,
                 position_embeddings=self.position_embeddings,
-                step=self.step,
+                running=self.running,
                 **self.attention_kwargs,
                 **layer_kwargs,
             )
         return state
 
 
-class PlainRun:
-    """One forward pass of a backbone, row by row of its batch. `FastRun` gives the same results in less time and memory."""
+class PlainPass:
+    """One forward pass of a backbone, row by row of its batch. `PackedPass` gives the same results in less time and memory."""
 
     def __init__(self, backbone: LoopedBackbone) -> None:
         self.backbone = backbone
-        self.prepared: dict[Any, Any] = {}  # see `LoopStep`
+        self.prepared: dict[Any, Any] = {}  # see `RunningLoop`
 
     def arrange(self, inputs: LoopInputs, attention_mask: Any, cache: Cache | None) -> LoopInputs:
         """Return inputs [B, S, ...] as the layers of this pass read them, from the prelude on, with their mask."""
-        self.backbone.loop_state.announce(LoopStep())
+        self.backbone.loop_state.announce(RunningLoop())
         if isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
             mask = attention_mask["full_attention"]
         else:
@@ -131,9 +123,9 @@ class PlainRun:
     def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
         """Run one loop: a function from inputs to the state after it."""
         state = self.backbone.loop_state
-        step = state.plan.step(loop, self.inputs.state.device, prepared=self.prepared)
-        state.announce(step)  # for what runs outside of a layer
-        self.inputs = replace(self.inputs, state=recurrent_step(replace(self.inputs, step=step)))
+        running = state.batch.loop(loop, self.inputs.state.device, prepared=self.prepared)
+        state.announce(running)  # for what runs outside of a layer
+        self.inputs = replace(self.inputs, state=recurrent_step(replace(self.inputs, running=running)))
 
     def result(self) -> LoopInputs:
         """Return the inputs with the state after the loops so far."""
@@ -209,10 +201,10 @@ class RecurrentLayer(GradientCheckpointingLayer):
     loop_state: LoopState
     compiled_forward: Callable[..., torch.Tensor] | None = None  # `layer_forward`, compiled, for training
 
-    def forward(self, hidden_states: torch.Tensor, step: LoopStep | None = None, **kwargs) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, running: RunningLoop | None = None, **kwargs) -> torch.Tensor:
         # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
-        if step is not None:
-            self.loop_state.announce(step)
+        if running is not None:
+            self.loop_state.announce(running)
         if self.compiled_forward is not None and self.training:
             return self.compiled_forward(self, hidden_states, **kwargs)
         return self.layer_forward(hidden_states, **kwargs)
@@ -277,7 +269,9 @@ class LoopedBackbone(LoopedPreTrainedModel):
         super().__init__(config)
         self.loop_state = LoopState()
         self.gradient_checkpointing = False
-        self.block_sizes: tuple[int, int] | None = None  # numbers in its projections and their adapter, see `FastRun`
+        self.block_sizes: tuple[int, int] | None = (
+            None  # numbers in its projections and their adapter, see `PackedPass`
+        )
 
     # What a family supplies.
 
@@ -304,15 +298,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
     # What all of them do.
 
     def run_loops(
-        self, run: PlainRun, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
+        self, one_pass: PlainPass, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
     ) -> tuple[LoopInputs, list[torch.Tensor]]:
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
         The loops before the last `config.backprop_depth` run without gradient; so do those of packed examples before their
-        first active gate, where the training policy allows it.
+        first active gate, where the micro-batch's optimisations allow it.
 
         Args:
-            run: of this forward pass.
+            one_pass: of this forward pass.
             inputs: of the first loop.
             cache: with one cache layer for every (loop, layer), or None; `use_cache`: whether layers write to it.
             keep_states: whether to return the state of every loop.
@@ -323,15 +317,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
         num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
         first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
         states = []
-        run.start(inputs)
+        one_pass.start(inputs)
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * self.config.num_recurrent_layers)
             options = {"loop": loop, "past_key_values": view, "use_cache": use_cache}
             with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
-                run.loop(functools.partial(self.recurrent_step, **options), loop)
+                one_pass.loop(functools.partial(self.recurrent_step, **options), loop)
             if keep_states:
-                states.append(run.result().state)
-        return run.result(), states
+                states.append(one_pass.result().state)
+        return one_pass.result(), states
 
     @capture_outputs
     def forward(
@@ -365,22 +359,22 @@ class LoopedBackbone(LoopedPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts
         cache = self._fit_cache(past_key_values, use_cache, output_readouts)
-        run = self._new_run(embeddings, attention_mask, cache, kwargs)
+        one_pass = self._new_pass(embeddings, attention_mask, cache, kwargs)
         if position_ids is None:
             position_ids = _positions(embeddings, attention_mask, 0 if cache is None else cache.get_seq_length())
         rotations = self.rotate(embeddings, position_ids)
         inputs = LoopInputs(embeddings, None, position_ids, rotations, attention_kwargs=kwargs)
-        inputs = run.arrange(inputs, attention_mask, cache)
+        inputs = one_pass.arrange(inputs, attention_mask, cache)
 
         outside = {"past_key_values": cache, "use_cache": use_cache}
-        inputs = self.run_prelude(inputs, None if initial_state is None else run.pack(initial_state), **outside)
-        inputs, states = self.run_loops(run, inputs, cache, use_cache, output_readouts)
-        readouts = [run.unpack(self.readout(replace(inputs, state=state), **outside)) for state in states]
-        last = readouts[-1] if output_readouts else run.unpack(self.readout(inputs, **outside))
-        self.loop_state.announce(self.loop_state.plan.step(0))  # what belongs to this pass ends with it
+        inputs = self.run_prelude(inputs, None if initial_state is None else one_pass.pack(initial_state), **outside)
+        inputs, states = self.run_loops(one_pass, inputs, cache, use_cache, output_readouts)
+        readouts = [one_pass.unpack(self.readout(replace(inputs, state=state), **outside)) for state in states]
+        last = readouts[-1] if output_readouts else one_pass.unpack(self.readout(inputs, **outside))
+        self.loop_state.announce(self.loop_state.batch.loop(0))  # what belongs to this pass ends with it
         output = LoopedModelOutput(last_hidden_state=last, past_key_values=cache)
         if output_readouts:
-            output.readouts, output.loop_states = tuple(readouts), tuple(map(run.unpack, states))
+            output.readouts, output.loop_states = tuple(readouts), tuple(map(one_pass.unpack, states))
         return output
 
     def _embed(self, input_ids, inputs_embeds, initial_state) -> torch.Tensor:
@@ -389,7 +383,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
             raise UserError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-            if self.training_policy.lora_parameters is not None and inputs_embeds.is_leaf:
+            if self.loop_state.batch.optimisations.lora_parameters is not None and inputs_embeds.is_leaf:
                 # PEFT and TRL make the embeddings require a gradient that nothing uses, for reentrant checkpointing.
                 inputs_embeds = inputs_embeds.detach()
         if initial_state is not None and initial_state.shape != inputs_embeds.shape:
@@ -411,17 +405,20 @@ class LoopedBackbone(LoopedPreTrainedModel):
         fit_cache(cache, self.config.num_layer_runs)
         return cache
 
-    def _new_run(self, embeddings: torch.Tensor, attention_mask: Any, cache: Cache | None, options: dict) -> PlainRun:
+    def _new_pass(
+        self, embeddings: torch.Tensor, attention_mask: Any, cache: Cache | None, options: dict
+    ) -> PlainPass:
         """Return what runs this forward pass: plainly, unless an optimisation is switched on and applies."""
         # Packed examples have no rows: nothing may be asked of these, and a mask must say which tokens are padding.
         records = ("output_hidden_states", "output_attentions")
         shaped = torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
-        packs = cache is None and self.training_policy.packs and self.can_pack and (attention_mask is None or shaped)
+        allowed = cache is None and self.can_pack and self.loop_state.batch.optimisations.packs
+        packs = allowed and (attention_mask is None or shaped)
         if not packs or any(options.get(name, getattr(self.config, name, False)) for name in records):
-            return PlainRun(self)
-        from loopdropout_trainer.models.speed.run import FastRun  # which is made of this module's classes
+            return PlainPass(self)
+        from loopdropout_trainer.models.speed.packed_pass import PackedPass  # which is made of this module's classes
 
-        return FastRun(self)
+        return PackedPass(self)
 
 
 def _positions(embeddings: torch.Tensor, attention_mask: Any, seen: int) -> torch.Tensor:
@@ -460,14 +457,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     @property
     def loop_state(self) -> LoopState:
         return self.base_model.loop_state
-
-    @property
-    def training_policy(self) -> TrainingPolicy:
-        return self.base_model.training_policy
-
-    @training_policy.setter
-    def training_policy(self, policy: TrainingPolicy) -> None:
-        self.base_model.training_policy = policy
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refuse what `generate_batch` begins with."""

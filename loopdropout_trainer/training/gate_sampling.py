@@ -23,7 +23,7 @@ from loopdropout_trainer.data.templates import answer_end, check_template_source
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
-from loopdropout_trainer.looped import GatePlan, TrainingPolicy, find_looped_model
+from loopdropout_trainer.looped import GatedBatch, Optimisations, find_looped_model
 from loopdropout_trainer.saving.adapter_files import add_end_tokens
 from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.settings.tokenizer import as_in_its_file, read_tokenizer
@@ -116,7 +116,7 @@ class GateSamplingMixin:
         if chooses_checkpointing:
             choose_checkpointing(self.model, self.train_dataset, self.args)
         self._pass_index = 0
-        self.training_policy = self._find_training_policy()
+        self.optimisations = self._find_optimisations()
         self._compile_layers()
 
     @property
@@ -180,14 +180,12 @@ class GateSamplingMixin:
 
     def _unit_gates(self) -> None:
         """Return to ordinary LoRA at the model's own depth, run as outside of training."""
-        looped = find_looped_model(self.model)
         if self._own_depth is not None:
-            looped.config.num_loops, self._own_depth = self._own_depth, None
+            find_looped_model(self.model).config.num_loops, self._own_depth = self._own_depth, None
         self.loop_state.unit_gates()
-        looped.training_policy = TrainingPolicy()
 
     def train(self, *args, **kwargs):
-        self.training_policy = self._find_training_policy()  # again: what is trained may have changed
+        self.optimisations = self._find_optimisations()  # again: what is trained may have changed
         trained = super().train(*args, **kwargs)
         if self.state.global_step == 0:  # a stream, whose length nobody knew
             raise UserError("No step was taken: `train_dataset` has not a single batch.")
@@ -228,11 +226,9 @@ class GateSamplingMixin:
         draw = self._draw([(first_row + row, segment) for row, segment in ids], num_loops)
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
         states = draw if self.redraws_states else None
-        self.loop_state.apply(GatePlan(self._drawn, segments, self.rule.seeds(draw), states))
-        looped = find_looped_model(self.model)
-        looped.training_policy = self.training_policy
+        self.loop_state.apply(GatedBatch(self._drawn, segments, self.rule.seeds(draw), states, self.optimisations))
         if loops_to_run != self.num_loops:  # until the training step has ended
-            self._own_depth, looped.config.num_loops = self.num_loops, loops_to_run
+            self._own_depth, find_looped_model(self.model).config.num_loops = self.num_loops, loops_to_run
         self._log_gates(self._drawn.detach())
 
     redraws_states = True
@@ -260,7 +256,7 @@ class GateSamplingMixin:
             pass_index=self._pass_index,
         )
 
-    def _find_training_policy(self) -> TrainingPolicy:
+    def _find_optimisations(self) -> Optimisations:
         """Return how micro-batches may run in training, and say so if they cannot run as they were asked to."""
         args, parameters = self.args, None
         packs = args.remove_padding and not args.torch_compile and find_looped_model(self.model).can_pack
@@ -271,17 +267,17 @@ class GateSamplingMixin:
                 "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that is "
                 "trained."
             )
-        return TrainingPolicy(packs, parameters)
+        return Optimisations(packs, parameters)
 
     def _compile_layers(self) -> None:
         """Compile what is to be compiled, and say which optimisations are in use."""
         args, unsharded = self.args, distributed.has_unsharded_weights(self.accelerator)
-        looped, policy = find_looped_model(self.model), self.training_policy
+        looped, allowed = find_looped_model(self.model), self.optimisations
         used = {
-            "remove_padding": policy.packs,
-            "skip_frozen_loops": policy.lora_parameters is not None,
+            "remove_padding": allowed.packs,
+            "skip_frozen_loops": allowed.lora_parameters is not None,
             "fused_lora": args.fused_lora and unsharded and looped.can_pack,
-            "compile_layers": args.compile_layers and policy.packs and unsharded and looped.compile_layers(),
+            "compile_layers": args.compile_layers and allowed.packs and unsharded and looped.compile_layers(),
         }
         if args.compile_layers and not used["compile_layers"]:
             logger.warning(

@@ -135,7 +135,7 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         if config.state_init == "zero":
             return torch.zeros_like(state)
         positions = inputs.position_ids.expand(len(state), -1)
-        draw = self.loop_state.plan.draw if self.training and config.redraw_state else None
+        draw = self.loop_state.batch.draw if self.training and config.redraw_state else None
         examples = [()] if draw is None else [(draw.seed, draw.step, *example) for example in draw.example_ids]
         keys = [stream_key("initial state", config.state_seed, *example) for example in examples]
         keys = torch.tensor([key - 2**64 if key >= 2**63 else key for key in keys], device=state.device)  # as int64

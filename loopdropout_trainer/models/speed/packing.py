@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,21 +18,14 @@ class Packing:
         kept: [T] indices of the tokens among the B * S; None: all of them, in order.
         lengths: of the examples, in tokens.
         examples: index of each one's gates: its row, or where gates have segments, its segment.
-        device: of the batch.
+        tokens: [T] index of each token's gates.
     """
 
     shape: tuple[int, int]
     kept: torch.Tensor | None
     lengths: list[int]
     examples: list[int]
-    device: torch.device
-
-    def tokens(self, order: Sequence[int] | None = None) -> torch.Tensor:
-        """Return the index of each token's gates, [n], when examples are packed in this order; default: all, as they lie."""
-        order = range(len(self.lengths)) if order is None else order
-        lengths = torch.tensor([self.lengths[index] for index in order])
-        examples = torch.tensor([self.examples[index] for index in order]).repeat_interleave(lengths)
-        return examples.to(self.device, non_blocking=True)
+    tokens: torch.Tensor
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """Return [1, T, ...] of [B, S, ...], or of what all rows share, [1, S, ...]."""
@@ -81,4 +73,5 @@ def find_packing(
     examples = owners[firsts].tolist()
     present = [index for index, length in enumerate(lengths) if length]
     lengths, examples = ([values[index] for index in present] for values in (lengths, examples))
-    return Packing(shape, kept, lengths, examples, position_ids.device)
+    tokens = torch.tensor(examples).repeat_interleave(torch.tensor(lengths))
+    return Packing(shape, kept, lengths, examples, tokens.to(position_ids.device, non_blocking=True))
