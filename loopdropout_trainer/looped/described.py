@@ -63,15 +63,6 @@ class LoopDescription(LoopedModelMixin):
 
     # What follows from it.
 
-    def recurrent_linears(self) -> list[str]:
-        layers = set(map(id, self.recurrent_layers()))
-        inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
-        return [
-            name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
-            for name, module in self.named_modules()
-            if name.startswith(inside) and isinstance(module, nn.Linear) and ".lora_" not in name
-        ]
-
     def loop_readouts(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
         readouts: list[torch.Tensor] = []
         hook = self.readout_module().register_forward_hook(
@@ -152,6 +143,7 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         for layer in self.recurrent_layers():
             layer.__class__ = _both(_Announcing, type(layer))
             layer.looped_model = (self,)
+        self.register_projections()
 
     model_class.config_class.num_loops = property(description.get_num_loops, set_num_loops)
     for field in ("auto_map", "served_by"):  # what the configurations of this package's own families have

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -38,9 +39,29 @@ class LoopedModelMixin:
     trains_at_one_depth = False  # whether it is built for the depth that it trains at, and for the final loop's loss
     trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
 
+    def recurrent_layers(self) -> Iterable[nn.Module]:
+        """Return the modules that run in every loop. Their linear projections are where adapters go by default."""
+        raise NotImplementedError
+
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""
-        raise NotImplementedError
+        layers = set(map(id, self.recurrent_layers()))
+        inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
+        names = [
+            name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
+            for name, module in self.named_modules()
+            if f"{name}.".startswith(inside) and hasattr(module, "in_features") and ".lora_" not in name
+        ]
+        return list(dict.fromkeys(names))
+
+    def register_projections(self) -> None:
+        """Tell PEFT where an adapter without `target_modules` goes in models of this type: on `recurrent_linears`."""
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # late: it takes long
+
+        names = [name.removeprefix(f"{self.base_model_prefix}.") for name in self.recurrent_linears()]
+        patterns = dict.fromkeys(re.sub(r"\b\d+\b", r"\\d+", re.escape(name)) for name in names)  # of any layer
+        pattern = rf"(.*\.)?({'|'.join(patterns)})"
+        TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(self.config.model_type, pattern)
 
     def loop_readouts(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from loopdropout_trainer.looped import LoopState
-from loopdropout_trainer.models.layers import PROJECTIONS, ExactRotaryEmbedding, GatedMLP, RMSNorm, SelfAttention
+from loopdropout_trainer.models.layers import ExactRotaryEmbedding, GatedMLP, RMSNorm, SelfAttention
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedConfigMixin,
@@ -62,8 +62,8 @@ class DecoderBackbone(LoopedBackbone):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = ExactRotaryEmbedding(config)
 
-    def recurrent_names(self) -> list[str]:
-        return [f"layers.{layer}.{name}" for layer in range(len(self.layers)) for name in PROJECTIONS]
+    def recurrent_layers(self) -> nn.ModuleList:
+        return self.layers
 
 
 class DecoderForCausalLM(LoopedForCausalLM):
@@ -71,10 +71,3 @@ class DecoderForCausalLM(LoopedForCausalLM):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    backbone_class: type[DecoderBackbone]
-
-    def __init__(self, config) -> None:
-        super().__init__(config)
-        self.model = self.backbone_class(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()

@@ -37,9 +37,9 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, torch.Ten
 
 
 def _multiply(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the high and the low word of a 32 x 32 bit product, within int64's 63 bits."""
-    upper, lower = (word >> 16) * factor, (word & 0xFFFF) * factor
-    return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _WORD
+    """Return the high and the low word of a 32 x 32 bit product."""
+    product = word * factor  # of 64 bits, the highest of which int64 takes for a sign
+    return (product >> 32) & _WORD, product & _WORD
 
 
 def truncated_normals(keys: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:

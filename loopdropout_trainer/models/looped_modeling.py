@@ -11,7 +11,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -27,8 +26,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, RunningLoop, check_num_loops
+from loopdropout_trainer.models.forward_pass import LoopCacheView, LoopInputs, PlainPass, fit_cache
 from loopdropout_trainer.models.layers import Attention
-from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 from loopdropout_trainer.models.strict_loading import load_strictly
 
 
@@ -51,87 +50,6 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
     loop_states: tuple[torch.FloatTensor, ...] | None = None
 
 
-@dataclass
-class LoopInputs:
-    """All that a loop reads besides weights and cache: of a batch, row by row, or of examples packed in one row.
-
-    Nothing about the rows of a batch is passed in any other way.
-
-    Attributes:
-        state: [B, S, H], carried from loop to loop; [1, T, H] if the examples are packed.
-        attention_mask: in the attention kernel's own form: None, [B, 1, S, cached + S], a block mask, or packed lengths.
-        position_ids: [B or 1, S].
-        position_embeddings: cosines and sines, each [B or 1, S, ...].
-        injected: [B, S, H] that every loop mixes in again, or None.
-        attention_kwargs: further arguments of the attention kernel.
-        tokens: [n] index of the example whose gates each packed token has; None: the batch, row by row.
-        running: the loop that runs, which its layers announce; None before and after the loops.
-    """
-
-    state: torch.Tensor
-    attention_mask: Any
-    position_ids: torch.Tensor
-    position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    injected: torch.Tensor | None = None
-    attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    tokens: torch.Tensor | None = None
-    running: RunningLoop | None = None
-
-    def run(self, layers: Iterable[nn.Module], **layer_kwargs) -> torch.Tensor:
-        """Return the state [B, S, H] after some layers, which are told the loop."""
-        state = self.state
-        for layer in layers:
-            state = layer(
-                state,
-                attention_mask=self.attention_mask,
-                position_ids=self.position_ids,
-                position_embeddings=self.position_embeddings,
-                running=self.running,
-                **self.attention_kwargs,
-                **layer_kwargs,
-            )
-        return state
-
-
-class PlainPass:
-    """One forward pass of a backbone, row by row of its batch. `PackedPass` gives the same results in less time and memory."""
-
-    def __init__(self, backbone: LoopedBackbone) -> None:
-        self.backbone = backbone
-        self.prepared: dict[Any, Any] = {}  # see `RunningLoop`
-
-    def arrange(self, inputs: LoopInputs, attention_mask: Any, cache: Cache | None) -> LoopInputs:
-        """Return inputs [B, S, ...] as the layers of this pass read them, from the prelude on, with their mask."""
-        self.backbone.loop_state.announce(RunningLoop())
-        if isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
-            mask = attention_mask["full_attention"]
-        else:
-            options = {"past_key_values": cache, "position_ids": inputs.position_ids}
-            mask = create_causal_mask(self.backbone.config, inputs.state, attention_mask, **options)
-        return replace(inputs, attention_mask=mask)
-
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, S, ...] as `arrange` returns its inputs; `unpack` is the way back."""
-        return x
-
-    unpack = pack
-
-    def start(self, inputs: LoopInputs) -> None:
-        """Take the first loop's inputs."""
-        self.inputs = inputs
-
-    def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
-        """Run one loop: a function from inputs to the state after it."""
-        state = self.backbone.loop_state
-        running = state.batch.loop(loop, self.inputs.state.device, prepared=self.prepared)
-        state.announce(running)  # for what runs outside of a layer
-        self.inputs = replace(self.inputs, state=recurrent_step(replace(self.inputs, running=running)))
-
-    def result(self) -> LoopInputs:
-        """Return the inputs with the state after the loops so far."""
-        return self.inputs
-
-
 class LoopedConfigMixin:
     """Makes `num_loops` a checked name for the family's own depth field (named in `attribute_map`).
 
@@ -144,6 +62,7 @@ class LoopedConfigMixin:
     # Other programs that read the family's checkpoints, and how, for the card of a merged model: a command with {name}, and
     # {remote} where a name on the Hub needs an option. All of them read the tokenizer.
     served_by: ClassVar[dict[str, str]] = {}
+    _left_open: ClassVar[dict[str, Any]] = {}
 
     def __setattr__(self, name, value):
         depth = name in ("num_loops", self.attribute_map.get("num_loops"))
@@ -185,10 +104,14 @@ class LoopedConfigMixin:
         fields = self.hub_fields(super().to_diff_dict())
         if "dtype" in fields:  # `torch_dtype` before transformers 5; a file that has one of the two names keeps it
             fields["torch_dtype"] = fields["dtype"]
-        left_open = {"backprop_depth": None, **self.__dict__.get("_left_open", {})}
-        of_the_run = ("dtype", "torch_dtype", "use_cache")  # loading and training set them
-        changed = lambda name, value: name not in of_the_run and value != left_open[name]
-        return {name: value for name, value in fields.items() if name not in left_open or changed(name, value)}
+        for name, value in {"backprop_depth": None, **self._left_open}.items():
+            if fields.get(name) == value or name in (
+                "dtype",
+                "torch_dtype",
+                "use_cache",
+            ):  # which loading and training set
+                fields.pop(name, None)
+        return fields
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
@@ -236,20 +159,19 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     def can_pack(self) -> bool:
         return self.config._attn_implementation in ("sdpa", "eager")
 
-    def recurrent_linears(self) -> list[str]:
-        prefix = "" if self is self.base_model else f"{self.base_model_prefix}."
-        return [f"{prefix}{name}" for name in self.base_model.recurrent_names()]
+    def post_init(self) -> None:
+        super().post_init()
+        self.register_projections()
 
     def compile_layers(self) -> bool:
         # torch keeps the programs of a function with its code, allows few, and after them runs the function uncompiled. So
         # each model compiles a copy: the trainings of one process, each with its own rule, would use up each other's.
-        compiled = {}
-        for layer in (module for module in self.modules() if isinstance(module, RecurrentLayer)):
-            if (kind := type(layer)) not in compiled:
-                own = kind.layer_forward
-                copied = types.FunctionType(own.__code__.replace(), own.__globals__, closure=own.__closure__)
-                compiled[kind] = torch.compile(copied, dynamic=True)
-            layer.compiled_forward = compiled[kind]
+        layers = [module for module in self.modules() if isinstance(module, RecurrentLayer)]
+        own = type(layers[0]).layer_forward
+        copied = types.FunctionType(own.__code__.replace(), own.__globals__, closure=own.__closure__)
+        compiled = torch.compile(copied, dynamic=True)
+        for layer in layers:
+            layer.compiled_forward = compiled
         return True
 
     def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
@@ -274,10 +196,6 @@ class LoopedBackbone(LoopedPreTrainedModel):
         )
 
     # What a family supplies.
-
-    def recurrent_names(self) -> list[str]:
-        """Return the names, in the backbone, of the linear projections inside the recurrent block."""
-        raise NotImplementedError
 
     def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of the positions, in the form that the family's attention takes."""
@@ -433,14 +351,24 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     """A looped backbone with its head. Loss and logits are always the final loop's.
 
     Class attributes:
+        backbone_class: of the backbone, which `base_model_prefix` names.
         float32_logits: whether logits are returned in float32 at least, whatever the model's dtype.
     """
 
+    backbone_class: type[LoopedBackbone]
     float32_logits = False
 
     def __init__(self, config) -> None:
         super().__init__(config)
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        if self.get_output_embeddings() is None:
+            size, width = self.get_input_embeddings().weight.shape
+            self.lm_head = nn.Linear(width, size, bias=False)
         self.register_load_state_dict_pre_hook(type(self).accept_hub_weights)
+        self.post_init()
+
+    def recurrent_layers(self) -> Iterable[nn.Module]:
+        return self.base_model.recurrent_layers()
 
     def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the state dict `weights` as the published code names and completes it: what is saved."""

@@ -26,13 +26,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.decoder import DecoderLayer
-from loopdropout_trainer.models.layers import PROJECTIONS, ExactRotaryEmbedding, RMSNorm, StaysFloat32
+from loopdropout_trainer.models.forward_pass import LoopInputs
+from loopdropout_trainer.models.layers import ExactRotaryEmbedding, RMSNorm, StaysFloat32
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedConfigMixin,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
-    LoopInputs,
 )
 
 
@@ -221,9 +221,8 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         self.rotary_emb = ExactRotaryEmbedding(config)
         self.post_init()
 
-    def recurrent_names(self) -> list[str]:
-        layers = range(len(self.reasoning.layers))
-        return [f"reasoning.layers.{layer}.{name}" for layer in layers for name in PROJECTIONS]
+    def recurrent_layers(self) -> nn.ModuleList:
+        return self.reasoning.layers
 
     def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
         encoded = inputs.run(self.encoder.layers, **layer_kwargs)
@@ -239,12 +238,8 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
 class LoopusForCausalLM(LoopusPreTrainedModel, LoopedForCausalLM):
     """LoopUS with its head."""
 
+    backbone_class = LoopusModel
     _tied_weights_keys = {}
-
-    def __init__(self, config: LoopusConfig) -> None:
-        super().__init__(config)
-        self.model = LoopusModel(config)
-        self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.decoder.lm_head

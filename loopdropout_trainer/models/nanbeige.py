@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
-from loopdropout_trainer.models.looped_modeling import LoopInputs
+from loopdropout_trainer.models.forward_pass import LoopInputs
 
 
 # Switches of the published code for what is not implemented here. Every `enable_...` field is one of them too.

@@ -33,7 +33,10 @@ def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate channels (i, i + d / 2) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d], which get no gradient."""
+    """Rotate channels (i, i + d / 2) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d], which get no gradient.
+
+    Both channels of a pair have the same cosine and the same sine.
+    """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if torch.compiler.is_compiling():
         first, second = x.chunk(2, dim=-1)
@@ -59,12 +62,12 @@ def _swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return F.silu(a).mul_(b)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    # [a, b] in channels (i, i + d / 2) becomes [a cos - b sin, b cos + a sin].
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int = 1) -> torch.Tensor:
+    # [a, b] in channels (i, i + d / 2) becomes [a cos - b sin, b cos + a sin]; by the negative angle for direction -1.
     half = x.shape[-1] // 2
     rotated = x * cos
-    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-direction)
+    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:], value=direction)
     return rotated
 
 
@@ -128,10 +131,4 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        # The transposed rotation: the signs of both sines change, and each half reads the other's sines.
-        half = grad.shape[-1] // 2
-        turned = grad * cos
-        turned[..., :half].addcmul_(grad[..., half:], sin[..., half:])
-        turned[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
-        return turned, None, None
+        return _rotate(grad, *ctx.saved_tensors, direction=-1), None, None

@@ -12,12 +12,13 @@ from __future__ import annotations
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
+from torch.nn import functional as F
 from transformers import Qwen2Config
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
+from loopdropout_trainer.models.forward_pass import LoopInputs
 from loopdropout_trainer.models.layers import RMSNorm
-from loopdropout_trainer.models.looped_modeling import LoopInputs
 
 
 @strict
@@ -91,10 +92,10 @@ class OuroModel(DecoderBackbone):
 
         Nothing in this package exits by it. The published code mixes the loops' losses with it when it is given labels.
         """
-        stop = torch.sigmoid(torch.stack([self.early_exit_gate(readout).squeeze(-1) for readout in readouts], dim=-1))
-        survived = torch.cumprod(1 - stop, dim=-1)  # probability of not having stopped after loop t
-        reached = torch.cat([torch.ones_like(survived[..., :1]), survived[..., :-1]], dim=-1)
-        return torch.cat([(reached * stop)[..., :-1], reached[..., -1:]], dim=-1)
+        logits = torch.cat([self.early_exit_gate(readout) for readout in readouts], dim=-1)
+        stop = torch.sigmoid(logits[..., :-1])  # [B, S, K - 1], once loop t is reached; nothing comes after the last
+        reached = F.pad(torch.cumprod(1 - stop, dim=-1), (1, 0), value=1.0)
+        return reached * F.pad(stop, (0, 1), value=1.0)
 
 
 class OuroForCausalLM(DecoderForCausalLM):

@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
 from loopdropout_trainer.looped import RunningLoop, launch_flops
-from loopdropout_trainer.models.looped_modeling import LoopInputs, PlainPass
+from loopdropout_trainer.models.forward_pass import LoopInputs, PlainPass
 from loopdropout_trainer.models.speed.packed_attention import Lengths, lengths_in_chunks
 from loopdropout_trainer.models.speed.packing import find_packing
 
@@ -153,7 +153,7 @@ class PackedPass(PlainPass):
         """
         backbone = self.backbone
         if backbone.block_sizes is None:
-            linears = [backbone.get_submodule(name) for name in backbone.recurrent_names()]
+            linears = [backbone.get_submodule(name) for name in backbone.recurrent_linears()]
             weights = sum(linear.in_features * linear.out_features for linear in linears)
             backbone.block_sizes = weights, sum(parameter.numel() for parameter in self.lora_parameters)
         weights, factors = backbone.block_sizes

@@ -3,8 +3,12 @@
     e = prelude(sqrt(E) wte[ids]);   s_0 random;   for t = 1..K:  s_t = core(adapter([s_{t-1}, e]))
     readout of loop t = ln_f(coda(ln_f(s_t)));   logits = readout wte^T
 
-Converted models (McLeish et al. 2025, arXiv 2511.07384) have this frame around the blocks of the model that they were made of
-(`blocks`), with one difference: readout of loop t = ln_f(coda(s_t)).
+Converted models (McLeish et al. 2025, arXiv 2511.07384) have this frame around the blocks of the model that they were made of,
+with one difference: readout of loop t = ln_f(coda(s_t)). By `block_layout` a block is
+
+    huginn    x = N2(x + Attn(N1 x));   x = N4(x + MLP(N3 x))      norms before each sublayer, and after the residual sum
+    llama     x = x + Attn(N1 x);       x = x + MLP(N2 x)          norms before
+    olmo      x = x + N1(Attn x);       x = x + N2(MLP x)          norms after, inside the residual; also of q and k
 
 What the checkpoint calls `transformer.adapter` is the projection that mixes state and e, a part of the pretrained model.
 """
@@ -21,26 +25,102 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.huginn.blocks import RavenAttention, RavenBlock
-from loopdropout_trainer.models.huginn.configuration_huginn import HuginnConfig, drop_huginn_ids
+from loopdropout_trainer.looped import LoopState
+from loopdropout_trainer.models.forward_pass import LoopInputs
+from loopdropout_trainer.models.huginn_config import HuginnConfig, drop_huginn_ids
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
-from loopdropout_trainer.models.layers import ExactRotaryEmbedding, RMSNorm, project
+from loopdropout_trainer.models.layers import Attention, ExactRotaryEmbedding, RMSNorm, project
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
-    LoopInputs,
+    RecurrentLayer,
 )
+from loopdropout_trainer.models.operations import rotate_halves, swiglu
 from loopdropout_trainer.models.strict_loading import DOWNLOAD_FIELDS, checkpoint_names
-
-
-_PROJECTIONS = ("attn.Wqkv", "attn.proj", "mlp.fc", "mlp.proj")
 
 
 def rotary_angles(config: HuginnConfig, position_ids: torch.Tensor) -> torch.Tensor:
     """Return the rotation angles [..., d / 2] of positions [...], float32: p * base^(-2i / d)."""
     channels = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_ids.device)
     return position_ids[..., None].float() * config.rope_base ** (-channels / config.head_dim)
+
+
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate channels (2i, 2i + 1) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d / 2]; in float32 at least."""
+    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).type_as(x)
+
+
+class RavenAttention(Attention):
+    """Attention with one projection `Wqkv` for queries, keys and values, in that order; there may be fewer keys and values.
+
+    Huginn has a bias on queries and keys, and rotates channels (2i, 2i + 1); conversions rotate (i, i + d / 2), and OLMo-2
+    norms queries and keys, each over all heads together.
+    """
+
+    output = "proj"
+
+    def __init__(self, config: HuginnConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.num_heads = (config.n_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.Wqkv = nn.Linear(config.n_embd, sum(self.num_heads) * self.head_dim, bias=False)
+        self.proj = nn.Linear(config.n_heads * self.head_dim, config.n_embd, bias=False)
+        if config.block_layout == "huginn" and config.qk_bias:
+            self.qk_bias = nn.Parameter(torch.zeros(2, 1, config.n_heads, config.head_dim))
+        if config.block_layout == "olmo":
+            self.q_norm = RMSNorm(config.n_heads * config.head_dim, eps=config.norm_eps)
+            self.k_norm = RMSNorm(config.num_key_value_heads * config.head_dim, eps=config.norm_eps)
+
+    def heads(self, hidden_states, position_embeddings):
+        qkv = project(hidden_states, self.Wqkv)[0].unflatten(-1, (-1, self.head_dim))  # [B, S, all heads, d]
+        query, key, value = qkv.split(self.num_heads, dim=2)
+        if hasattr(self, "qk_bias"):
+            query, key = query + self.qk_bias[0], key + self.qk_bias[1]
+        if hasattr(self, "q_norm"):
+            query = self.q_norm(query.flatten(-2)).view_as(query)
+            key = self.k_norm(key.flatten(-2)).view_as(key)
+        rotate = rotate_pairs if self.config.block_layout == "huginn" else rotate_halves
+        query, key = (rotate(x.transpose(1, 2), *position_embeddings) for x in (query, key))
+        return query, key, value.transpose(1, 2)
+
+
+class RavenMLP(nn.Module):
+    """proj(silu(a) * b), [a, b] = fc(x)."""
+
+    def __init__(self, config: HuginnConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, 2 * config.intermediate_size, bias=False)
+        self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        activated, linear = project(x, self.fc)[0].chunk(2, dim=-1)
+        return project(swiglu(activated, linear), self.proj)[0]
+
+
+class RavenBlock(RecurrentLayer):
+    """One layer of prelude, recurrent block or coda, in the layout of the configuration."""
+
+    def __init__(self, config: HuginnConfig, layer_idx: int, loop_state: LoopState) -> None:
+        super().__init__()
+        self.loop_state = loop_state
+        self.layout = config.block_layout
+        self.attn = RavenAttention(config, layer_idx)
+        self.mlp = RavenMLP(config)
+        for number in range(1, 5 if self.layout == "huginn" else 3):
+            self.add_module(f"norm_{number}", RMSNorm(config.n_embd, eps=config.norm_eps))
+
+    def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        if self.layout == "olmo":
+            hidden_states = hidden_states + self.norm_1(self.attn(hidden_states, **kwargs)[0])
+            return hidden_states + self.norm_2(self.mlp(hidden_states))
+        attention, _ = self.attn(self.norm_1(hidden_states), **kwargs)
+        if self.layout == "llama":
+            hidden_states = hidden_states + attention
+            return hidden_states + self.mlp(self.norm_2(hidden_states))
+        hidden_states = self.norm_2(hidden_states + attention)
+        return self.norm_4(hidden_states + self.mlp(self.norm_3(hidden_states)))
 
 
 class HuginnPreTrainedModel(LoopedPreTrainedModel):
@@ -97,9 +177,8 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
             self.rotary_emb = ExactRotaryEmbedding(config)
         self.post_init()
 
-    def recurrent_names(self) -> list[str]:
-        blocks = range(len(self.core_block))
-        return ["adapter", *(f"core_block.{block}.{name}" for block in blocks for name in _PROJECTIONS)]
+    def recurrent_layers(self) -> list[nn.Module]:
+        return [self.adapter, *self.core_block]
 
     def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.config.block_layout != "huginn":
@@ -147,15 +226,10 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
 class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
     """Huginn with its head, which is the embedding; converted models have one of their own. Logits are float32."""
 
+    backbone_class = HuginnModel
     float32_logits = True
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-
-    def __init__(self, config: HuginnConfig) -> None:
-        super().__init__(config)
-        self.transformer = HuginnModel(config)
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        self.post_init()
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """Change the size of the vocabulary; arguments as in transformers."""
