@@ -11,8 +11,7 @@ from loopdropout_trainer import use_gates
 from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates, prepared
 from loopdropout_trainer.generation import decoding, generate_greedy
 from loopdropout_trainer.generation.decoding import SlotCache
-from loopdropout_trainer.generation.generation import sample_completions
-from loopdropout_trainer.generation.memory import decoding_memory
+from loopdropout_trainer.generation.generation import decoding_memory, sample_completions
 from loopdropout_trainer.looped import find_looped_model
 
 

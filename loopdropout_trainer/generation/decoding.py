@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
@@ -34,6 +35,11 @@ ALLOCATED_COLUMNS = 256
 
 PREFILL_TOKENS = 16384
 """Prompts are read in batches: batch size times the longest one's length is at most this, unless one alone is longer."""
+
+
+def rounded_up(size: int, block: int) -> int:
+    """Return the least multiple of `block` that is at least `size`."""
+    return -(-size // block) * block
 
 
 class SlotCache(Cache):
@@ -68,7 +74,7 @@ class SlotCache(Cache):
             # Allocated in steps of ALLOCATED_COLUMNS, used in steps of COLUMNS: with 256 and 16, a cache for 300 columns holds
             # 512 and attends over 304.
             if num_columns > self.allocated_columns:
-                self.allocated_columns = -(-num_columns // ALLOCATED_COLUMNS) * ALLOCATED_COLUMNS
+                self.allocated_columns = rounded_up(num_columns, ALLOCATED_COLUMNS)
             self.columns = torch.arange(num_columns, device=self.columns.device)
             torch._dynamo.maybe_mark_dynamic(self.columns, 0)  # one compiled step for caches of any length
             for layer in self.layers:
@@ -138,18 +144,15 @@ class SlotLayer(StaticLayer):
         return 0
 
 
-@dataclass
 class _Row:
-    index: int
-    prompt: list[int]
-    completion: list[int] = field(default_factory=list)
+    """Prompt `index` with what it is continued by so far."""
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion)
+    def __init__(self, index: int, prompt: list[int]) -> None:
+        self.index, self.tokens, self.start = index, list(prompt), len(prompt)
 
     @property
-    def last_token(self) -> int:
-        return self.completion[-1] if self.completion else self.prompt[-1]
+    def completion(self) -> list[int]:
+        return self.tokens[self.start :]
 
 
 _FREE = _Row(-1, [0])
@@ -229,7 +232,7 @@ class Decoder:
     def __post_init__(self) -> None:
         self.device = self.model.device  # found by a walk through the modules: once
         rows = (_Row(index, prompt) for index, prompt in enumerate(self.prompts))
-        self.waiting = deque(sorted(rows, key=len, reverse=True))  # what fills memory comes first
+        self.waiting = deque(sorted(rows, key=lambda row: -row.start))  # what fills memory comes first
         self.num_slots = min(self.num_slots, len(self.prompts))
         self.slots: list[_Row | None] = [None] * self.num_slots  # fewer when compacted, up to as many when admitting
         self.cache = SlotCache(self.num_slots, self.device, self.model.dtype)
@@ -253,12 +256,13 @@ class Decoder:
         waiting = len(self.waiting)
         self.slots += [None] * (self.num_slots - len(self.slots))
         free = [slot for slot, row in enumerate(self.slots) if row is None]
-        if 4 * len(free) >= self.num_slots:  # not to each one alone, since reading a prompt takes a call of its own
-            while free and self.waiting:
-                # The first prompt's length is the batch's width, since the longest come first.
-                size = max(1, PREFILL_TOKENS // len(self.waiting[0]))
-                taken, free = free[:size], free[size:]
-                self._prefill(taken[: len(self.waiting)])
+        if 4 * len(free) < self.num_slots:
+            free = []  # not to each one alone, since reading a prompt takes a call of its own
+        while free and self.waiting:
+            # The first prompt's length is the batch's width, since the longest come first.
+            size = min(len(self.waiting), max(1, PREFILL_TOKENS // self.waiting[0].start))
+            self._prefill(free[:size])
+            free = free[size:]
         if not self.compiled:
             self._compact()
         return len(self.waiting) < waiting
@@ -279,8 +283,7 @@ class Decoder:
         """Make the cache as large as the rows."""
         # Rounded up, so that a cache is not resized with every token: each length costs a new view, or a new CUDA graph.
         block = COLUMNS[self.compiled]
-        num_columns = max(len(row) for row in self.slots if row is not None) + block - 1
-        num_columns -= num_columns % block
+        num_columns = rounded_up(max(len(row.tokens) for row in self.slots if row is not None), block)
         if self.compiled:
             num_columns = max(num_columns, len(self.cache.columns))
         self.cache.resize(len(self.slots), num_columns)
@@ -291,12 +294,12 @@ class Decoder:
         for slot, row in zip(slots, rows, strict=True):
             self.slots[slot] = row
         self._fit()
-        length = max(map(len, rows))
-        ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.device)
+        prompts = [torch.tensor(row.tokens) for row in rows]
+        ids = pad_sequence(prompts, batch_first=True).to(self.device)  # [B, S]
         # Padding comes after the prompt, which does not see it; its columns are those of the completion. Prompts ab and x:
         # ids [[a, b], [x, 0]], positions [[0, 1], [0, 1]], and the logits are read at `ends` [1, 0].
-        self._set(slots, torch.arange(length).expand(len(rows), -1), is_prefill=True)
-        ends = torch.tensor([len(row) - 1 for row in rows])
+        self._set(slots, torch.arange(ids.shape[1]).expand(len(rows), -1), is_prefill=True)
+        ends = torch.tensor([row.start - 1 for row in rows])
         self._extend(rows, _logits(self.model, self.cache, ids, ends))
 
     def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
@@ -310,8 +313,8 @@ class Decoder:
         """Add a token to every row."""
         self._fit()
         computed = [_FREE if row is None else row for row in self.slots]
-        ids = torch.tensor([[row.last_token] for row in computed], device=self.device)  # [B, 1]
-        positions = torch.tensor([[len(row) - 1] for row in computed])
+        ids = torch.tensor([[row.tokens[-1]] for row in computed], device=self.device)  # [B, 1]
+        positions = torch.tensor([[len(row.tokens) - 1] for row in computed])
         self._set(list(range(len(self.slots))), positions, is_prefill=False)
         step = _compiled(self.device.type) if self.compiled else _logits
         logits = step(self.model, self.cache, ids)  # [B, V]
@@ -320,9 +323,9 @@ class Decoder:
 
     def _extend(self, rows: list[_Row], logits: torch.Tensor) -> None:
         """Add a token to the completion of each row, by its logits [B, V]."""
-        tokens = self.choose(logits, [row.index for row in rows], [len(row.completion) for row in rows])
+        tokens = self.choose(logits, [row.index for row in rows], [len(row.tokens) - row.start for row in rows])
         for row, token in zip(rows, tokens.tolist(), strict=True):
-            row.completion.append(token)
+            row.tokens.append(token)
 
     def _evict(self) -> list[_Row]:
         """Evict the rows whose completions have ended, and return them."""
@@ -331,8 +334,7 @@ class Decoder:
         ended = [
             row for row, end in zip(running, ends, strict=True) if end or len(row.completion) >= self.max_new_tokens
         ]
-        gone = {row.index for row in ended}
-        self.slots = [None if row is None or row.index in gone else row for row in self.slots]
+        self.slots = [None if row in ended else row for row in self.slots]
         return ended
 
 

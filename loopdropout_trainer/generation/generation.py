@@ -2,32 +2,84 @@
 
 The gates are those in force: unit gates, or what `use_gates` applies around the call. A completion does not depend on the
 rows beside it. (In bfloat16 two nearly equal logits may change places with the batch's shape and with the form of decoding.)
+
+What it keeps in memory is estimated by arithmetic, `decoding_memory`:
+
+    weights + copies of projections + libraries + keys and values of every (loop, layer) + work
+
+The work is that of reading prompts: a few tensors as wide as the widest projection, and the logits of a step.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import PreparedProjections
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.generation.decoding import Decoder, Sampler, why_unsupported
-from loopdropout_trainer.generation.memory import decoding_memory
+from loopdropout_trainer.generation.decoding import (
+    ALLOCATED_COLUMNS,
+    PREFILL_TOKENS,
+    Decoder,
+    Sampler,
+    rounded_up,
+    why_unsupported,
+)
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import end_tokens
 from loopdropout_trainer.settings.ranges import shown_parts
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
 logger = logging.get_logger(__name__)
+
+WIDEST_TENSORS = 4
+"""Tensors as wide as the widest projection that one layer holds at a time."""
+
+LOGITS_BYTES = 12
+"""Of a logit: as the head gives it, in float32, and while the most probable one is looked for."""
+
+
+def decoding_memory(
+    model: PreTrainedModel, lengths: Sequence[int], max_new_tokens: int, num_slots: int, copied_bytes: int = 0
+) -> dict[str, int]:
+    """Return the bytes that continuing prompts takes at most: of `libraries`, `weights`, `copies`, `keys and
+    values` and `work`.
+
+    Args:
+        model: looped model, with its adapter if it has one.
+        lengths: tokens of each prompt.
+        max_new_tokens: most tokens of a completion.
+        num_slots: rows that are decoded together.
+        copied_bytes: of projections that are made ready for many calls (`PreparedProjections.copied_bytes`).
+    """
+    config, itemsize = model.config, model.dtype.itemsize
+    slots, longest = min(num_slots, len(lengths)), max(lengths, default=0)
+    columns = rounded_up(longest + max_new_tokens, ALLOCATED_COLUMNS)
+    layers = getattr(config, "num_layer_runs", config.num_loops * config.num_hidden_layers)  # of each loop its own
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    linears = [model.get_submodule(name) for name in model.recurrent_linears()]
+    widest = max(max(linear.in_features, linear.out_features) for linear in linears)
+    read_together = max(longest, min(slots * longest, PREFILL_TOKENS))
+    return {
+        "libraries": int(LIBRARY_BYTES) if model.device.type == "cpu" else 0,
+        "weights": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        "copies": copied_bytes,
+        "keys and values": 2 * layers * slots * columns * heads * width * itemsize,
+        "work": read_together * widest * WIDEST_TENSORS * itemsize + slots * config.vocab_size * LOGITS_BYTES,
+    }
 
 
 def generate_greedy(
@@ -146,7 +198,8 @@ class _Ends:
     """Where completions end: at an end token, or before a stop string."""
 
     def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, stops
+        self.tokenizer = tokenizer
+        self.stops = re.compile("|".join(map(re.escape, stops))) if stops else None
         ids = [tokenizer.eos_token_id, *end_tokens(looped)]
         added = tokenizer.get_added_vocab()  # a stop string that is a special token never shows in decoded text
         ids += [added[stop] for stop in stops if stop in added]
@@ -157,16 +210,16 @@ class _Ends:
     def __call__(self, completions: list[list[int]]) -> list[bool]:
         """Tell which of these completions, not empty and not ended before their last token, have ended."""
         ended = [tokens[-1] in self.end_ids for tokens in completions]
-        if not self.stop_strings:
+        if self.stops is None:
             return ended
         tails = self._decode([tokens[-self.window :] for tokens in completions])
-        return [end or any(stop in tail for stop in self.stop_strings) for end, tail in zip(ended, tails, strict=True)]
+        return [end or bool(self.stops.search(tail)) for end, tail in zip(ended, tails, strict=True)]
 
     def text(self, completion: list[int]) -> str:
         """Return the completion's text, up to the earliest end."""
-        length = next((place for place, token in enumerate(completion) if token in self.end_ids), len(completion))
-        text = self._decode([completion[:length]])[0]
-        return text[: min((text.find(stop) for stop in self.stop_strings if stop in text), default=len(text))]
+        answer = list(takewhile(lambda token: token not in self.end_ids, completion))
+        text = self._decode([answer])[0]
+        return text if self.stops is None else self.stops.split(text, maxsplit=1)[0]
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -192,15 +245,16 @@ class _Generate:
         batch = [self.prompts[index] for index in indices]
         if not batch:
             return []
-        length, device = max(map(len, batch)), self.looped.device
-        ids = torch.tensor([[self.pad_id] * (length - len(row)) + row for row in batch], device=device)  # [B, S]
-        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in batch], device=device)
+        device, left = self.looped.device, {"batch_first": True, "padding_side": "left"}
+        ids = pad_sequence([torch.tensor(row) for row in batch], padding_value=self.pad_id, **left)  # [B, S]
+        mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in batch], **left)
+        length = ids.shape[1]
         have_ended = lambda ids, scores, **kwargs: torch.tensor(self.ends(ids[:, length:].tolist()), device=device)
         rows = self.looped.generate(
-            input_ids=ids,
-            attention_mask=mask,
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
             generation_config=self.config,
-            stopping_criteria=StoppingCriteriaList([have_ended] if self.ends.stop_strings else []),
+            stopping_criteria=StoppingCriteriaList([] if self.ends.stops is None else [have_ended]),
         )
         return list(zip(indices, rows[:, length:].tolist(), strict=True))
 
