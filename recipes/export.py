@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from loopdropout_trainer.checks import check_folder
 from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.saving.adapter_files import export_adapter
-from loopdropout_trainer.settings.ranges import check_folder
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 

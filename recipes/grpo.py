@@ -16,10 +16,10 @@ from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutGRPOConfig
+from loopdropout_trainer.checks import check_list, shown
 from loopdropout_trainer.errors import UserError, run_command
 from loopdropout_trainer.experimental.rewards import REWARDS, math_verify
 from loopdropout_trainer.runs.run import Run, run_all
-from loopdropout_trainer.settings.ranges import check_list, shown
 from loopdropout_trainer.settings.recipe import RecipeError
 
 

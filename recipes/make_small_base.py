@@ -136,7 +136,8 @@ def train(model: HuginnForCausalLM, texts: list[list[int]], args: argparse.Names
     scheduler = get_scheduler("cosine", optimizer, args.steps // 10, args.steps)
     rng, began = Random(args.seed), time.process_time()
     for step in track(range(args.steps), "training the loop"):
-        loss = loss_at(model, rng.sample(texts, args.batch_size), rng.randint(*args.depths))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_at(model, rng.sample(texts, args.batch_size), rng.randint(*args.depths))
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="JSON lines to train the loop on (default: it is not trained)")
     parser.add_argument("--steps", type=int, default=100, help="of training (default: %(default)s)")
     parser.add_argument("--depths", type=int, nargs=2, default=(2, 6), help="fewest and most loops (default: 2 6)")
-    parser.add_argument("--batch_size", type=int, default=8, help="texts in a step (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=4, help="texts in a step (default: %(default)s)")
     parser.add_argument("--learning_rate", type=float, default=3e-4, help="peak (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of texts and depths (default: %(default)s)")
     args = parser.parse_args()

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "loopdropout_trainer"
 FLOORS = (  # a folder or file imports from the floors below its own, never from a neighbour on its floor
     ("secrets",),
     ("errors",),
+    ("checks",),
     ("looped", "processes"),
     ("gates", "adapters", "models"),
     ("settings",),

@@ -168,7 +168,10 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     results = load_results(tmp_path / "evaluation.json")
     for name, file in (("gsm8k", SAMPLES / "gsm8k_test.jsonl"), ("arithmetic_test", None)):
         benchmark = load_benchmark(name, file, limit=8)
-        assert results[name] == evaluate_subject(Subject(model, tokenizer, 16), benchmark, progress=False)
+        want = evaluate_subject(Subject(model, tokenizer, 16), benchmark, progress=False)
+        assert results[name] == want
+        lines = (tmp_path / "answers" / "adapter" / name / "predictions.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [each.as_json() for each in want.predictions]
     row = json.loads((tmp_path / "evaluation.json").read_text())["rows"]["adapter"]
     run_info = row["benchmarks"]["gsm8k"]["run_info"]
     assert run_info["num_processes"] == 2 and run_info["settings"]["benchmark_batch_size"] == 3
@@ -404,6 +407,18 @@ def test_correct_answers_are_counted_by_the_columns_of_the_rows():
     assert result.as_json()["groups"] == {"num_steps": want}
 
 
+def test_the_last_number_of_a_completion_counts_whatever_stands_before_it():
+    completions = ["so 12", "#### 12", "12 of 13", "nothing", "#### 3.", "1,200"]
+    references = ["#### 12", "#### 12", "a = 12\n#### 12", "#### 4", "#### 3", "#### 1,200"]
+    benchmark = GeneratedBenchmark("own", [""] * 6, references, "gsm8k_strict", 9)
+    facts = {"writer": "evaluation/base/own", "identity": "key"}
+    *_, row = score_completions(benchmark, completions).measurements(**facts)
+    assert (row.family, row.metric, row.unit) == ("last_number", "last_number", "%")
+    assert row.verdicts == [1, 1, 0, 0, 1, 1] and row.value == pytest.approx(100 * 4 / 6) and row.total == 6
+    others = score_completions(replace(benchmark, references=["12", *references[1:]]), completions)
+    assert not [row for row in others.measurements(**facts) if row.family == "last_number"]
+
+
 def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_no_stop_but_the_models_own(tokenizer):
     model = steady()
     tokenizer = copy.deepcopy(tokenizer)
@@ -507,7 +522,7 @@ def on_tulu2(saved, files, output_dir, *more, **fields):
 
 
 def answers_in(folder):
-    return sum(path.read_bytes().count(b"\n") for path in folder.glob("answers/*/*/*.jsonl"))
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("answers/*/*/0*.jsonl"))
 
 
 def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, files, tmp_path, capsys):

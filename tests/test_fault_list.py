@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, errors
+from loopdropout_trainer.checks import RANGES
 from loopdropout_trainer.data.__main__ import main as data_main
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.__main__ import main as gates_main
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
-from loopdropout_trainer.settings.ranges import RANGES
 
 
 RECIPES, FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8")).values()

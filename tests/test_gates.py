@@ -246,10 +246,10 @@ def test_streams_are_numpys_philox():
         ("adaptive", {"direction": "up"}, "'more' or 'less'"),
         ("adaptive", {"p": 0.5, "p_max": 0.4}, "between `p_min` and `p_max`"),
         ("exactly_m", {"m": 1.5}, "`m` must be an integer"),
-        ("parallel_noise", {"c": -1}, "`c` must be a number from 0"),
+        ("parallel_noise", {"c": -1}, r"`c` must be a number in \[0, 1000\]"),
         ("lora_dropout", {"num_masks": 0}, "`num_masks` must be an integer from 1"),
         ("schedule", {"p_end": 2}, "`p_end`"),
-        ("coto", {"ramp": 2}, "`ramp` must be a number from 0 to 1"),
+        ("coto", {"ramp": 2}, r"`ramp` must be a number in \[0, 1\]"),
         ("exactly_m", {"m": 5}, "`m` must be an integer from 1 to 4; got 5"),
     ],
 )

@@ -34,12 +34,9 @@ def test_seeds_and_problems_are_a_two_way_analysis_of_variance(by_seed):
     anova = sm.stats.anova_lm(ols("gain ~ C(seed) + C(problem)", table).fit())
     seeds, problems, rest = anova["sum_sq"] / anova["df"]
     found = of_seeds_and_problems(gains)
-    if by_seed:
-        variance = seeds + problems - rest
-        freedom = variance**2 / (seeds**2 / 3 + problems**2 / 29 + rest**2 / 87)
-    else:
-        assert seeds < rest  # drawn so
-        variance, freedom = problems, 29
+    assert (seeds > rest) == (by_seed > 0)  # drawn so
+    variance = problems + max(seeds - rest, 0)
+    freedom = variance**2 / (seeds**2 / 3 + problems**2 / 29 + rest**2 / 87)
     want = stats.t(freedom, gains.mean(), np.sqrt(variance / 120)).ppf([0.025, 0.975])
     assert [found.low, found.high] == pytest.approx(want)
     assert found.p == pytest.approx(2 * stats.t.sf(gains.mean() / np.sqrt(variance / 120), freedom))
@@ -84,7 +81,7 @@ KINDS = [(0.4, 0.0, 0.2), (0.4, 0.15, 0.2), (1.0, 0.0, 0.2), (1.0, 0.15, 0.2), (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "problems"), SIZES)
-def test_intervals_hold_the_truth_in_92_to_97_of_100_draws(seeds, problems):
+def test_intervals_hold_the_truth_in_92_to_98_of_100_draws(seeds, problems):
     rng = np.random.default_rng(seeds + problems)
     for kind in KINDS:
         truth, hits = true_gain(*kind), []
@@ -93,7 +90,7 @@ def test_intervals_hold_the_truth_in_92_to_97_of_100_draws(seeds, problems):
                 found = estimate(gains)
                 hits.append(found.low <= truth <= found.high)
         print(f"{seeds} seeds, {problems} problems, {kind}: {100 * np.mean(hits):.1f}%")
-        assert 0.905 <= np.mean(hits) <= 0.985  # 2,000 draws: standard error half a point
+        assert 0.915 <= np.mean(hits) <= 0.99  # 2,000 draws: standard error half a point
     one_number = rng.normal(1, 2, (4000, seeds))
     hits = [found.low <= 1 <= found.high for found in map(of_numbers, one_number)]
     assert 0.935 <= np.mean(hits) <= 0.965

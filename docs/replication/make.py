@@ -21,6 +21,7 @@ drawn from more of their kind; where a seed gives one number, Student's t. Verdi
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from loopdropout_trainer.runs.summary import load_runs
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs.csv.gz"
-DOCUMENT, WHEN = HERE.parent / "replication.md", HERE.parent / "when.md"
+DOCUMENT, WHEN, README = HERE.parent / "replication.md", HERE.parent / "when.md", HERE.parents[1] / "README.md"
 TEST = "arithmetic_easy_test"
 FRESH = range(10, 20)
 """Seeds that were trained for one comparison, which other seeds had suggested."""
@@ -175,7 +176,7 @@ class Study:
         rate = self.rates.get(method) if rate is None else rate
         rows = self.rows[(self.rows["method"] == method) & (self.rows["metric"] == metric)]
         rows = rows[np.isclose(rows["learning_rate"], -1.0 if rate is None else rate)]
-        if metric in ("accuracy", "development"):
+        if metric.startswith("accuracy") or metric == "development":
             rows = rows[rows["depth"] == (rows["num_loops"] if depth is None else depth)]
         rows = rows[rows["loop"].isna() if loop is None else rows["loop"] == loop]
         return rows.drop_duplicates("seed").set_index("seed").sort_index()
@@ -276,8 +277,8 @@ def minus(gains: Callable[[Study], np.ndarray]) -> Callable[[Study], np.ndarray]
 
 
 LATE = "LoRA's update reduces the loss more in the last loop than in the first: rho_K - rho_1"
-TWO, HUGINN = " (base of two layers)", " (tiny Huginn, 8 loops)"
-LATE_TWO, LATE_HUGINN = (f"LoRA's late bias, rho_K - rho_1{base}" for base in (TWO, HUGINN))
+TWO, HUGINN, SMALL_LM = " (base of two layers)", " (tiny Huginn, 8 loops)", " (SmolLM2-135M, looped)"
+LATE_TWO, LATE_HUGINN, LATE_SMALL_LM = (f"LoRA's late bias, rho_K - rho_1{base}" for base in (TWO, HUGINN, SMALL_LM))
 THREE = "Loop Dropout with three loops is more accurate than LoRA with four (fresh seeds)"
 
 CLAIMS = [
@@ -321,7 +322,7 @@ CLAIMS = [
     Claim("At random depth, evaluated at twice the depth", "-", against("random_depth_lora", "random_depth", depth=8)),
     Claim(THREE, "-", three_loops_against_four, study="fresh_seeds"),
     *(Claim(f"{words}{where}", paper, gains, study=study) for study, where, deeper in (
-        ("small", "", 8), ("two_layers", TWO, 8), ("huginn", HUGINN, 16))
+        ("small", "", 8), ("two_layers", TWO, 8), ("huginn", HUGINN, 16), ("small_lm", SMALL_LM, 8))
       for words, paper, gains in (
         ("p annealed from 0.5 to 0 is more accurate than LoRA", "-", against("lora", "annealed")),
         ("Annealed, than LoRA at twice the depth", "-", against("lora", "annealed", depth=deeper)),
@@ -334,6 +335,11 @@ CLAIMS = [
     *(Claim(f"{words}{HUGINN}", "-", gains, study="huginn") for words, gains in (
         ("LoRA's late bias, rho_K - rho_1", late_bias("lora")), ("Flatter than LoRA", flatter),
         ("More accurate than LoRA", against("lora")), ("At twice the depth", against("lora", depth=16)))),
+    *(Claim(f"{words}{SMALL_LM}", paper, gains, study="small_lm") for words, paper, gains in (
+        ("LoRA's late bias, rho_K - rho_1", "+20.5", late_bias("lora")), ("Flatter than LoRA", "+15.4", flatter),
+        ("Alone in loop 1, a larger loss reduction than LoRA's", "+18.9", against("lora", metric="loss_reduction", loop=1)),
+        ("More accurate than LoRA", "+1.90", against("lora")), ("At half the depth", "-", against("lora", depth=2)),
+        ("At twice the depth", "+4.75", against("lora", depth=8)))),
 ]  # fmt: skip
 
 
@@ -372,7 +378,7 @@ def summary(studies: dict[str, Study], table: pd.DataFrame, cells: pd.DataFrame)
 
     def told(words: str) -> str:
         row = found.get(words)
-        return "not measured" if row is None else f"{with_interval(row.found, row.claim.digits)}, {row.verdict}"
+        return "no interval" if row is None else f"{with_interval(row.found, row.claim.digits)}, {row.verdict}"
 
     count = {column: dict(table[column].value_counts()) for column in ("alone", "verdict")}
     counted = lambda column: ", ".join(
@@ -380,14 +386,15 @@ def summary(studies: dict[str, Study], table: pd.DataFrame, cells: pd.DataFrame)
     )
     undecided = "; ".join(_lower(words) for words, row in found.items() if row.alone == "seen" != row.verdict)
     opposite = "; ".join(_lower(words) for words, row in found.items() if row.verdict == "opposite")
-    one, two, huginn = (studies[name] for name in BASES)
+    huginn, language = studies["huginn"], studies.get("small_lm")
     mean = lambda study, method: mean_sd(study.of(method, "accuracy"))
     words = map_table(cells).groupby("depth")["word"].value_counts().unstack(fill_value=0)
     of_map = lambda depth: ", ".join(
         f"{words.loc[depth].get(word, 0)} {word}" for word in ("ahead", "level", "behind")
     )
-    annealed = "; ".join(f"{where} {mean(study, 'annealed')}" for where, study in zip(
-        ("one layer", "two layers", "tiny Huginn"), (one, two, huginn), strict=True))  # fmt: skip
+    annealed = "; ".join(
+        f"{words} {mean(studies[name], 'annealed')}" for name, (words, *_) in BASES.items() if name in studies
+    )
     lines = [
         f"**{len(table)} comparisons**, corrected for their number: {counted('verdict')}; each alone: {counted('alone')}.",
         f"**One layer, five seeds.** LoRA's late bias: {told(LATE)} (points of loss). Loop Dropout at the training depth: "
@@ -402,9 +409,39 @@ def summary(studies: dict[str, Study], table: pd.DataFrame, cells: pd.DataFrame)
         f"**Opposite** after correction: {opposite or 'none'}.",
         f"**The map**, {len(map_table(cells)) // 2} cells: at the training depth {of_map(4)}; at twice it {of_map(8)}.",
         f"**p annealed from 0.5 to 0** (-: not yet run): {annealed}.",
-        "**No real language model yet**: `recipes/studies/small_lm.yaml` (SmolLM2-135M, looped) has not run.",
+        language_line(language, told),
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def language_line(study: Study | None, told: Callable[[str], str]) -> str:
+    """Return what the language model shows; `told` gives a claim's difference and verdict."""
+    if study is None:
+        return "**A real language model** has not run."
+    rho = [f"{rho_text(study, method)}% with {title}" for method, title in METHODS.items()]
+    parts = []
+    for place, depth, words in (
+        ("at the training depth", 4, "More accurate than LoRA"),
+        ("at twice it", 8, "At twice the depth"),
+    ):
+        scores = [
+            f"{title} {mean_sd(study.of(method, 'accuracy', depth=depth))}%" for method, title in METHODS.items()
+        ]
+        parts.append(f"{place} {', '.join(scores)}: {told(words + SMALL_LM)}")
+    words, *_ = BASES["small_lm"]
+    return f"**A real language model** ({words}; {seeds_text(study)}). rho_t: {', '.join(rho)}. Accuracy {'; '.join(parts)}."
+
+
+def seeds_text(study: Study) -> str:
+    number = len(study.of("lora", "accuracy").index.intersection(study.of("loop_dropout", "accuracy").index))
+    return f"{number} seed{'s' * (number > 1)}"
+
+
+def rho_text(study: Study, method: str) -> str:
+    """Return a method's loss reductions in each loop alone, means over its seeds."""
+    loops = range(1, int(study.rows["num_loops"].max()) + 1)
+    means = [study.of(method, "loss_reduction", loop=loop)["value"].mean() for loop in loops]
+    return " / ".join(f"{mean:.0f}" for mean in means)
 
 
 def _lower(words: str) -> str:
@@ -444,8 +481,8 @@ def rates_text(studies: dict[str, Study]) -> str:
 
 def same_rates(studies: dict[str, Study]) -> str:
     """Return in how many comparisons LoRA and Loop Dropout chose the same rate."""
-    small, two, huginn = (studies[name].rates for name in BASES)
-    pairs = [(rates["lora"], rates["loop_dropout"]) for rates in (small, two, huginn)]
+    pairs = [(studies[name].rates["lora"], studies[name].rates["loop_dropout"]) for name in BASES if name in studies]
+    small = studies["small"].rates
     names = ("rank_4", "rank_64", "depth_2", "depth_6", "depth_8", "random_depth")
     pairs += [(small[f"{name}_lora"], small[name]) for name in names]
     same, larger = sum(a == b for a, b in pairs), sum(a < b for a, b in pairs)
@@ -484,6 +521,7 @@ BASES = {
     "small": ("base of one layer", 4, 8),
     "two_layers": ("base of two layers", 4, 8),
     "huginn": ("tiny Huginn", 8, 16),
+    "small_lm": ("SmolLM2-135M, looped", 4, 8),
 }
 """Studies: what their base is, the training depth and twice it."""
 
@@ -496,6 +534,8 @@ def choices_table(studies: dict[str, Study], cells: pd.DataFrame) -> str:
         "|---" * 7 + "|",
     ]
     for name, (words, *depths) in BASES.items():
+        if name not in studies:
+            continue
         numbers = [
             mean_sd(studies[name].of(method, "accuracy", depth=depth)) for depth in depths for method in methods
         ]
@@ -512,6 +552,77 @@ def choices_table(studies: dict[str, Study], cells: pd.DataFrame) -> str:
         words = " | ".join(f"{number:.1f}" for number in numbers)
         lines.append(f"| {difficulty} steps, {examples:,} examples, {epochs} epochs | {words} |")
     return "\n".join(lines)
+
+
+# Ouro-1.4B on GSM8K at the rate 1e-4, tables `tab:depth_matrix` and Appendix "Single-Loop Activation".
+OF_THE_PAPER = {
+    "LoRA": ["-", "79.9 ± 1.0", "75.0 ± 1.0", "70.8 ± 1.9", "11.9", "19.1", "26.5", "32.4"],
+    "Loop Dropout": ["-", "81.8 ± 0.5", "78.0 ± 1.7", "75.6 ± 1.3", "30.8", "35.2", "35.9", "35.7"],
+}
+
+
+def language_model_table(study: Study | None) -> str:
+    """Return accuracies by depth and loss reductions by loop of the language model's methods, and the paper's beside."""
+    if study is None:
+        return "Not yet run."
+    heads = [
+        "where",
+        "method",
+        "rate",
+        "seeds",
+        "K = 2",
+        "K = 4",
+        "K = 6",
+        "K = 8",
+        "rho_1",
+        "rho_2",
+        "rho_3",
+        "rho_4",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for method, rate in study.rates.items():
+        own = study.of(method, "accuracy")
+        if len(own):
+            cells = [mean_sd(study.of(method, "accuracy", depth=depth)) for depth in (2, 4, 6, 8)]
+            cells += [mean_sd(study.of(method, "loss_reduction", loop=loop)) for loop in (1, 2, 3, 4)]
+            lines.append(f"| here | {METHODS.get(method, method)} | {rate:g} | {len(own)} | {' | '.join(cells)} |")
+    for method, cells in OF_THE_PAPER.items():
+        lines.append(f"| paper, Ouro-1.4B on GSM8K | {method} | 0.0001 | 3, of rho 1 | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def by_steps_table(study: Study | None) -> str:
+    """Return the language model's accuracies by depth and by how many steps a problem takes."""
+    if study is None:
+        return "Not yet run."
+    steps = sorted({name for name in study.rows["metric"] if name.startswith("accuracy_of_")})
+    lines = [f"| method | K | {' | '.join(name.removeprefix('accuracy_of_').replace('_', ' ') for name in steps)} |",
+             "|---" * (2 + len(steps)) + "|"]  # fmt: skip
+    for method in study.rates:
+        for depth in (2, 4, 6, 8):
+            cells = [mean_sd(study.of(method, name, depth=depth)) for name in steps]
+            if set(cells) != {"-"}:
+                lines.append(f"| {METHODS.get(method, method)} | {depth} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def prose(studies: dict[str, Study], claims: pd.DataFrame) -> dict[str, str]:
+    """Return the numbers that stand in sentences, by name."""
+    small, means = studies["small"], {row.claim.words: row.found.mean for row in claims.itertuples()}
+    at = lambda method, depth: small.of(method, "accuracy", depth=depth)
+    gain = lambda method, depth: at(method, depth)["value"].mean() - at("lora", depth)["value"].mean()
+    kept = [100 * gain("annealed", depth) / gain("loop_dropout", depth) for depth in (4, 8)]
+    rates = [study.rates["loop_dropout"] / study.rates["lora"] for study in studies.values() if "lora" in study.rates]
+    numbers = {f"{method}_{depth}": f"{mean_sd(at(method, depth))}%" for method in METHODS for depth in (4, 8)}
+    return numbers | {
+        "deep_at_4": f"{mean_sd(at('depth_8', 4))}%",
+        "deep_lora_at_4": f"{mean_sd(at('depth_8_lora', 4))}%",
+        "kept_at_4": f"{kept[0]:.0f}%",
+        "kept_at_8": f"{kept[1]:.0f}%",
+        "rates": f"{min(rates):g} to {max(rates):g} times",
+        "random_depth_gain": f"{means['LoRA at random depth is more accurate at twice the depth than LoRA']:.0f} points",
+        "readout_gain": f"{means['The readout of loop 4 has a lower loss']:.3f} nats",
+    }
 
 
 def methods_table(studies: dict[str, Study]) -> pd.DataFrame:
@@ -695,9 +806,13 @@ def write(rows: pd.DataFrame) -> None:
         "agreement": agreement_table(rows[rows["study"] == "fresh_seeds"]),
         "choices": choices_table(studies, cells),
         "same_rates": same_rates(studies),
+        "language_model": language_model_table(studies.get("small_lm")),
+        "by_steps": by_steps_table(studies.get("small_lm")),
     }
-    for document in (DOCUMENT, WHEN):
+    for document in (DOCUMENT, WHEN, README):
         text = document.read_text(encoding="utf-8")
+        for name, words in prose(studies, claims).items():  # within sentences
+            text = re.sub(rf"<!--{name}-->.*?<!--/-->", f"<!--{name}-->{words}<!--/-->", text)
         for name, table in tables.items():
             begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
             if begin in text:

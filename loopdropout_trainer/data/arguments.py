@@ -8,10 +8,10 @@ from typing import Literal
 
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.checks import check_choice, check_integer, check_list, shown
 from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.settings.ranges import check_choice, check_integer, check_list, shown
 
 
 @dataclass

@@ -21,11 +21,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import has_generation_markers
 
+from loopdropout_trainer.checks import check_choice, shown
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.rows import BadRow, DataError, Row, fields_of, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.settings.ranges import check_choice, shown
 
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from trl import get_training_chat_template
 from trl.chat_template_utils import has_generation_markers
 
+from loopdropout_trainer.checks import shown
 from loopdropout_trainer.data.rows import BadRow, present
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.tokenizer import read_tokenizer
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.checks import check_folder, check_list
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, RowArguments
@@ -19,7 +20,6 @@ from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differenc
 from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
 from loopdropout_trainer.saving.files import sha256
 from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
-from loopdropout_trainer.settings.ranges import check_folder, check_list
 from loopdropout_trainer.settings.recipe import RecipeError
 
 

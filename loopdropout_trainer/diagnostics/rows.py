@@ -9,13 +9,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.data import DataArguments, DataError, load_data
 from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.data.preparations import without_calculator
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.training.scores import Batch
 
 

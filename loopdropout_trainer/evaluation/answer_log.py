@@ -16,6 +16,7 @@ from loopdropout_trainer.saving.files import write_atomically
 logger = logging.getLogger(__name__)
 
 IDENTITY_FILE = "identity.json"
+ANSWER_FILES = "[0-9]*.jsonl"
 
 
 class SettingsChangedError(ValueError):
@@ -50,7 +51,7 @@ class AnswerLog:
         if path.is_file():
             with user_supplied(f"{path} cannot be read"):
                 check_same(read_identity(json.loads(path.read_bytes())), identity, self.folder)
-        elif any(self.folder.glob("*.jsonl")):
+        elif any(self.folder.glob(ANSWER_FILES)):
             raise SettingsChangedError(f"{self.folder} holds answers without {IDENTITY_FILE}: remove that folder.")
         return path.is_file()
 
@@ -68,7 +69,7 @@ class AnswerLog:
             text = json.dumps(identity, indent=1, ensure_ascii=False) + "\n"
             write_atomically(self.folder / IDENTITY_FILE, text)
         answers = {}
-        for path in self.folder.glob("*.jsonl"):
+        for path in self.folder.glob(ANSWER_FILES):
             with path.open("r+b") as file:
                 lines = file.read().split(b"\n")
                 if unfinished := lines.pop():

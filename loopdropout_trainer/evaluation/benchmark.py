@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.results import BenchmarkResult
+from loopdropout_trainer.evaluation.results import BenchmarkResult, write_predictions
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import Identity, model_identity
@@ -91,7 +91,8 @@ def evaluate_subject(
     Args:
         subject: the model, and how it is run.
         benchmark: problems.
-        log_dir: folder that keeps each answer as soon as it is there. Answers found in it are not computed again.
+        log_dir: folder that keeps each answer as soon as it is there, and in the end the predictions. Answers found in it
+            are not computed again.
         model: identity of the model, with which that of the answers in `log_dir` is compared. Default: it is worked out.
         progress: show a bar in the first process.
 
@@ -109,4 +110,7 @@ def evaluate_subject(
     if log_dir is not None:
         of_model = lambda: model or model_identity(subject.model, subject.tokenizer)
         log.found = from_main_process(lambda: log.read(benchmark.identity(subject, of_model())))
-    return benchmark.run(subject, log, progress)
+    result = benchmark.run(subject, log, progress)
+    if log_dir is not None and all_processes().is_main_process:
+        write_predictions(log_dir, result.predictions)
+    return result

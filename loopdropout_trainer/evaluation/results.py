@@ -13,12 +13,19 @@ import pandas as pd
 from filelock import FileLock
 
 from loopdropout_trainer.errors import UserError, user_supplied
+from loopdropout_trainer.evaluation.metrics import last_integer
 from loopdropout_trainer.record.measurement import Measurement
 from loopdropout_trainer.saving.files import write_atomically
 
 
 FORMAT = 3
 """Version of the results file's format; see docs/evaluation.md."""
+
+PREDICTIONS_FILE = "predictions.jsonl"
+"""A line for each problem, for people."""
+
+LAST_NUMBER = "last_number"
+"""Family and metric of the completions whose last number is the reference's."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,7 @@ class BenchmarkResult:
     def measurements(self, **facts: Any) -> list[Measurement]:
         """Return a row for each metric, for each group of problems, and for the completions without an answer.
 
+        Where references end in `#### N`, one more counts the completions whose last number is N, whatever stands before it.
         `facts`: fields of `Measurement` that all of them share.
         """
         facts |= {"benchmark": self.name, "unit": "%"}
@@ -179,7 +187,23 @@ class BenchmarkResult:
                 share = {"value": 100 * of["correct"] / of["total"], "total": of["total"]}
                 rows.append(Measurement(family="groups", metric=f"by_{column}", group=group, **share, **facts))
         missing = {"value": self.missing_rate, "total": self.total}
-        return [*rows, Measurement(family="missing", metric="missing", **missing, **facts)]
+        rows.append(Measurement(family="missing", metric="missing", **missing, **facts))
+        if all("####" in prediction.reference for prediction in self.predictions):
+            verdicts = [int(_has_the_last_number(prediction)) for prediction in self.predictions]
+            shares = {"value": 100 * sum(verdicts) / self.total, "total": self.total, "verdicts": verdicts}
+            rows.append(Measurement(family=LAST_NUMBER, metric=LAST_NUMBER, **shares, **facts))
+        return rows
+
+
+def _has_the_last_number(prediction: Prediction) -> bool:
+    wanted = last_integer(prediction.reference)
+    return wanted is not None and last_integer(prediction.completion) == wanted
+
+
+def write_predictions(folder: str | Path, predictions: Sequence[Prediction]) -> None:
+    """Write predictions, a line of JSON for each, beside the answers that they are made of."""
+    lines = [json.dumps(prediction.as_json(), ensure_ascii=False) + "\n" for prediction in predictions]
+    write_atomically(Path(folder, PREDICTIONS_FILE), "".join(lines))
 
 
 def read_evaluation(path: str | Path) -> dict[str, Any]:

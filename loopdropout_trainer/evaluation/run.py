@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.answer_log import AnswerLog, check_same
 from loopdropout_trainer.evaluation.benchmark import Benchmark, evaluate_subject
@@ -26,7 +27,6 @@ from loopdropout_trainer.record.identity import ONE_MODEL, ONE_RUN, Identity, di
 from loopdropout_trainer.record.measurement import BASE, Measurement, read_measurements, write_measurements
 from loopdropout_trainer.saving.files import folder_lock
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, check_depths
-from loopdropout_trainer.settings.ranges import check_distinct, check_folder
 from loopdropout_trainer.settings.recipe import public_settings
 from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.memory import device_name

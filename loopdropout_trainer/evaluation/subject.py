@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import adapted_layers, use_gates
+from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.data.templates import apply_chat_template, check_vocabulary
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
@@ -18,7 +19,6 @@ from loopdropout_trainer.record.measurement import NONE, gates_text
 from loopdropout_trainer.saving.adapter_files import end_tokens
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments
-from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 

@@ -9,8 +9,8 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
+from loopdropout_trainer.checks import check_choice
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.settings.ranges import check_choice
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_choices
 
 

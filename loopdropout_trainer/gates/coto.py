@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.rule import Draw, GateRule, check_range, register_rule
+from loopdropout_trainer.checks import check_number
+from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
 @register_rule
@@ -29,8 +30,8 @@ class CoTo(GateRule):
     ramp: float = 0.75
 
     def __post_init__(self):
-        check_range(self.keep_start, "keep_start", 0, 1)
-        check_range(self.ramp, "ramp", 0, 1)
+        check_number("keep_start", self.keep_start, 0, 1)
+        check_number("ramp", self.ramp, 0, 1)
 
     def keep_at(self, step: int, num_steps: int) -> float:
         """Return q in optimizer step `step` (from 0) of `num_steps`."""

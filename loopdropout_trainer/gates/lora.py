@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.rule import Draw, GateRule, check_one_p, check_range, register_rule
+from loopdropout_trainer.checks import check_integer
+from loopdropout_trainer.gates.rule import Draw, GateRule, check_one_p, register_rule
 
 
 @register_rule
@@ -57,7 +58,7 @@ class LoRADropout(LoRA):
 
     def __post_init__(self):
         object.__setattr__(self, "p", check_one_p(self.p))
-        check_range(self.num_masks, "num_masks", 1, 64, integer=True)
+        check_integer("num_masks", self.num_masks, 1, 64)
 
     @property
     def alpha_factor(self) -> float:

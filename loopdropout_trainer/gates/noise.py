@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from loopdropout_trainer.checks import check_integer, check_number
 from loopdropout_trainer.gates.loop_dropout import MaskedRule, survival
-from loopdropout_trainer.gates.rule import Draw, check_range, register_rule
+from loopdropout_trainer.gates.rule import Draw, register_rule
 
 
 @register_rule
@@ -32,7 +33,7 @@ class ParallelNoise(MaskedRule):
 
     def __post_init__(self):
         super().__post_init__()
-        check_range(self.c, "c", 0, 1e3)
+        check_number("c", self.c, 0, 1e3)
 
     def sample(self, draw: Draw) -> torch.Tensor:
         noise = draw.normals("parallel noise", draw.num_loops).T
@@ -62,8 +63,8 @@ class WeightNoise(MaskedRule):
 
     def __post_init__(self):
         super().__post_init__()
-        check_range(self.c, "c", 0, 1e3)
-        check_range(self.noise_rank, "noise_rank", 1, 1024, integer=True)
+        check_number("c", self.c, 0, 1e3)
+        check_integer("noise_rank", self.noise_rank, 1, 1024)
 
     def noise_scales(self, num_loops: int) -> torch.Tensor:
         """Return c / sqrt(q_t), [K] float64."""

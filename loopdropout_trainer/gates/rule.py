@@ -141,7 +141,7 @@ def field_names(cls: type[GateRule]) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.init]
 
 
-# The ranges of fields: drop probabilities p, one number for all loops or one for each, and other numbers.
+# Drop probabilities p: one number for all loops, or one for each.
 
 
 def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
@@ -161,10 +161,3 @@ def check_one_p(p: float | Sequence[float], name: str = "p") -> float:
     if isinstance(p, tuple):
         raise UserError(f"`{name}` must be one drop probability for all loops with this rule; got {list(p)}.")
     return p
-
-
-def check_range(value: float, name: str, low: float, high: float, integer: bool = False) -> None:
-    """Raise ValueError unless `value` is a number, or an integer, in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)) or not low <= value <= high:
-        kind = "an integer" if integer else "a number"
-        raise UserError(f"`{name}` must be {kind} from {low:g} to {high:g}; got {value!r}.")

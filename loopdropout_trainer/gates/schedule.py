@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from loopdropout_trainer.checks import check_number
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.loop_dropout import rescaled_masks
-from loopdropout_trainer.gates.rule import Draw, GateRule, check_one_p, check_range, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, check_one_p, register_rule
 
 
 @register_rule
@@ -71,7 +72,7 @@ class Adaptive(GateRule):
         self.p = check_one_p(self.p)
         if self.direction not in ("more", "less"):
             raise UserError(f"`direction` must be 'more' or 'less' (where sensitive); got {self.direction!r}.")
-        check_range(self.decay, "decay", 0, 1)
+        check_number("decay", self.decay, 0, 1)
         self.p_min, self.p_max = check_one_p(self.p_min, "p_min"), check_one_p(self.p_max, "p_max")
         if not self.p_min <= self.p <= self.p_max:
             raise UserError(

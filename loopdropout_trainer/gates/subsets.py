@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.rule import Draw, GateRule, check_range, register_rule
+from loopdropout_trainer.checks import check_integer
+from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
 
 
 @register_rule
@@ -26,10 +27,10 @@ class ExactlyM(GateRule):
     m: int = 2
 
     def __post_init__(self):
-        check_range(self.m, "m", 1, 1024, integer=True)
+        check_integer("m", self.m, 1, 1024)
 
     def check(self, num_loops: int) -> None:
-        check_range(self.m, "m", 1, num_loops, integer=True)
+        check_integer("m", self.m, 1, num_loops)
 
     def sample(self, draw: Draw) -> torch.Tensor:
         chosen = draw.event_uniforms().topk(self.m, dim=0).indices  # [m, N]

@@ -26,6 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import PreparedProjections
+from loopdropout_trainer.checks import shown_parts
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation.decoding import (
     ALLOCATED_COLUMNS,
@@ -38,7 +39,6 @@ from loopdropout_trainer.generation.decoding import (
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import end_tokens
-from loopdropout_trainer.settings.ranges import shown_parts
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 

@@ -20,10 +20,10 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.versions import library_versions
 
 

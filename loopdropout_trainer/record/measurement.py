@@ -15,9 +15,9 @@ from typing import Any, get_type_hints
 
 from filelock import FileLock
 
+from loopdropout_trainer.checks import shown
 from loopdropout_trainer.record.identity import Identity, identity_key, read_identity
 from loopdropout_trainer.saving.files import write_atomically
-from loopdropout_trainer.settings.ranges import shown
 
 
 MEASUREMENTS_FILE, IDENTITIES_FILE = "measurements.jsonl", "identities.json"

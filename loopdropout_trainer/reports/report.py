@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
+from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.record.measurement import ALL, BASE, NONE, PLACES
 from loopdropout_trainer.reports import specs
@@ -21,7 +22,6 @@ from loopdropout_trainer.reports.averaging import average, settings_of, shown, t
 from loopdropout_trainer.reports.plots import automatic_figures, labelled, paper_figure, save_figure
 from loopdropout_trainer.reports.reading import OBJECTS, ReportError, load_table
 from loopdropout_trainer.reports.specs import FigureSpec, TableSpec, build_table, load_spec
-from loopdropout_trainer.settings.ranges import check_distinct, check_folder
 
 
 def write_report(

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 import pandas as pd
 from huggingface_hub.dataclasses import type_validator
 
+from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.gates import make_rule
@@ -30,7 +31,6 @@ from loopdropout_trainer.reports.averaging import (
     shown,
 )
 from loopdropout_trainer.reports.reading import Missing, ReportError
-from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.settings.recipe import load_recipe
 
 

@@ -37,7 +37,7 @@ def of_seeds_and_problems(gains: np.ndarray) -> Estimate:
     """Return the mean of gains [seeds, problems] where each seed met the same problems, both drawn from more of their kind.
 
     The mean squares of the two-way analysis of variance give the mean's variance, (MS_seeds + MS_problems - MS_rest) / (S P);
-    its degrees of freedom are Satterthwaite's. Where seeds differ by no more than chance, they add nothing to it.
+    its degrees of freedom are Satterthwaite's. Where seeds differ by less than chance, they take nothing from it.
     """
     num_seeds, num_problems = gains.shape
     of_seed, of_problem, mean = gains.mean(axis=1, keepdims=True), gains.mean(axis=0, keepdims=True), gains.mean()
@@ -46,9 +46,9 @@ def of_seeds_and_problems(gains: np.ndarray) -> Estimate:
     squares = np.array(
         [num_problems * ((of_seed - mean) ** 2).sum(), num_seeds * ((of_problem - mean) ** 2).sum(), (rest**2).sum()]
     )
-    seeds, problems, rest = squares / free
-    parts = np.array([seeds, problems, -rest]) if seeds > rest else np.array([0.0, problems, 0.0])
-    variance, spread = parts.sum(), (parts**2 / free).sum()
+    mean_squares = squares / free
+    seeds, problems, rest = mean_squares
+    variance, spread = problems + max(seeds - rest, 0.0), (mean_squares**2 / free).sum()
     return _of_t(mean, variance / gains.size, variance**2 / spread if spread else np.inf)
 
 

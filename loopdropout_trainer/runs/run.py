@@ -21,6 +21,7 @@ from transformers import ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from loopdropout_trainer import diagnostics
+from loopdropout_trainer.checks import shown
 from loopdropout_trainer.data import DataArguments, check_vocabulary, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics.diagnostic import Row
 from loopdropout_trainer.diagnostics.losses import Readouts, SingleLoop, readout_rows, single_loop_rows
@@ -48,7 +49,6 @@ from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.ranges import shown
 from loopdropout_trainer.settings.recipe import (
     RecipeError,
     build,

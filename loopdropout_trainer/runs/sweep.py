@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.checks import check_choice, check_folder, check_integer, check_number, shown
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
 from loopdropout_trainer.settings.parser import RecipeParser
-from loopdropout_trainer.settings.ranges import check_choice, check_folder, check_integer, check_number, shown
 from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, laid_over, load_recipe
 
 

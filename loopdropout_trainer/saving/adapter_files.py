@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from loopdropout_trainer.adapters import attach_adapter, check_peft_config
+from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.looped.model import check_num_loops
 from loopdropout_trainer.saving import authors_format
 from loopdropout_trainer.saving.cards import is_hub_name
 from loopdropout_trainer.saving.files import sha256_of_weights, staged_files
-from loopdropout_trainer.settings.ranges import shown
 
 
 logger = logging.get_logger(__name__)

@@ -19,12 +19,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
+from loopdropout_trainer.checks import shown_parts
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, card_on_hub, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
-from loopdropout_trainer.settings.ranges import shown_parts
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from transformers.hf_argparser import HfArg
 
+from loopdropout_trainer.checks import check_distinct, check_integer, check_list
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped.model import MOST_LOOPS
-from loopdropout_trainer.settings.ranges import check_distinct, check_integer, check_list
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"

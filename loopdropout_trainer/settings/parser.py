@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from huggingface_hub.dataclasses import type_validator
 from trl import TrlParser
 
+from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import RecipeError, program_name
 from loopdropout_trainer.secrets import is_secret
-from loopdropout_trainer.settings.ranges import shown
 
 
 USUAL_FIELDS = """

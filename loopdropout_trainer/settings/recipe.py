@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
+from loopdropout_trainer.checks import nested, shown
 from loopdropout_trainer.errors import RecipeError as RecipeError
 from loopdropout_trainer.errors import one_line
 from loopdropout_trainer.secrets import public_settings
-from loopdropout_trainer.settings.ranges import shown
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -132,7 +132,8 @@ def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str,
         raise RecipeError(f"The recipe {path} cannot be read: {reason}.") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"The recipe {path} must be a mapping `field: value`; got {type(recipe).__name__}.")
-    for field, value in _settings(recipe):
+    _check_texts(recipe)
+    for field, value in nested(recipe):
         is_repository = (field == "attn_implementation" and "/" in str(value)) or (
             field == "chat_template_path" and value is not None and not str(value).endswith((".jinja", ".j2"))
         )  # a kernel from the Hub; a tokenizer's repository, of which transformers may run modules
@@ -167,17 +168,11 @@ def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     return {**{name: value for name, value in base.items() if name not in gone}, **own}
 
 
-def _settings(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value in a recipe, however deep, with its field; RecipeError for text that no file can hold."""
-    if re.search("[\0\ud800-\udfff]", field + (value if isinstance(value, str) else "")):
-        raise RecipeError(f"`{field}` must be valid Unicode without NUL; got {shown(value)}.")
-    yield field, value
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _settings(item, str(name))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _settings(item, field)
+def _check_texts(settings: Mapping[str, Any]) -> None:
+    """Raise RecipeError for text that no file can hold."""
+    for field, value in nested(settings):
+        if re.search("[\0\ud800-\udfff]", field + (value if isinstance(value, str) else "")):
+            raise RecipeError(f"`{field}` must be valid Unicode without NUL; got {shown(value)}.")
 
 
 def parse_recipe(
@@ -211,7 +206,7 @@ def parse_recipe(
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
     parser = RecipeParser(dataclass_types, description)
     command_line = parser.read_command_line(argv)
-    list(_settings(command_line))
+    _check_texts(command_line)
     recipe = load_recipe(path) if path is not None else {}
     unread = {f.name for cls in unread_types for f in dataclasses.fields(cls) if f.init} - parser.hints.keys()
     recipe = parser.read_recipe({key: value for key, value in recipe.items() if key not in unread}, path)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBacke
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from loopdropout_trainer.settings.ranges import shown
+from loopdropout_trainer.checks import shown
 
 
 logger = logging.get_logger(__name__)

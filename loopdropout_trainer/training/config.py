@@ -17,9 +17,9 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import DPOConfig, SFTConfig, pack_dataset
 
+from loopdropout_trainer.checks import Range, check_choice, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.settings.ranges import Range, check_choice, check_numbers
 from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler, make_choice
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 from loopdropout_trainer.training.loop_loss import LOOP_LOSSES, LoopLoss

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
+from loopdropout_trainer.checks import check_integer, check_number
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
-from loopdropout_trainer.gates.rule import check_range, field_names
+from loopdropout_trainer.gates.rule import field_names
 from loopdropout_trainer.gates.streams import uniforms
 from loopdropout_trainer.looped.model import MOST_LOOPS
 
@@ -84,9 +85,9 @@ class UniformDepth(DepthSampler):
     high: int | None = None
 
     def __post_init__(self):
-        check_range(self.low, "low", 1, MOST_LOOPS, integer=True)
+        check_integer("low", self.low, 1, MOST_LOOPS)
         if self.high is not None:
-            check_range(self.high, "high", self.low, MOST_LOOPS, integer=True)
+            check_integer("high", self.high, self.low, MOST_LOOPS)
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         high = num_loops if self.high is None else self.high
@@ -116,9 +117,9 @@ class LogNormalPoisson(DepthSampler):
 
     def __post_init__(self):
         if self.rate is not None:
-            check_range(self.rate, "rate", 0.01, MOST_LOOPS)
-        check_range(self.sigma, "sigma", 0, 3)
-        check_range(self.most, "most", 1, MOST_LOOPS, integer=True)
+            check_number("rate", self.rate, 0.01, MOST_LOOPS)
+        check_number("sigma", self.sigma, 0, 3)
+        check_integer("most", self.most, 1, MOST_LOOPS)
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         return 1, self.most
@@ -144,7 +145,7 @@ class WeightedDepth(DepthSampler):
         if not isinstance(depths, Sequence) or isinstance(depths, str) or not depths or len({*depths}) != len(depths):
             raise UserError(f"`depths` must be a list of different numbers of loops; got {depths!r}.")
         for depth in depths:
-            check_range(depth, "depths", 1, MOST_LOOPS, integer=True)
+            check_integer("depths", depth, 1, MOST_LOOPS)
         weights = relative_weights([1] * len(depths) if self.weights is None else self.weights, "weights")
         if len(weights) != len(depths):
             raise UserError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")

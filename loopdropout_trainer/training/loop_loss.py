@@ -16,8 +16,8 @@ from typing import ClassVar
 
 import torch
 
+from loopdropout_trainer.checks import check_number
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gates.rule import check_range
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.training.depth import relative_weights
 
@@ -70,7 +70,7 @@ class Progressive(LoopLoss):
     power: float = 1.0
 
     def __post_init__(self):
-        check_range(self.power, "power", 0, 16)
+        check_number("power", self.power, 0, 16)
 
     def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
         weights = torch.arange(1, len(readouts) + 1, dtype=torch.float64) ** self.power

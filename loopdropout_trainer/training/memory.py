@@ -29,8 +29,8 @@ from transformers import PreTrainedConfig, TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import physical_layers
+from loopdropout_trainer.checks import shown_bytes as _gb
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
-from loopdropout_trainer.settings.ranges import shown_bytes as _gb
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, shards_weights
 from loopdropout_trainer.training.preflight import model_to_train

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import from_main_process
@@ -26,7 +27,6 @@ from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapt
 from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.saving.files import folder_lock, is_about_files, staged_files
 from loopdropout_trainer.saving.hub import PushError, push_error
-from loopdropout_trainer.settings.ranges import check_integer
 from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.checkpoints import sealing
 from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, run_of

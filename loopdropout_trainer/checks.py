@@ -22,34 +22,38 @@ shown = _repr.repr
 """Return `repr` of a value of the user's, cut to a length that fits into a sentence."""
 
 
-def _is_number(value: Any, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < math.inf
-
-
 LARGEST = 2**31 - 1
 """Of an integer that has no limit of its own: more steps, rows or tokens than that are a slip of the hand."""
 
 
-def check_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError unless a setting is an integer in [least, most]; None: LARGEST."""
-    if _is_number(value, int) and most is None and value > LARGEST:
-        raise UserError(f"`{name}` must be an integer of at most {LARGEST:,}; got {shown(value)}.")
-    if not _is_number(value, int) or value < least or (most is not None and value > most):
-        valid = f"of at least {least}" if most is None else f"from {least:,} to {most:,}"
-        raise UserError(f"`{name}` must be an integer {valid}; got {shown(value)}.")
+def _is_number(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def check_integer(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
+    """Raise ValueError unless a setting is an integer in [least, most], and at most LARGEST if `most` is infinite."""
+    is_integer, is_open = _is_number(value, int), math.isinf(most)
+    if is_integer and least <= value <= (LARGEST if is_open else most):
+        return
+    valid = f"of at least {least}" if is_open else f"from {least:,} to {most:,}"
+    if is_integer and is_open and value > LARGEST:
+        valid = f"of at most {LARGEST:,}"
+    raise UserError(f"`{name}` must be an integer {valid}; got {shown(value)}.")
 
 
 def check_number(
     name: str, value: Any, least: float = 0.0, most: float = math.inf, above: bool = False, below: bool = False
 ) -> None:
     """Raise ValueError unless a setting is a finite number in [least, most]; `above`, `below` leave out an end."""
-    good = _is_number(value, int, float) and (value > least if above else value >= least)
-    if not good or not (value < most if below else value <= most):
-        valid = f"in {'(' if above else '['}{least:g}, {most:g}{')' if below else ']'}"
-        if math.isinf(most):
-            valid = f"above {least:g}" if above else f"of at least {least:g}"
-        valid = "finite number" if math.isinf(least) else f"number {valid}"
-        raise UserError(f"`{name}` must be a {valid}; got {shown(value)}.")
+    is_left_out = (above and value == least) or (below and value == most)
+    if _is_number(value, int, float) and least <= value <= most and not is_left_out:
+        return
+    valid = f"number in {'(' if above else '['}{least:g}, {most:g}{')' if below else ']'}"
+    if math.isinf(least):
+        valid = "finite number"
+    elif math.isinf(most):
+        valid = f"number above {least:g}" if above else f"number of at least {least:g}"
+    raise UserError(f"`{name}` must be a {valid}; got {shown(value)}.")
 
 
 def check_choice(name: str, value: Any, valid: Sequence[str | None]) -> None:
@@ -134,40 +138,38 @@ def check_numbers(settings: Any, **own: Range) -> None:
     and those for a schedule are checked as fields are.
     """
     ranges = {**RANGES, **own}
+    kinds_of = _field_kinds(type(settings))
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
+        value, kinds = getattr(settings, field.name), kinds_of[field.name]
         if isinstance(value, Mapping):
-            is_schedule = field.name == "lr_scheduler_kwargs"
-            for name, number in _numbers_in(value):
-                valid = ranges.get(name, Range()) if is_schedule else Range(-math.inf)
-                _check_in(f"{name}` in `{field.name}", number, valid)
+            inside = ranges if field.name == "lr_scheduler_kwargs" else {}
+            other = Range() if inside else Range(-math.inf)
+            for name, number in nested(value):
+                if isinstance(number, (int, float)) and not isinstance(number, bool):
+                    check_number(f"{name}` in `{field.name}", number, **vars(inside.get(name, other)))
             continue
-        kinds = _field_kinds(type(settings))[field.name]
         numbers = value if isinstance(value, (list, tuple)) else [value]
+        valid = ranges.get(field.name, Range())
         for number in numbers if {int, float} & kinds else ():
-            if number != field.default and type(number) not in kinds - {int, float}:
-                _check_in(field.name, number, ranges.get(field.name, Range()), float not in kinds)
+            if number == field.default or type(number) in kinds - {int, float}:
+                continue
+            if float in kinds:
+                check_number(field.name, number, **vars(valid))
+            else:
+                check_integer(field.name, number, valid.least, valid.most)
         if field.name in _WEIGHTS and value is not None and not any(numbers):
             raise UserError(f"`{field.name}` must hold a number other than 0; got {shown(value)}.")
 
 
-def _check_in(name: str, number: Any, valid: Range, is_integer: bool = False) -> None:
-    if is_integer:
-        check_integer(name, number, valid.least, None if math.isinf(valid.most) else valid.most)
-    else:
-        check_number(name, number, **vars(valid))
-
-
-def _numbers_in(settings: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield each number inside of a mapping, however deep, with its key."""
-    if isinstance(settings, Mapping):
-        for key, value in settings.items():
-            yield from _numbers_in(value, str(key))
-    elif isinstance(settings, (list, tuple)):
-        for value in settings:
-            yield from _numbers_in(value, name)
-    elif isinstance(settings, (int, float)) and not isinstance(settings, bool):
-        yield name, settings
+def nested(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a value and all that it holds, however deep, each with the key that it stands under, or its list."""
+    yield field, value
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from nested(item, str(name))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from nested(item, field)
 
 
 @functools.cache
