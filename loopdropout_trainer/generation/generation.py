@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import PreparedProjections
-from loopdropout_trainer.checks import shown_parts
+from loopdropout_trainer.checks import check_choice, shown_parts
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation.decoding import (
     ALLOCATED_COLUMNS,
@@ -114,8 +114,7 @@ def generate_greedy(
     Raises:
         ValueError: if a prompt has no tokens, for another `decoding`, or under gates that differ between examples.
     """
-    if decoding not in DECODINGS:
-        raise UserError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
+    check_choice("decoding", decoding, DECODINGS)
     tokenizer = as_in_its_file(tokenizer)
     token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if [] in token_ids:
@@ -123,8 +122,8 @@ def generate_greedy(
     looped = find_looped_model(model)
     reason = None if decoding == "generate" else why_unsupported(looped)
     form = decoding if reason is None else "generate"
-    prepared = PreparedProjections(looped)
-    copied_bytes = 0 if form == "compiled" else prepared.copied_bytes
+    prepared = None if form == "compiled" else PreparedProjections(looped)
+    copied_bytes = 0 if prepared is None else prepared.copied_bytes
     sizes = decoding_memory(looped, list(map(len, token_ids)), max_new_tokens, batch_size, copied_bytes)
     logger.info(f"Memory: about {shown_parts(sizes)}.")
     logger.info(f"Decoding: {form}{f', because {reason}' if reason else ''} (`decoding`).")
@@ -132,7 +131,7 @@ def generate_greedy(
     decoder = DECODINGS[form](looped, token_ids, max_new_tokens, batch_size, ends)
     completions: dict[int, str] = {}
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
-        for finished in _advancing(decoder, model, looped, prepared if form != "compiled" else None):
+        for finished in _advancing(decoder, model, looped, prepared):
             for index, tokens in finished:
                 completions[index] = ends.text(tokens)
                 keep(index, completions[index])
@@ -234,9 +233,8 @@ class _Generate:
         self.looped, self.ends, self.prompts = looped, ends, prompts
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         self.batches = iter([order[at : at + batch_size] for at in range(0, len(order), batch_size)])  # of indices
-        pad_id, end_ids = ends.tokenizer.pad_token_id, ends.end_ids
-        self.pad_id = next(iter(end_ids), 0) if pad_id is None else pad_id
-        options = {"do_sample": False, "use_cache": True, "pad_token_id": self.pad_id, "eos_token_id": end_ids or None}
+        # Padding is masked before a prompt, and cut off behind a completion: any token will do.
+        options = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": ends.end_ids or None}
         self.config = GenerationConfig(max_new_tokens=max_new_tokens, **options)
 
     @torch.no_grad()
@@ -246,7 +244,7 @@ class _Generate:
         if not batch:
             return []
         device, left = self.looped.device, {"batch_first": True, "padding_side": "left"}
-        ids = pad_sequence([torch.tensor(row) for row in batch], padding_value=self.pad_id, **left)  # [B, S]
+        ids = pad_sequence([torch.tensor(row) for row in batch], **left)  # [B, S]
         mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in batch], **left)
         length = ids.shape[1]
         have_ended = lambda ids, scores, **kwargs: torch.tensor(self.ends(ids[:, length:].tolist()), device=device)

@@ -38,7 +38,6 @@ from loopdropout_trainer.models.looped_modeling import (
 
 _COMMON_FIELDS = {field.name for field in fields(PreTrainedConfig)}
 _QWEN3_FIELDS = [field.name for field in fields(Qwen3Config) if field.init and field.name not in _COMMON_FIELDS]
-_SPLIT = ("encoder_layer_indices", "reasoning_layer_indices", "decoder_layer_indices")
 
 
 @strict
@@ -79,25 +78,29 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
     def __post_init__(self, **kwargs):
         if self.base_config_dict is not None:
             nested = dict(self.base_config_dict)
-            if nested.get("model_type", "qwen3") != "qwen3":
-                raise UserError(
-                    f"LoopUS is implemented over Qwen3; `base_config_dict` is of a {nested['model_type']!r} model."
-                )
-            base = Qwen3Config(**{key: value for key, value in nested.items() if key != "model_type"})
+            if (base_type := nested.pop("model_type", "qwen3")) != "qwen3":
+                raise UserError(f"LoopUS is implemented over Qwen3; `base_config_dict` is of a {base_type!r} model.")
+            base = Qwen3Config(**nested)
             for name in _QWEN3_FIELDS:
                 if name in nested or name == "rope_parameters":
                     setattr(self, name, getattr(base, name))
         self.tie_word_embeddings = False  # embedding and head are two tensors, whatever the base model had
-        last = self.num_hidden_layers - 1
-        if all(getattr(self, name) is None for name in _SPLIT):
-            self.encoder_layer_indices, self.decoder_layer_indices = list(range(min(2, last - 1))), [last]
-            self.reasoning_layer_indices = list(range(min(2, last - 1), last))
+        layers = list(range(self.num_hidden_layers))
+        if (self.encoder_layer_indices, self.reasoning_layer_indices, self.decoder_layer_indices) == (
+            None,
+            None,
+            None,
+        ):
+            first = min(2, max(len(layers) - 2, 0))
+            self.encoder_layer_indices, self.decoder_layer_indices = layers[:first], layers[-1:]
+            self.reasoning_layer_indices = layers[first:-1]
         super().__post_init__(**kwargs)
-        split = [getattr(self, name) or [] for name in _SPLIT]
-        if sorted(sum(split, [])) != list(range(self.num_hidden_layers)) or not split[1]:
+        encoder, looped = self.encoder_layer_indices or [], self.reasoning_layer_indices or []
+        decoder = self.decoder_layer_indices or []
+        if sorted(encoder + looped + decoder) != layers or not looped:
             raise UserError(
-                f"{', '.join(f'`{name}`' for name in _SPLIT)} must share the {self.num_hidden_layers} base layers among "
-                f"them, with at least one to loop; got {split[0]}, {split[1]}, {split[2]}."
+                "`encoder_layer_indices`, `reasoning_layer_indices`, `decoder_layer_indices` must share the "
+                f"{len(layers)} base layers among them, with at least one to loop; got {encoder}, {looped}, {decoder}."
             )
         if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
             raise UserError("Only full attention is implemented for LoopUS; set `use_sliding_window` to false.")
@@ -112,14 +115,11 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
 
     def nested(self) -> dict[str, Any]:
         """Return `base_config_dict` with the present values."""
-        stored, present = (
-            self.base_config_dict,
-            [name for name in _QWEN3_FIELDS if name != "use_cache"],
-        )  # off in training
+        present = {name: getattr(self, name) for name in _QWEN3_FIELDS if name != "use_cache"}  # off in training
+        stored = self.base_config_dict
         if stored is None:
-            base = Qwen3Config(**{name: getattr(self, name) for name in present})
-            stored = {**base.to_dict(), "model_type": "qwen3"}
-        return {**stored, **{name: getattr(self, name) for name in stored if name in present and "rope" not in name}}
+            return Qwen3Config(**present).to_dict()
+        return {name: value if "rope" in name else present.get(name, value) for name, value in stored.items()}
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "base_config_dict": self.nested()}

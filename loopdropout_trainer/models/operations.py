@@ -82,19 +82,18 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, reciprocal = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad  # a frozen norm's weight needs none
-        grad_x = grad_weight = None
-        if needs_weight:
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # not of a frozen norm
             quotient = (x * reciprocal).to(x.dtype)
             grad_weight = (grad * quotient).sum_to_size(weight.shape).to(weight.dtype)
-        if needs_x and x.dtype == weight.dtype == reciprocal.dtype:
+        if x.dtype == weight.dtype == reciprocal.dtype:
             # Layer norm's own kernel, told that the mean is zero, takes the mean of its gradient off: that is put back.
             size, zero = [x.shape[-1]], torch.zeros_like(reciprocal)
             grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
                 grad, x, size, zero, reciprocal, weight, None, [True, False, False]
             )
             grad_x.add_((grad @ weight).unsqueeze(-1).mul_(reciprocal), alpha=1 / x.shape[-1])
-        elif needs_x:
+        else:
             # The formula above, in float32: w dy r - x r^3 (w dy . x) / H, the second term from one dot product [..., 1].
             wide, weighted = x.to(reciprocal.dtype), (grad * weight).to(reciprocal.dtype)
             along = torch.linalg.vecdot(weighted, wide).unsqueeze(-1).mul_(reciprocal.pow(3)).div_(x.shape[-1])
@@ -112,14 +111,9 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
-        needs_a, needs_b = ctx.needs_input_grad
-        grad_a = grad_b = None
-        if needs_a:
-            grad_a = grad * b  # dy b, which the next line multiplies by silu'(a) in place
-            torch.ops.aten.silu_backward.grad_input(grad_a, a, grad_input=grad_a)
-        if needs_b:
-            grad_b = F.silu(a).mul_(grad)
-        return grad_a, grad_b
+        grad_a = grad * b  # dy b, which the next line multiplies by silu'(a) in place
+        torch.ops.aten.silu_backward.grad_input(grad_a, a, grad_input=grad_a)
+        return grad_a, F.silu(a).mul_(grad)
 
 
 class _Rotation(torch.autograd.Function):
