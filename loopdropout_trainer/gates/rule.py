@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.streams import ExampleId, normals, uniforms
@@ -45,28 +46,28 @@ class Draw:
     layers: Sequence[int] = ()
     pass_index: int = 0
 
-    def uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
+    def uniforms(self, purpose: str, num_draws: int) -> Tensor:
         """Return [N, num_draws] uniforms of the stream `purpose`."""
         return uniforms(self.seed, purpose, self.step, self.example_ids, num_draws)
 
-    def normals(self, purpose: str, num_draws: int) -> torch.Tensor:
+    def normals(self, purpose: str, num_draws: int) -> Tensor:
         """Return [N, num_draws] standard normals of the stream `purpose`."""
         return normals(self.seed, purpose, self.step, self.example_ids, num_draws)
 
-    def step_uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
+    def step_uniforms(self, purpose: str, num_draws: int) -> Tensor:
         """Return [num_draws] uniforms that are the same for all examples of the optimizer step, on every process."""
         return uniforms(self.seed, purpose, self.step, [(0, 0)], num_draws)[0]
 
-    def event_uniforms(self) -> torch.Tensor:
+    def event_uniforms(self) -> Tensor:
         """Return the [K, N] uniforms behind every rule's events, so that two rules of one seed see paired masks."""
         return self.uniforms("events", self.num_loops).T
 
-    def module_event_uniforms(self) -> torch.Tensor:
+    def module_event_uniforms(self) -> Tensor:
         """Return [K, N, M] event uniforms, one for each adapted module; those of module 0 are `event_uniforms`."""
         u = self.uniforms("events", self.num_modules * self.num_loops)
         return u.view(-1, self.num_modules, self.num_loops).permute(2, 0, 1)
 
-    def removals(self, p: float | Sequence[float]) -> torch.Tensor:
+    def removals(self, p: float | Sequence[float]) -> Tensor:
         """Return the removal events a ~ Bernoulli(p), [K, N] booleans; with p < p', those of p are among those of p'."""
         return self.event_uniforms() < torch.as_tensor(p, dtype=torch.float64).view(-1, 1)
 
@@ -96,15 +97,15 @@ class GateRule:
     def check(self, num_loops: int) -> None:
         """Raise ValueError if the rule's fields do not fit a model of `num_loops` loops."""
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         """Return float32 gates [K, N], or [K, N, M] with one for each adapted module; N may be 1 for all examples alike."""
         raise NotImplementedError
 
-    def seeds(self, draw: Draw) -> torch.Tensor | None:
+    def seeds(self, draw: Draw) -> Tensor | None:
         """Return int64 seeds of the random factors that the rule's adapter expands itself; the adapter says their shape."""
         return None
 
-    def observe(self, sensitivity: torch.Tensor) -> None:
+    def observe(self, sensitivity: Tensor) -> None:
         """Take the step's sum over all examples and processes of |d loss / d g_t|, [K], if `wants_sensitivity`."""
 
     def state_dict(self) -> dict[str, Any]:

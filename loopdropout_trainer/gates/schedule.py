@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from loopdropout_trainer.checks import check_number
 from loopdropout_trainer.errors import UserError
@@ -39,7 +40,7 @@ class Schedule(GateRule):
         progress = min(step / max(num_steps - 1, 1), 1.0)
         return self.p_start + (self.p_end - self.p_start) * progress
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         return rescaled_masks(draw, self.p_at(draw.step, draw.num_steps))
 
 
@@ -72,7 +73,7 @@ class CoTo(GateRule):
         progress = min(step / ramp_steps, 1.0) if ramp_steps > 0 else 1.0
         return self.keep_start + (1 - self.keep_start) * progress
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         layers = torch.tensor(draw.layers)  # [M]
         u = draw.step_uniforms("coto", int(layers.max()) + 1)  # [L]
         on = u >= 1 - self.keep_at(draw.step, draw.num_steps)
@@ -103,7 +104,7 @@ class Adaptive(GateRule):
     p_min: float = 0.05
     p_max: float = 0.95
     decay: float = 0.95
-    estimate: torch.Tensor | None = field(default=None, init=False, repr=False)  # [K] float64, mean 1
+    estimate: Tensor | None = field(default=None, init=False, repr=False)  # [K] float64, mean 1
 
     def __post_init__(self):
         self.p = check_one_p(self.p)
@@ -116,7 +117,7 @@ class Adaptive(GateRule):
                 f"`p` must lie between `p_min` and `p_max`; got {self.p} outside [{self.p_min}, {self.p_max}]."
             )
 
-    def probabilities(self, num_loops: int) -> torch.Tensor:
+    def probabilities(self, num_loops: int) -> Tensor:
         """Return p_t, [K] float64."""
         if self.estimate is None:
             return torch.full((num_loops,), self.p, dtype=torch.float64)
@@ -125,10 +126,10 @@ class Adaptive(GateRule):
         weights = weights if self.direction == "more" else 1 / weights
         return _proportional(weights / weights.mean(), self.p, self.p_min, self.p_max)
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         return rescaled_masks(draw, self.probabilities(draw.num_loops))
 
-    def observe(self, sensitivity: torch.Tensor) -> None:
+    def observe(self, sensitivity: Tensor) -> None:
         total = sensitivity.double().sum()
         if not (torch.isfinite(total) and total > 0):  # an overflown step of float16 training, or B still zero
             return
@@ -143,7 +144,7 @@ class Adaptive(GateRule):
         self.estimate = None if estimate is None else torch.tensor(estimate, dtype=torch.float64)
 
 
-def _proportional(weights: torch.Tensor, mean: float, low: float, high: float) -> torch.Tensor:
+def _proportional(weights: Tensor, mean: float, low: float, high: float) -> Tensor:
     """Return clip(lambda * weights, low, high) with the one lambda that gives it this mean, which is in reach."""
     lower, upper = 0.0, high / float(weights.min())  # all low, all high; the mean grows with lambda in between
     for _ in range(200):

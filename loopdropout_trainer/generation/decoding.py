@@ -20,6 +20,7 @@ from functools import cache, partial
 
 import torch
 import transformers
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
@@ -56,8 +57,8 @@ class SlotCache(Cache):
         is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
     """
 
-    positions: torch.Tensor
-    targets: torch.Tensor
+    positions: Tensor
+    targets: Tensor
 
     def __init__(self, allocated_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
@@ -99,7 +100,7 @@ class SlotLayer(StaticLayer):
         super().__init__(max_cache_len=0)
         self.cache = cache
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Called with the first keys [B, heads, S, d]: only they tell heads and d, which may differ from layer to layer.
         self.allocated = [
             states.new_zeros(self.cache.allocated_slots, 0, states.shape[1], states.shape[3])
@@ -123,9 +124,7 @@ class SlotLayer(StaticLayer):
             for states in views:
                 torch._dynamo.maybe_mark_dynamic(states, dimension)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the states [B, heads, S, d] of the current rows; return all that these may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -195,7 +194,7 @@ class Sampler:
         )
         self.warpers = transformers.LogitsProcessorList([make(value) for wanted, make, value in warpers if wanted])
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    def __call__(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Return the tokens [B] that rows, counted as in `rows` of the constructor, draw at positions from logits [B, V]."""
         probabilities = self.warpers(None, logits).softmax(dim=-1)
         cumulated = probabilities.double().cumsum(dim=-1)
@@ -225,9 +224,7 @@ class Decoder:
     num_slots: int
     have_ended: Callable[[list[list[int]]], list[bool]]
     compiled: bool = False
-    choose: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor] = lambda logits, rows, places: logits.argmax(
-        dim=-1
-    )
+    choose: Callable[[Tensor, list[int], list[int]], Tensor] = lambda logits, rows, places: logits.argmax(dim=-1)
 
     def __post_init__(self) -> None:
         self.device = self.model.device  # found by a walk through the modules: once
@@ -302,7 +299,7 @@ class Decoder:
         ends = torch.tensor([row.start - 1 for row in rows])
         self._extend(rows, _logits(self.model, self.cache, ids, ends))
 
-    def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
+    def _set(self, slots: list[int], positions: Tensor, is_prefill: bool) -> None:
         """Tell the cache which tokens the next call computes: `positions` [B, S] of the rows in these slots."""
         targets = torch.tensor(slots).unsqueeze(1) * self.cache.allocated_columns + positions  # [B, S]
         self.cache.targets = targets.flatten().to(self.device)
@@ -321,7 +318,7 @@ class Decoder:
         used = [slot for slot, row in enumerate(self.slots) if row is not None]
         self._extend([self.slots[slot] for slot in used], logits[used])
 
-    def _extend(self, rows: list[_Row], logits: torch.Tensor) -> None:
+    def _extend(self, rows: list[_Row], logits: Tensor) -> None:
         """Add a token to the completion of each row, by its logits [B, V]."""
         tokens = self.choose(logits, [row.index for row in rows], [len(row.tokens) - row.start for row in rows])
         for row, token in zip(rows, tokens.tolist(), strict=True):
@@ -338,9 +335,7 @@ class Decoder:
         return ended
 
 
-def _logits(
-    model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor, ends: torch.Tensor | None = None
-) -> torch.Tensor:
+def _logits(model: PreTrainedModel, cache: SlotCache, ids: Tensor, ends: Tensor | None = None) -> Tensor:
     """Return the logits [B, V], in float32, after the tokens [B, S] of the cache's rows: the last ones, or those at `ends`."""
     # A token attends to the columns up to its own position: at position 2 of 5 columns [0, 0, 0, -inf, -inf]. A prompt's
     # columns are its own tokens, a step's all that are in use.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loopdropout_trainer.errors import UserError
 
@@ -62,13 +62,13 @@ class RunningLoop:
     """
 
     index: int = 0
-    tokens: torch.Tensor | None = None
-    gate: torch.Tensor | None = None
+    tokens: Tensor | None = None
+    gate: Tensor | None = None
     num_active: int | None = None
     frozen: bool = False
     prepared: dict[Hashable, Any] | None = None
     skips_updates: bool = field(init=False)
-    scales: dict[Hashable, torch.Tensor] = field(init=False, default_factory=dict, repr=False)
+    scales: dict[Hashable, Tensor] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skips_updates", self.frozen or self.num_active == 0)
@@ -94,9 +94,9 @@ class GatedBatch:
             computed. Empty unless gates are [K, N, M].
     """
 
-    gates: torch.Tensor | None = None
-    segments: torch.Tensor | None = None
-    seeds: torch.Tensor | None = None
+    gates: Tensor | None = None
+    segments: Tensor | None = None
+    seeds: Tensor | None = None
     draw: DrawKey | None = None
     optimisations: Optimisations = Optimisations()
     active: list[list[bool]] | None = field(init=False, default=None)
@@ -121,7 +121,7 @@ class GatedBatch:
         return self.gates is not None and self.gates.dim() == 3
 
     def loop(
-        self, index: int, device: torch.device | None = None, tokens: torch.Tensor | None = None, **attributes: Any
+        self, index: int, device: torch.device | None = None, tokens: Tensor | None = None, **attributes: Any
     ) -> RunningLoop:
         """Return the loop of this index, with its gates on `device`; the other arguments are attributes of `RunningLoop`.
 
@@ -166,7 +166,7 @@ class LoopState:
         return self.running.index
 
     @property
-    def gates(self) -> torch.Tensor | None:
+    def gates(self) -> Tensor | None:
         """The gates in force, [K, N] or [K, N, M]; None for unit gates."""
         return self.batch.gates
 
@@ -183,7 +183,7 @@ class LoopState:
         """Say which loop runs, and on which tokens."""
         self.running = loop
 
-    def gate_for(self, hidden_states: torch.Tensor, module: int = 0) -> torch.Tensor | None:
+    def gate_for(self, hidden_states: Tensor, module: int = 0) -> Tensor | None:
         """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
 
         Args:
@@ -199,7 +199,7 @@ class LoopState:
             gate = gate.to(hidden_states.device)
         return gate.unsqueeze(0) if self.running.tokens is not None else self.per_token(gate, hidden_states)
 
-    def per_token(self, values: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def per_token(self, values: Tensor, hidden_states: Tensor) -> Tensor:
         """Return values of each example, [N] or [N, E], shaped to multiply [B, S, r] or [B, S, E] activations."""
         values = values.reshape(len(values), -1)  # [N, E]
         tokens = self.batch.segments if self.running.tokens is None else self.running.tokens.unsqueeze(0)
@@ -219,9 +219,7 @@ class LoopState:
 
 
 @contextmanager
-def applied_gates(
-    state: LoopState, gates: torch.Tensor | None, segments: torch.Tensor | None = None
-) -> Iterator[None]:
+def applied_gates(state: LoopState, gates: Tensor | None, segments: Tensor | None = None) -> Iterator[None]:
     """Apply gates inside the block, and put back everything that was there before, also after an exception."""
     before = state.batch, state.running
     state.apply(GatedBatch(gates, segments))
@@ -231,7 +229,7 @@ def applied_gates(
         state.batch, state.running = before
 
 
-def example_starts(position_ids: torch.Tensor) -> torch.Tensor:
+def example_starts(position_ids: Tensor) -> Tensor:
     """Return whether an example begins at each token, [B, S]: where its position is not the previous token's plus 1.
 
     This is decided here alone, by the criterion of transformers' attention masks.
@@ -241,7 +239,7 @@ def example_starts(position_ids: torch.Tensor) -> torch.Tensor:
     return starts
 
 
-def as_gate_matrix(gates: torch.Tensor | Sequence, num_loops: int) -> torch.Tensor:
+def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:
     """Return gates [K], [K, N] or [K, N, M] as a floating-point tensor, [K] as [K, 1], the others as they are.
 
     Raises:

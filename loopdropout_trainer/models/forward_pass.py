@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
@@ -36,16 +35,16 @@ class LoopInputs:
         running: the loop that runs, which its layers announce; None before and after the loops.
     """
 
-    state: torch.Tensor
+    state: Tensor
     attention_mask: Any
-    position_ids: torch.Tensor
-    position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    injected: torch.Tensor | None = None
+    position_ids: Tensor
+    position_embeddings: tuple[Tensor, Tensor]
+    injected: Tensor | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    tokens: torch.Tensor | None = None
+    tokens: Tensor | None = None
     running: RunningLoop | None = None
 
-    def run(self, layers: Iterable[nn.Module], **layer_kwargs) -> torch.Tensor:
+    def run(self, layers: Iterable[nn.Module], **layer_kwargs) -> Tensor:
         """Return the state [B, S, H] after some layers, which are told the loop."""
         state = self.state
         for layer in layers:
@@ -78,7 +77,7 @@ class PlainPass:
             mask = create_causal_mask(self.backbone.config, inputs.state, attention_mask, **options)
         return replace(inputs, attention_mask=mask)
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
+    def pack(self, x: Tensor) -> Tensor:
         """Return [B, S, ...] as `arrange` returns its inputs; `unpack` is the way back."""
         return x
 
@@ -88,7 +87,7 @@ class PlainPass:
         """Take the first loop's inputs."""
         self.inputs = inputs
 
-    def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
+    def loop(self, recurrent_step: Callable[[LoopInputs], Tensor], loop: int) -> None:
         """Run one loop: a function from inputs to the state after it."""
         state = self.backbone.loop_state
         running = state.batch.loop(loop, self.inputs.state.device, prepared=self.prepared)
@@ -134,8 +133,6 @@ class LoopCacheView:
         self.cache = cache
         self.offset = offset
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, heads, S, d] to the layer's; return all that it holds."""
         return self.cache.update(keys, values, layer_idx + self.offset, *args, **kwargs)

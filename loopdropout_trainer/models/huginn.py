@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
@@ -40,13 +40,13 @@ from loopdropout_trainer.models.operations import rotate_halves, swiglu
 from loopdropout_trainer.models.strict_loading import DOWNLOAD_FIELDS, checkpoint_names
 
 
-def rotary_angles(config: HuginnConfig, position_ids: torch.Tensor) -> torch.Tensor:
+def rotary_angles(config: HuginnConfig, position_ids: Tensor) -> Tensor:
     """Return the rotation angles [..., d / 2] of positions [...], float32: p * base^(-2i / d)."""
     channels = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_ids.device)
     return position_ids[..., None].float() * config.rope_base ** (-channels / config.head_dim)
 
 
-def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels (2i, 2i + 1) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d / 2]; in float32 at least."""
     even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -94,7 +94,7 @@ class RavenMLP(nn.Module):
         self.fc = nn.Linear(config.n_embd, 2 * config.intermediate_size, bias=False)
         self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         activated, linear = project(x, self.fc)[0].chunk(2, dim=-1)
         return project(swiglu(activated, linear), self.proj)[0]
 
@@ -111,7 +111,7 @@ class RavenBlock(RecurrentLayer):
         for number in range(1, 5 if self.layout == "huginn" else 3):
             self.add_module(f"norm_{number}", RMSNorm(config.n_embd, eps=config.norm_eps))
 
-    def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+    def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
         if self.layout == "olmo":
             hidden_states = hidden_states + self.norm_1(self.attn(hidden_states, **kwargs)[0])
             return hidden_states + self.norm_2(self.mlp(hidden_states))
@@ -180,29 +180,29 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
     def recurrent_layers(self) -> list[nn.Module]:
         return [self.adapter, *self.core_block]
 
-    def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(self, embeddings: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.block_layout != "huginn":
             return self.rotary_emb(embeddings, position_ids)
         angles = rotary_angles(self.config, position_ids)
         return angles.cos(), angles.sin()
 
-    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None, **layer_kwargs) -> LoopInputs:
         inputs = replace(inputs, state=inputs.state * self.config.init_values["embed_scale"])
         injected = inputs.run(self.prelude, **layer_kwargs)
         state = self.initial_state(inputs) if initial_state is None else initial_state
         return replace(inputs, injected=injected, state=state.to(injected))
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> Tensor:
         mixed = project(torch.cat([inputs.state, inputs.injected], dim=-1), self.adapter)[0]
         return replace(inputs, state=mixed).run(self.core_block, **layer_kwargs)
 
-    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         if self.config.block_layout == "huginn":
             inputs = replace(inputs, state=self.ln_f(inputs.state))
         return self.ln_f(inputs.run(self.coda, **layer_kwargs))
 
     @torch.no_grad()
-    def initial_state(self, inputs: LoopInputs) -> torch.Tensor:
+    def initial_state(self, inputs: LoopInputs) -> Tensor:
         """Return the states [B, S, E] that the tokens start from: N(0, std^2) truncated at 3 std, times `embed_scale`.
 
         Both are in `config.init_values`; Huginn's are sqrt(2 / (5 E)) and sqrt(E).
@@ -256,7 +256,7 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
     # cast its table as well, and every position would be off. The published file holds the tied head twice, and readers
     # other than transformers want it there; it may be left out all the same.
 
-    def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def hub_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.config.tie_word_embeddings:  # a copy: safetensors refuses tensors that share memory
             weights = {**weights, "lm_head.weight": weights["transformer.wte.weight"].clone()}
         if self.config.block_layout != "huginn":
@@ -264,7 +264,7 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         angles = rotary_angles(self.config, torch.arange(self.config.block_size))
         return {**weights, "freqs_cis": torch.stack((angles.cos(), angles.sin()), dim=-1)[None, :, None]}
 
-    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    def accept_hub_weights(self, weights: dict[str, Tensor], prefix: str, *_: Any) -> None:
         weights.pop(f"{prefix}freqs_cis", None)
         embeddings = weights.get(f"{prefix}transformer.wte.weight")
         if self.config.tie_word_embeddings and embeddings is not None:

@@ -11,6 +11,7 @@ import hashlib
 import math
 
 import torch
+from torch import Tensor
 
 
 _WORD = 0xFFFFFFFF
@@ -24,7 +25,7 @@ def stream_key(*parts: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Return the four 32-bit words of Philox-4x32-10, as int64 tensors, for broadcastable counter and key words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -36,13 +37,13 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, torch.Ten
     return c0, c1, c2, c3
 
 
-def _multiply(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """Return the high and the low word of a 32 x 32 bit product."""
     product = word * factor  # of 64 bits, the highest of which int64 takes for a sign
     return (product >> 32) & _WORD, product & _WORD
 
 
-def truncated_normals(keys: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+def truncated_normals(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     """Return standard normals, truncated at 3 sigma, [..., width] float32; a longer request starts with the shorter one's.
 
     Args:

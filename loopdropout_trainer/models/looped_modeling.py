@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -122,9 +122,9 @@ class RecurrentLayer(GradientCheckpointingLayer):
     """
 
     loop_state: LoopState
-    compiled_forward: Callable[..., torch.Tensor] | None = None  # `layer_forward`, compiled, for training
+    compiled_forward: Callable[..., Tensor] | None = None  # `layer_forward`, compiled, for training
 
-    def forward(self, hidden_states: torch.Tensor, running: RunningLoop | None = None, **kwargs) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, running: RunningLoop | None = None, **kwargs) -> Tensor:
         # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
         if running is not None:
             self.loop_state.announce(running)
@@ -132,7 +132,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
             return self.compiled_forward(self, hidden_states, **kwargs)
         return self.layer_forward(hidden_states, **kwargs)
 
-    def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+    def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
         raise NotImplementedError
 
 
@@ -174,7 +174,7 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
             layer.compiled_forward = compiled
         return True
 
-    def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
+    def loop_readouts(self, **inputs) -> tuple[Tensor, ...]:
         return self.base_model(**inputs, use_cache=False, output_readouts=True).readouts
 
 
@@ -197,19 +197,19 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     # What a family supplies.
 
-    def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(self, embeddings: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the positions, in the form that the family's attention takes."""
         return self.rotary_emb(embeddings, position_ids)
 
-    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None, **layer_kwargs) -> LoopInputs:
         """Return the first loop's inputs; those given hold the embeddings [B, S, H] as their state."""
         return inputs if initial_state is None else replace(inputs, state=initial_state.to(inputs.state))
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> Tensor:
         """Return the state [B, S, H] after loop `loop`, from the state before it and what else `inputs` holds."""
         raise NotImplementedError
 
-    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         """Return the head-ready hidden state [B, S, H] of a loop's state; the state carried on is another matter."""
         return inputs.state
 
@@ -217,7 +217,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def run_loops(
         self, one_pass: PlainPass, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
-    ) -> tuple[LoopInputs, list[torch.Tensor]]:
+    ) -> tuple[LoopInputs, list[Tensor]]:
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
         The loops before the last `config.backprop_depth` run without gradient; so do those of packed examples before their
@@ -249,7 +249,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
@@ -295,7 +295,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
             output.readouts, output.loop_states = tuple(readouts), tuple(map(one_pass.unpack, states))
         return output
 
-    def _embed(self, input_ids, inputs_embeds, initial_state) -> torch.Tensor:
+    def _embed(self, input_ids, inputs_embeds, initial_state) -> Tensor:
         """Return the embeddings [B, S, H] of checked inputs."""
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("Give exactly one of `input_ids` and `inputs_embeds`.")
@@ -323,9 +323,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         fit_cache(cache, self.config.num_layer_runs)
         return cache
 
-    def _new_pass(
-        self, embeddings: torch.Tensor, attention_mask: Any, cache: Cache | None, options: dict
-    ) -> PlainPass:
+    def _new_pass(self, embeddings: Tensor, attention_mask: Any, cache: Cache | None, options: dict) -> PlainPass:
         """Return what runs this forward pass: plainly, unless an optimisation is switched on and applies."""
         # Packed examples have no rows: nothing may be asked of these, and a mask must say which tokens are padding.
         records = ("output_hidden_states", "output_attentions")
@@ -339,7 +337,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         return PackedPass(self)
 
 
-def _positions(embeddings: torch.Tensor, attention_mask: Any, seen: int) -> torch.Tensor:
+def _positions(embeddings: Tensor, attention_mask: Any, seen: int) -> Tensor:
     """Return positions [B or 1, S]: of a token among its row's tokens, padding not counted."""
     length = embeddings.shape[1]
     if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 and attention_mask.shape[1] == seen + length:
@@ -370,11 +368,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     def recurrent_layers(self) -> Iterable[nn.Module]:
         return self.base_model.recurrent_layers()
 
-    def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def hub_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict `weights` as the published code names and completes it: what is saved."""
         return weights
 
-    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    def accept_hub_weights(self, weights: dict[str, Tensor], prefix: str, *_: Any) -> None:
         """Turn a published state dict, whose keys start with `prefix`, into this model's in place."""
 
     def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
@@ -397,12 +395,12 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> LoopedCausalLMOutput:
         """Run all loops and score with the final one; the other arguments are those of the backbone's `forward`.

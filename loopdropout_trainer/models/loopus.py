@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers import initialization as init
@@ -151,7 +151,7 @@ class SelectiveGate(StaysFloat32, GradientCheckpointingLayer):
         self.dt_input_proj = nn.Linear(config.hidden_size, rank, bias=False, dtype=torch.float32)
         self.delta_proj = nn.Linear(rank, config.hidden_size, dtype=torch.float32)
 
-    def forward(self, answer: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def forward(self, answer: Tensor, state: Tensor) -> Tensor:
         """Return x_t [B, S, H] for the stack's answer y and the state x_{t-1} before it."""
         dtype = self.A_log.dtype
         with torch.autocast(state.device.type, enabled=False):
@@ -224,14 +224,14 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
     def recurrent_layers(self) -> nn.ModuleList:
         return self.reasoning.layers
 
-    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None, **layer_kwargs) -> LoopInputs:
         encoded = inputs.run(self.encoder.layers, **layer_kwargs)
         return super().run_prelude(replace(inputs, state=encoded), initial_state)
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> Tensor:
         return self.reasoning.gate(inputs.run(self.reasoning.layers, **layer_kwargs), inputs.state)
 
-    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         return self.decoder.norm(inputs.run(self.decoder.layers, **layer_kwargs))
 
 
@@ -249,10 +249,10 @@ class LoopusForCausalLM(LoopusPreTrainedModel, LoopedForCausalLM):
 
     # The hub's checkpoints hold the backbone's keys.
 
-    def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def hub_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
-    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    def accept_hub_weights(self, weights: dict[str, Tensor], prefix: str, *_: Any) -> None:
         for name in [name for name in weights if name.startswith(prefix)]:
             key = re.sub(r"^plateau\.", "reasoning.", name.removeprefix(prefix).replace(".module.", "."))
             if not key.startswith("model."):

@@ -11,11 +11,12 @@ x = [3, 4], w = [1, 1], eps = 0, the norm has r = 1 / sqrt((9 + 16) / 2) = 0.283
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x [..., H] over its root mean square in the last dimension, times weight [H]; computed in float32 at least.
 
     The quotient is rounded to the dtype of x before it is multiplied.
@@ -25,14 +26,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * F.rms_norm(x, weight.shape, None, eps).to(x.dtype)  # one kernel each way on a GPU
 
 
-def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
     """Return silu(a) * b for a and b of one shape."""
     if torch.compiler.is_compiling():
         return F.silu(a) * b
     return _SwiGLU.apply(a, b) if torch.is_grad_enabled() else _swiglu(a, b)
 
 
-def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels (i, i + d / 2) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d], which get no gradient.
 
     Both channels of a pair have the same cosine and the same sine.
@@ -47,7 +48,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 # The forward passes, by themselves where nothing has a gradient: a function of autograd takes as long as small tensors do.
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the result, and the reciprocal root [..., 1]."""
     wide = torch.promote_types(x.dtype, torch.float32)
     # mean x^2 = |x|^2 / H, so that no tensor x^2 of full width is made.
@@ -58,11 +59,11 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
     return quotient.mul_(weight) if weight.dtype == x.dtype else quotient * weight, reciprocal
 
 
-def _swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _swiglu(a: Tensor, b: Tensor) -> Tensor:
     return F.silu(a).mul_(b)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int = 1) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int = 1) -> Tensor:
     # [a, b] in channels (i, i + d / 2) becomes [a cos - b sin, b cos + a sin]; by the negative angle for direction -1.
     half = x.shape[-1] // 2
     rotated = x * cos

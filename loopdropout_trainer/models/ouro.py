@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen2Config
 
@@ -65,7 +65,7 @@ class OuroDecoderLayer(DecoderLayer):
         self.input_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+    def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
         attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + self.input_layernorm_2(attention)
         feed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
@@ -84,10 +84,10 @@ class OuroModel(DecoderBackbone):
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)  # kept for the checkpoint; see exit_distribution
         self.post_init()
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> Tensor:
         return self.norm(inputs.run(self.layers, **layer_kwargs))
 
-    def exit_distribution(self, readouts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def exit_distribution(self, readouts: tuple[Tensor, ...]) -> Tensor:
         """Return the exit gate's distribution over loops, [B, S, K], for K readouts [B, S, H].
 
         Nothing in this package exits by it. The published code mixes the loops' losses with it when it is given labels.

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import logging
 
@@ -40,15 +41,15 @@ class Lengths:
         self.device = device
         self.chunks = [[length] for length in lengths] if chunks is None else chunks
         self.chunk_tokens = [sum(chunk) for chunk in self.chunks]
-        self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @functools.cached_property
-    def offsets(self) -> torch.Tensor:
+    def offsets(self) -> Tensor:
         """Where each example begins and where the last one ends, int32 [N + 1] on the device."""
         ends = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
         return ends.to(self.device, non_blocking=True)
 
-    def mask(self, chunk: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask(self, chunk: int, dtype: torch.dtype) -> Tensor | None:
         """Return what the tokens of a chunk add to their scores, [n, n]: -inf but for their own example's past."""
         lengths = self.chunks[chunk]
         if len(lengths) == 1:
@@ -60,16 +61,14 @@ class Lengths:
         return self._masks[chunk, dtype]
 
     @torch.compiler.disable(recursive=True)  # it would compile anew for all lengths
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
         """Attend within each example of a row [1, heads, T, d]; return [1, T, heads, d]."""
         if not dropout and _takes_all_at_once(query.device, query.dtype, query.shape[-1]):
             return _at_once(query, key, value, self, scaling)
         return _one_by_one(query, key, value, self, scaling, dropout)
 
 
-def lengths_in_chunks(lengths: Sequence[int], like: torch.Tensor, num_heads: int, head_dim: int) -> Lengths:
+def lengths_in_chunks(lengths: Sequence[int], like: Tensor, num_heads: int, head_dim: int) -> Lengths:
     """Return the lengths of examples for attention by few launches; `like` are the states, for their device and dtype."""
     autocast = torch.is_autocast_enabled(like.device.type)
     dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
@@ -88,8 +87,8 @@ def lengths_in_chunks(lengths: Sequence[int], like: torch.Tensor, num_heads: int
 
 
 def _one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float, dropout: float = 0.0
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scaling: float, dropout: float = 0.0
+) -> Tensor:
     options = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     pieces = [x.split(lengths.chunk_tokens, dim=2) for x in (query, key, value)]
     outputs = []
@@ -100,9 +99,7 @@ def _one_by_one(
     return torch.cat(outputs, dim=1)
 
 
-def _at_once(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, scaling: float
-) -> torch.Tensor:
+def _at_once(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scaling: float) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))

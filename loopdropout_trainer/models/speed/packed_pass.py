@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
@@ -119,7 +120,7 @@ class PackedPass(PlainPass):
             active = [[gates[example] for example in examples] for gates in batch.active]
             self.parts = loop_parts(active, packing.lengths, *self.least_tokens(inputs.state))
 
-    def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
+    def loop(self, recurrent_step: Callable[[LoopInputs], Tensor], loop: int) -> None:
         loop_state, states = self.backbone.loop_state, {}
         for part in self.parts[loop]:
             inputs = self._inputs(part.order)
@@ -142,7 +143,7 @@ class PackedPass(PlainPass):
             state = state + 0 * sum(parameter.flatten()[0] for parameter in self.lora_parameters)
         return replace(self.inputs[self.all], state=state)
 
-    def least_tokens(self, like: torch.Tensor) -> tuple[float, float]:
+    def least_tokens(self, like: Tensor) -> tuple[float, float]:
         """Return from how many frozen, and inactive, tokens on it takes less time to treat them apart.
 
         For n tokens a pass over the block's W frozen weights takes 2 n W FLOP, forward or backward, and one over the A
@@ -166,7 +167,7 @@ class PackedPass(PlainPass):
         inactive = (SLICE_LAUNCHES * num_layers + ORDER_LAUNCHES) * launch / (6 * factors)
         return apart / (2 * passes * weights), inactive
 
-    def _mask(self, like: torch.Tensor, lengths: Sequence[int]) -> Lengths | torch.Tensor | None:
+    def _mask(self, like: Tensor, lengths: Sequence[int]) -> Lengths | Tensor | None:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
         config = self.backbone.config
         if config._attn_implementation == "sdpa":
@@ -179,7 +180,7 @@ class PackedPass(PlainPass):
         row = like.new_empty(1, len(positions), 1)
         return create_causal_mask(config, row, None, past_key_values=None, position_ids=positions.unsqueeze(0))
 
-    def _state(self, order: tuple[int, ...]) -> torch.Tensor:
+    def _state(self, order: tuple[int, ...]) -> Tensor:
         """Return the state [1, n, H] that examples have come to, in this order."""
         if order in self.states:
             return self.states[order]  # as it lies, without a copy
@@ -207,7 +208,7 @@ class PackedPass(PlainPass):
                 )
         return self.inputs[order]
 
-    def _rows(self, lie: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    def _rows(self, lie: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
         """Return the indices [n] of the tokens of the examples `order` in a row that holds the examples `lie`.
 
         If examples (0, 1, 2) of lengths (2, 3, 1) lie in a row, those of (2, 1) are 5, 2, 3, 4.

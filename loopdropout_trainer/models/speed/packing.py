@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from loopdropout_trainer.looped import example_starts
 
@@ -23,17 +24,17 @@ class Packing:
     """
 
     shape: tuple[int, int]
-    kept: torch.Tensor | None
+    kept: Tensor | None
     lengths: list[int]
     examples: list[int]
-    tokens: torch.Tensor
+    tokens: Tensor
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
+    def pack(self, x: Tensor) -> Tensor:
         """Return [1, T, ...] of [B, S, ...], or of what all rows share, [1, S, ...]."""
         x = x.expand(self.shape[0], *x.shape[1:]).flatten(0, 1)
         return (x if self.kept is None else x[self.kept]).unsqueeze(0)
 
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+    def unpack(self, x: Tensor) -> Tensor:
         """Return [B, S, ...] of [1, T, ...]; zeros on padding."""
         x = x[0]
         if self.kept is not None:
@@ -43,9 +44,9 @@ class Packing:
 
 def find_packing(
     shape: tuple[int, int],
-    token_mask: torch.Tensor | None,
-    position_ids: torch.Tensor,
-    segments: torch.Tensor | None = None,
+    token_mask: Tensor | None,
+    position_ids: Tensor,
+    segments: Tensor | None = None,
 ) -> Packing:
     """Find the examples of a batch.
 
