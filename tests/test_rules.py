@@ -80,7 +80,7 @@ def oracle_loss(model, batch, num_items, update):
                         base = weights.pop(f"{name}.base_layer.weight")
                         weights[f"{name}.weight"] = base + update(layers[id(layer)], layer, loop, example)
                 weights = {name: weight for name, weight in weights.items() if "lora_" not in name}
-                inputs = {"running": None, "attention_mask": None, "position_embeddings": rotary}
+                inputs = {"attention_mask": None, "position_embeddings": rotary}
                 x = functional_call(plain, weights, (x,), inputs, strict=True)
             x = ouro.model.norm(x)
         logits = ouro.lm_head(x)[0, :-1]

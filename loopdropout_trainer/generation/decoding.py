@@ -52,13 +52,13 @@ class SlotCache(Cache):
         num_slots: number of slots in use, from the first.
         columns: indices of the columns in use, [columns].
         allocated_columns: number of columns allocated in each slot.
-        positions: of the tokens that the next call computes, [B, S].
-        targets: where their keys and values go, counted over all slots' allocated columns, [B * S].
+        slots: of the rows that the next call computes, [B, 1].
+        positions: of their tokens, [B, S], which are the columns that keys and values go to.
         is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
     """
 
+    slots: Tensor
     positions: Tensor
-    targets: Tensor
 
     def __init__(self, allocated_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
@@ -114,24 +114,20 @@ class SlotLayer(StaticLayer):
         more = self.cache.allocated_columns - self.allocated[0].shape[1]
         if more > 0:  # zeros, since what a mask leaves out is multiplied by zero, and must be finite
             self.allocated = [torch.nn.functional.pad(states, (0, 0, 0, 0, 0, more)) for states in self.allocated]
-        # Three views of one memory: by token, to write single tokens; by slot, to attend to the columns in use.
-        self.tokens = [states.flatten(0, 1) for states in self.allocated]  # [slots * columns, heads, d]
         self.keys, self.values = (states[:num_slots, :num_columns].transpose(1, 2) for states in self.allocated)
-        for states in (self.keys, self.values, *self.tokens):  # CUDA graphs then read and write them in place
-            torch._dynamo.mark_static_address(states, guard=False)
         # What the others are views of comes first: one compiled step for caches of any length.
-        for dimension, views in ((1, self.allocated), (2, (self.keys, self.values)), (0, self.tokens)):
+        for dimension, views in ((1, self.allocated), (2, (self.keys, self.values))):
             for states in views:
+                torch._dynamo.mark_static_address(states, guard=False)  # CUDA graphs then read and write it in place
                 torch._dynamo.maybe_mark_dynamic(states, dimension)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the states [B, heads, S, d] of the current rows; return all that these may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        # Token (slot i, position p) is row i * columns + p of `tokens`: all rows of the call are written at once.
-        targets = self.cache.targets.to(key_states.device)
-        for tokens, states in zip(self.tokens, (key_states, value_states), strict=True):
-            tokens.index_copy_(0, targets, states.transpose(1, 2).flatten(0, 1))
+        slots, positions = self.cache.slots.to(key_states.device), self.cache.positions.to(key_states.device)
+        for allocated, states in zip(self.allocated, (key_states, value_states), strict=True):
+            allocated[slots, positions] = states.transpose(1, 2)  # all rows of the call at once
         # A prompt attends to itself alone, so that its own states, without the rest of the cache, are all that it needs.
         return (key_states, value_states) if self.cache.is_prefill else (self.keys, self.values)
 
@@ -301,8 +297,7 @@ class Decoder:
 
     def _set(self, slots: list[int], positions: Tensor, is_prefill: bool) -> None:
         """Tell the cache which tokens the next call computes: `positions` [B, S] of the rows in these slots."""
-        targets = torch.tensor(slots).unsqueeze(1) * self.cache.allocated_columns + positions  # [B, S]
-        self.cache.targets = targets.flatten().to(self.device)
+        self.cache.slots = torch.tensor(slots, device=self.device).unsqueeze(1)
         self.cache.positions = positions.to(self.device)
         self.cache.is_prefill = is_prefill
 

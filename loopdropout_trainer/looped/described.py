@@ -7,12 +7,12 @@ same: which modules recur, which loop is running, how deep the model runs, and h
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from loopdropout_trainer.errors import UserError
@@ -165,21 +165,19 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
     Raises NotLoopedError, naming a projection and the loops that were announced when it ran.
     """
     looped = find_looped_model(model)
-    announced = defaultdict(list)
-    modules = dict(looped.named_modules())
-    hooks = [
-        modules[name].register_forward_pre_hook(
-            lambda module, args, name=name: announced[name].append(looped.loop_state.loop)
-        )
-        for name in looped.recurrent_linears()
-    ]
+    announced = {name: [] for name in looped.recurrent_linears()}
+    names = {looped.get_submodule(name): name for name in announced}
+
+    def note(module: nn.Module, args: tuple) -> None:
+        if module in names:
+            announced[names[module]].append(looped.loop_state.loop)
+
+    hook = register_module_forward_pre_hook(note)  # of all modules
     try:
         model(**inputs, use_cache=False)
     finally:
-        for hook in hooks:
-            hook.remove()
-    for name in looped.recurrent_linears():
-        loops = announced[name]
+        hook.remove()
+    for name, loops in announced.items():
         if sorted(set(loops)) != list(range(looped.config.num_loops)) or loops != sorted(loops):
             raise NotLoopedError(
                 f"`{name}` should run in each of the {looped.config.num_loops} loops, in order; those announced were {loops}."

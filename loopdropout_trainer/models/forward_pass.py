@@ -6,6 +6,7 @@ The cache has a layer of its own for every (loop, layer), because each loop atte
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,7 +33,7 @@ class LoopInputs:
         injected: [B, S, H] that every loop mixes in again, or None.
         attention_kwargs: further arguments of the attention kernel.
         tokens: [n] index of the example whose gates each packed token has; None: the batch, row by row.
-        running: the loop that runs, which its layers announce; None before and after the loops.
+        announce: says that the running loop runs, as each of its layers does; None before and after the loops.
     """
 
     state: Tensor
@@ -42,7 +43,7 @@ class LoopInputs:
     injected: Tensor | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
     tokens: Tensor | None = None
-    running: RunningLoop | None = None
+    announce: Callable[[], None] | None = None
 
     def run(self, layers: Iterable[nn.Module], **layer_kwargs) -> Tensor:
         """Return the state [B, S, H] after some layers, which are told the loop."""
@@ -53,7 +54,7 @@ class LoopInputs:
                 attention_mask=self.attention_mask,
                 position_ids=self.position_ids,
                 position_embeddings=self.position_embeddings,
-                running=self.running,
+                announce=self.announce,
                 **self.attention_kwargs,
                 **layer_kwargs,
             )
@@ -91,8 +92,9 @@ class PlainPass:
         """Run one loop: a function from inputs to the state after it."""
         state = self.backbone.loop_state
         running = state.batch.loop(loop, self.inputs.state.device, prepared=self.prepared)
-        state.announce(running)  # for what runs outside of a layer
-        self.inputs = replace(self.inputs, state=recurrent_step(replace(self.inputs, running=running)))
+        announce = functools.partial(state.announce, running)
+        announce()  # for what runs outside of a layer
+        self.inputs = replace(self.inputs, state=recurrent_step(replace(self.inputs, announce=announce)))
 
     def result(self) -> LoopInputs:
         """Return the inputs with the state after the loops so far."""

@@ -25,7 +25,6 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.forward_pass import LoopInputs
 from loopdropout_trainer.models.huginn_config import HuginnConfig, drop_huginn_ids
 from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
@@ -102,9 +101,8 @@ class RavenMLP(nn.Module):
 class RavenBlock(RecurrentLayer):
     """One layer of prelude, recurrent block or coda, in the layout of the configuration."""
 
-    def __init__(self, config: HuginnConfig, layer_idx: int, loop_state: LoopState) -> None:
+    def __init__(self, config: HuginnConfig, layer_idx: int) -> None:
         super().__init__()
-        self.loop_state = loop_state
         self.layout = config.block_layout
         self.attn = RavenAttention(config, layer_idx)
         self.mlp = RavenMLP(config)
@@ -165,7 +163,7 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         sizes = (config.n_layers_in_prelude, config.n_layers_in_coda, config.n_layers_in_recurrent_block)
         layers = iter(range(sum(sizes)))  # their layers in the cache: those outside of the loop come first
         prelude, coda, core_block = (
-            nn.ModuleList(RavenBlock(config, next(layers), self.loop_state) for _ in range(size)) for size in sizes
+            nn.ModuleList(RavenBlock(config, next(layers)) for _ in range(size)) for size in sizes
         )
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.prelude = prelude
@@ -192,7 +190,7 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         state = self.initial_state(inputs) if initial_state is None else initial_state
         return replace(inputs, injected=injected, state=state.to(injected))
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> Tensor:
+    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         mixed = project(torch.cat([inputs.state, inputs.injected], dim=-1), self.adapter)[0]
         return replace(inputs, state=mixed).run(self.core_block, **layer_kwargs)
 

@@ -53,7 +53,7 @@ def truncated_normals(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     positions, keys = positions.unsqueeze(-1), keys.unsqueeze(-1)
     zero = torch.zeros_like(positions)
     words = philox((blocks, positions, zero, zero), (keys & _WORD, (keys >> 32) & _WORD))
-    high_bits = [(word >> 8).to(torch.float32) for word in torch.broadcast_tensors(*words)]
-    uniforms = (torch.stack(high_bits, dim=-1).flatten(-2)[..., :width] + 0.5) * 2.0**-24  # the middle of each cell
+    words = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :width]
+    uniforms = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24  # the middle of each cell
     inside = math.erf(3 / math.sqrt(2))  # probability of |z| < 3
     return math.sqrt(2) * torch.erfinv(inside * (2 * uniforms - 1))

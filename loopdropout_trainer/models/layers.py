@@ -90,22 +90,23 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Attention with rotary positions and separate projections, as in Llama; with `norm`, also of each head as in Qwen3.
+    """Attention with rotary positions and separate projections, as in Llama; with `norms_heads` as in Qwen3.
 
     Args:
         config: with the fields of transformers' Llama.
-        norm: makes the normalisation of queries' and keys' heads from their size; None: there is none.
+        norms_heads: whether queries and keys are normalised, head by head.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int, norm: Any = None) -> None:
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, norms_heads: bool = False) -> None:
         super().__init__(config, layer_idx)
-        width, kv_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
-        if norm is not None:
-            self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
+        if norms_heads:
+            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def heads(self, hidden_states, position_embeddings):
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)

@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, RunningLoop, check_num_loops
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, check_num_loops
 from loopdropout_trainer.models.forward_pass import LoopCacheView, LoopInputs, PlainPass, fit_cache
 from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.models.strict_loading import load_strictly
@@ -38,16 +38,16 @@ class LoopedModelOutput(BaseModelOutputWithPast):
     If asked for, `readouts` holds all K of them and `loop_states` the K states carried out of the loops, each [B, S, H].
     """
 
-    readouts: tuple[torch.FloatTensor, ...] | None = None
-    loop_states: tuple[torch.FloatTensor, ...] | None = None
+    readouts: tuple[Tensor, ...] | None = None
+    loop_states: tuple[Tensor, ...] | None = None
 
 
 @dataclass
 class LoopedCausalLMOutput(CausalLMOutputWithPast):
     """`loss` and `logits` belong to the final loop; `readouts` and `loop_states` are the backbone's, if asked for."""
 
-    readouts: tuple[torch.FloatTensor, ...] | None = None
-    loop_states: tuple[torch.FloatTensor, ...] | None = None
+    readouts: tuple[Tensor, ...] | None = None
+    loop_states: tuple[Tensor, ...] | None = None
 
 
 class LoopedConfigMixin:
@@ -104,12 +104,9 @@ class LoopedConfigMixin:
         fields = self.hub_fields(super().to_diff_dict())
         if "dtype" in fields:  # `torch_dtype` before transformers 5; a file that has one of the two names keeps it
             fields["torch_dtype"] = fields["dtype"]
+        set_by_running = ("dtype", "torch_dtype", "use_cache")  # whatever the file says
         for name, value in {"backprop_depth": None, **self._left_open}.items():
-            if fields.get(name) == value or name in (
-                "dtype",
-                "torch_dtype",
-                "use_cache",
-            ):  # which loading and training set
+            if name in set_by_running or fields.get(name) == value:
                 fields.pop(name, None)
         return fields
 
@@ -117,17 +114,16 @@ class LoopedConfigMixin:
 class RecurrentLayer(GradientCheckpointingLayer):
     """A transformer layer that may be part of the loop. A subclass defines `layer_forward`.
 
-    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loops), and what `layer_forward`
-    takes.
+    Args of `forward`: the hidden states [B, S, H], what announces the running loop (None outside of the loops), and what
+    `layer_forward` takes.
     """
 
-    loop_state: LoopState
     compiled_forward: Callable[..., Tensor] | None = None  # `layer_forward`, compiled, for training
 
-    def forward(self, hidden_states: Tensor, running: RunningLoop | None = None, **kwargs) -> Tensor:
+    def forward(self, hidden_states: Tensor, announce: Callable[[], None] | None = None, **kwargs) -> Tensor:
         # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
-        if running is not None:
-            self.loop_state.announce(running)
+        if announce is not None:
+            announce()
         if self.compiled_forward is not None and self.training:
             return self.compiled_forward(self, hidden_states, **kwargs)
         return self.layer_forward(hidden_states, **kwargs)
@@ -191,9 +187,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
         super().__init__(config)
         self.loop_state = LoopState()
         self.gradient_checkpointing = False
-        self.block_sizes: tuple[int, int] | None = (
-            None  # numbers in its projections and their adapter, see `PackedPass`
-        )
+        # Numbers in the block's projections and in their adapter, once `PackedPass` has counted them.
+        self.block_sizes: tuple[int, int] | None = None
 
     # What a family supplies.
 
@@ -205,8 +200,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """Return the first loop's inputs; those given hold the embeddings [B, S, H] as their state."""
         return inputs if initial_state is None else replace(inputs, state=initial_state.to(inputs.state))
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> Tensor:
-        """Return the state [B, S, H] after loop `loop`, from the state before it and what else `inputs` holds."""
+    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
+        """Return the state [B, S, H] after a loop, from the state before it and what else `inputs` holds."""
         raise NotImplementedError
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
@@ -216,8 +211,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
     # What all of them do.
 
     def run_loops(
-        self, one_pass: PlainPass, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
-    ) -> tuple[LoopInputs, list[Tensor]]:
+        self, one_pass: PlainPass, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_all: bool
+    ) -> list[LoopInputs]:
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
         The loops before the last `config.backprop_depth` run without gradient; so do those of packed examples before their
@@ -227,34 +222,34 @@ class LoopedBackbone(LoopedPreTrainedModel):
             one_pass: of this forward pass.
             inputs: of the first loop.
             cache: with one cache layer for every (loop, layer), or None; `use_cache`: whether layers write to it.
-            keep_states: whether to return the state of every loop.
+            keep_all: whether to return what every loop gives.
 
         Returns:
-            The inputs with the final state; and the K states [B, S, H] in order if `keep_states`, else nothing.
+            The inputs with the state after each loop, in order; with that after the last one alone unless `keep_all`.
         """
         num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
-        first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
-        states = []
+        results = []
         one_pass.start(inputs)
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * self.config.num_recurrent_layers)
-            options = {"loop": loop, "past_key_values": view, "use_cache": use_cache}
-            with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
-                one_pass.loop(functools.partial(self.recurrent_step, **options), loop)
-            if keep_states:
-                states.append(one_pass.result().state)
-        return one_pass.result(), states
+            recurrent_step = functools.partial(self.recurrent_step, past_key_values=view, use_cache=use_cache)
+            has_gradient = backprop_depth is None or loop >= num_loops - backprop_depth
+            with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
+                one_pass.loop(recurrent_step, loop)
+            if keep_all or loop == num_loops - 1:
+                results.append(one_pass.result())
+        return results
 
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        initial_state: torch.FloatTensor | None = None,
+        initial_state: Tensor | None = None,
         output_readouts: bool = False,
         **kwargs,
     ) -> LoopedModelOutput:
@@ -286,13 +281,13 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
         outside = {"past_key_values": cache, "use_cache": use_cache}
         inputs = self.run_prelude(inputs, None if initial_state is None else one_pass.pack(initial_state), **outside)
-        inputs, states = self.run_loops(one_pass, inputs, cache, use_cache, output_readouts)
-        readouts = [one_pass.unpack(self.readout(replace(inputs, state=state), **outside)) for state in states]
-        last = readouts[-1] if output_readouts else one_pass.unpack(self.readout(inputs, **outside))
+        results = self.run_loops(one_pass, inputs, cache, use_cache, output_readouts)
+        readouts = tuple(one_pass.unpack(self.readout(result, **outside)) for result in results)
         self.loop_state.announce(self.loop_state.batch.loop(0))  # what belongs to this pass ends with it
-        output = LoopedModelOutput(last_hidden_state=last, past_key_values=cache)
+        output = LoopedModelOutput(last_hidden_state=readouts[-1], past_key_values=cache)
         if output_readouts:
-            output.readouts, output.loop_states = tuple(readouts), tuple(map(one_pass.unpack, states))
+            output.readouts = readouts
+            output.loop_states = tuple(one_pass.unpack(result.state) for result in results)
         return output
 
     def _embed(self, input_ids, inputs_embeds, initial_state) -> Tensor:
@@ -394,12 +389,12 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> LoopedCausalLMOutput:

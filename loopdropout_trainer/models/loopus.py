@@ -9,7 +9,6 @@ reasoning stack's answer with the state that went in.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from dataclasses import fields, replace
@@ -24,7 +23,6 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.decoder import DecoderLayer
 from loopdropout_trainer.models.forward_pass import LoopInputs
 from loopdropout_trainer.models.layers import ExactRotaryEmbedding, RMSNorm, StaysFloat32
@@ -133,8 +131,7 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
 class LoopusLayer(DecoderLayer):
     """A Qwen3 layer of any of the three stacks: Llama's, with normed heads."""
 
-    def __init__(self, config: LoopusConfig, layer_idx: int, loop_state: LoopState) -> None:
-        super().__init__(config, layer_idx, loop_state, functools.partial(RMSNorm, eps=config.rms_norm_eps))
+    norms_heads = True
 
 
 class HaltingHead(StaysFloat32, nn.Sequential):
@@ -164,9 +161,9 @@ class SelectiveGate(StaysFloat32, GradientCheckpointingLayer):
 class LoopusStack(nn.Module):
     """Consecutive layers of the base model; numbered from 0 in each stack."""
 
-    def __init__(self, config: LoopusConfig, cache_layers: range, loop_state: LoopState) -> None:
+    def __init__(self, config: LoopusConfig, cache_layers: range) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LoopusLayer(config, index, loop_state) for index in cache_layers)
+        self.layers = nn.ModuleList(LoopusLayer(config, index) for index in cache_layers)
 
 
 class LoopusPreTrainedModel(LoopedPreTrainedModel):
@@ -207,9 +204,9 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         super().__init__(config)
         encoder, decoder = len(config.encoder_layer_indices or ()), len(config.decoder_layer_indices or ())
         cache_layers = range(config.num_hidden_layers)  # those outside of the loop come first
-        self.encoder = LoopusStack(config, cache_layers[:encoder], self.loop_state)
-        self.reasoning = LoopusStack(config, cache_layers[encoder + decoder :], self.loop_state)
-        self.decoder = LoopusStack(config, cache_layers[encoder : encoder + decoder], self.loop_state)
+        self.encoder = LoopusStack(config, cache_layers[:encoder])
+        self.reasoning = LoopusStack(config, cache_layers[encoder + decoder :])
+        self.decoder = LoopusStack(config, cache_layers[encoder : encoder + decoder])
         self.encoder.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.reasoning.gate = SelectiveGate(config)
         self.decoder.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -228,7 +225,7 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         encoded = inputs.run(self.encoder.layers, **layer_kwargs)
         return super().run_prelude(replace(inputs, state=encoded), initial_state)
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> Tensor:
+    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         return self.reasoning.gate(inputs.run(self.reasoning.layers, **layer_kwargs), inputs.state)
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:

@@ -93,7 +93,7 @@ class NanbeigeModel(DecoderBackbone):
         super().__init__(config)
         self.post_init()
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         hidden_states = inputs.run(self.layers, **layer_kwargs)
         return hidden_states if self.config.skip_loop_final_norm else self.norm(hidden_states)
 

@@ -60,8 +60,8 @@ class OuroConfig(DecoderConfigMixin, Qwen2Config):
 class OuroDecoderLayer(DecoderLayer):
     """One layer of the recurrent block."""
 
-    def __init__(self, config, *args) -> None:
-        super().__init__(config, *args)
+    def __init__(self, config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
         self.input_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -84,7 +84,7 @@ class OuroModel(DecoderBackbone):
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)  # kept for the checkpoint; see exit_distribution
         self.post_init()
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> Tensor:
+    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         return self.norm(inputs.run(self.layers, **layer_kwargs))
 
     def exit_distribution(self, readouts: tuple[Tensor, ...]) -> Tensor:

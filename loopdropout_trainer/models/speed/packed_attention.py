@@ -49,13 +49,10 @@ class Lengths:
         ends = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
         return ends.to(self.device, non_blocking=True)
 
-    def mask(self, chunk: int, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, chunk: int, dtype: torch.dtype) -> Tensor:
         """Return what the tokens of a chunk add to their scores, [n, n]: -inf but for their own example's past."""
-        lengths = self.chunks[chunk]
-        if len(lengths) == 1:
-            return None  # the kernel's own causal mask
         if (chunk, dtype) not in self._masks:
-            seen = torch.block_diag(*(torch.ones(length, length) for length in lengths)).tril()
+            seen = torch.block_diag(*(torch.ones(length, length) for length in self.chunks[chunk])).tril()
             added = torch.zeros_like(seen, dtype=dtype).masked_fill(seen == 0, -math.inf)
             self._masks[chunk, dtype] = added.to(self.device)
         return self._masks[chunk, dtype]
@@ -93,8 +90,9 @@ def _one_by_one(
     pieces = [x.split(lengths.chunk_tokens, dim=2) for x in (query, key, value)]
     outputs = []
     for chunk, inputs in enumerate(zip(*pieces, strict=True)):
-        mask = lengths.mask(chunk, query.dtype)
-        output = F.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=mask is None, **options)
+        is_alone = len(lengths.chunks[chunk]) == 1  # for which the kernel has a mask of its own
+        mask = None if is_alone else lengths.mask(chunk, query.dtype)
+        output = F.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=is_alone, **options)
         outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1)
 

@@ -21,6 +21,7 @@ independent gates of drop probability p, sum_{t=1..K} p^t of an example's K loop
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask
 
 from loopdropout_trainer.looped import RunningLoop, launch_flops
 from loopdropout_trainer.models.forward_pass import LoopInputs, PlainPass
@@ -103,42 +103,42 @@ class PackedPass(PlainPass):
 
     def start(self, inputs: LoopInputs) -> None:
         batch, packing = self.backbone.loop_state.batch, self.packing
+        self.state = inputs.state  # [1, T, H], of the examples in their first order
         self.all = tuple(range(len(packing.lengths)))
         # What a loop reads of examples besides their state is computed once for all loops, by their order.
         self.inputs = {self.all: inputs}
-        # The state [1, n, H] of each part after the last loop, by the part's order; all of them together hold every example.
-        self.states = {self.all: inputs.state}
         self.parts = [[Part(self.all, len(self.all))]] * self.backbone.config.num_loops
         # If what comes before the loops is trained, no loop of any example is free of gradient.
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
         may_freeze = torch.is_grad_enabled() and not needs_gradient
         self.lora_parameters = batch.optimisations.lora_parameters if may_freeze else None
-        self.has_gradient = self.lora_parameters is None or batch.active is None
-        if not self.has_gradient:
+        if self.lora_parameters is not None and batch.active is not None:
             # Gates belong to rows or segments of the batch, lengths to the examples that were found in it.
             examples = packing.examples if len(batch.active[0]) > 1 else [0] * len(self.all)
             active = [[gates[example] for example in examples] for gates in batch.active]
             self.parts = loop_parts(active, packing.lengths, *self.least_tokens(inputs.state))
 
     def loop(self, recurrent_step: Callable[[LoopInputs], Tensor], loop: int) -> None:
-        loop_state, states = self.backbone.loop_state, {}
+        loop_state, states, order = self.backbone.loop_state, [], ()
         for part in self.parts[loop]:
             inputs = self._inputs(part.order)
             num_active = sum(self.packing.lengths[index] for index in part.order[: part.num_active])  # tokens
             options = {"num_active": num_active, "frozen": part.frozen, "prepared": self.prepared}
             running = loop_state.batch.loop(loop, inputs.tokens.device, inputs.tokens, **options)
-            inputs = replace(inputs, state=self._state(part.order), running=running)
-            loop_state.announce(running)  # for what runs outside of a layer; layers announce it themselves
+            announce = functools.partial(loop_state.announce, running)
+            announce()  # for what runs outside of a layer; layers announce it themselves
+            inputs = replace(inputs, state=self._reordered(self.state, self.all, part.order), announce=announce)
             # Nothing trained has touched the state of frozen examples. The gradient of inactive ones passes through the
             # frozen weights to an earlier loop.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not part.frozen):
-                states[part.order] = recurrent_step(inputs)
-            self.has_gradient |= not part.frozen
-        self.states = states
+                states.append(recurrent_step(inputs))
+            order += part.order
+        state = states[0] if len(states) == 1 else torch.cat(states, dim=1)
+        self.state = self._reordered(state, order, self.all)
 
     def result(self) -> LoopInputs:
-        state = self._state(self.all)
-        if not self.has_gradient:
+        state = self.state
+        if self.lora_parameters is not None and not state.requires_grad:
             # Nothing has a gradient, but the loss must have one, and in DDP so must every adapter.
             state = state + 0 * sum(parameter.flatten()[0] for parameter in self.lora_parameters)
         return replace(self.inputs[self.all], state=state)
@@ -169,29 +169,16 @@ class PackedPass(PlainPass):
 
     def _mask(self, like: Tensor, lengths: Sequence[int]) -> Lengths | Tensor | None:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
-        config = self.backbone.config
+        config, packed = self.backbone.config, Lengths(lengths, like.device, [lengths])
         if config._attn_implementation == "sdpa":
             packed = lengths_in_chunks(lengths, like, config.num_attention_heads, config.head_dim)
             if len(packed.chunks) > 1:
                 return packed
-            mask = packed.mask(0, like.dtype)  # one launch of the usual kernel, which can be compiled with its layer
-            return None if mask is None else mask[None, None]  # [1, 1, T, T]
-        positions = torch.cat([torch.arange(length, device=like.device) for length in lengths])
-        row = like.new_empty(1, len(positions), 1)
-        return create_causal_mask(config, row, None, past_key_values=None, position_ids=positions.unsqueeze(0))
-
-    def _state(self, order: tuple[int, ...]) -> Tensor:
-        """Return the state [1, n, H] that examples have come to, in this order."""
-        if order in self.states:
-            return self.states[order]  # as it lies, without a copy
-        # Of the parts before, those with some of the wanted examples, one after the other: (0, 2) and (1) for (2, 1).
-        sources = [part for part in self.states if not set(order).isdisjoint(part)]
-        lie = tuple(index for part in sources for index in part)
-        states = [self.states[part] for part in sources]
-        # Autocast to bfloat16 knows no float16 here: states may be float32 beside a float16 base's embeddings.
-        with torch.autocast(states[0].device.type, enabled=False):
-            state = states[0] if len(states) == 1 else torch.cat(states, dim=1)
-            return state if lie == order else state.index_select(1, self._rows(lie, order))
+            if len(lengths) == 1:
+                return None  # the kernel's own causal mask
+        return packed.mask(0, like.dtype)[
+            None, None
+        ]  # [1, 1, T, T], for one launch, which can be compiled with its layer
 
     def _inputs(self, order: tuple[int, ...]) -> LoopInputs:
         """Return what examples in this order read; their state is still to be set."""
@@ -207,6 +194,10 @@ class PackedPass(PlainPass):
                     tokens=inputs.tokens[rows],
                 )
         return self.inputs[order]
+
+    def _reordered(self, state: Tensor, lie: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+        """Return the states [1, n, H] of the examples `order` out of a row that holds the examples `lie`."""
+        return state if lie == order else state.index_select(1, self._rows(lie, order))
 
     def _rows(self, lie: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
         """Return the indices [n] of the tokens of the examples `order` in a row that holds the examples `lie`.
