@@ -22,16 +22,17 @@ from loopdropout_trainer.looped import GatedBatch
 
 K = 4
 PROFILE = [0.75, 0.6, 0.4, 0.25]
-CASES = {  # what a recipe would say
-    "loop_dropout": {"p": [0.5]}, "profile": {"rule": "loop_dropout", "p": PROFILE}, "lora": {},
+CASES = {  # what a recipe would say; every other rule is taken by its name, with its defaults
+    "loop_dropout": {"p": [0.5]}, "profile": {"rule": "loop_dropout", "p": PROFILE},
     "lora+": {"rule": "lora", "loraplus_lr_ratio": 4.0}, "unscaled": {"p": [0.5]}, "dose_control": {"p": [0.5]},
     "module_wise": {"p": PROFILE}, "parallel_noise": {"rule_args": {"c": 2.0}},
     "weight_noise": {"p": PROFILE, "rule_args": {"noise_rank": 3}}, "exactly_m": {"rule_args": {"m": 2}},
-    "random_prefix": {}, "random_suffix": {}, "schedule": {"rule_args": {"p_start": 0.75, "p_end": 0.25}},
-    "adaptive": {"rule_args": {"direction": "less", "decay": 0.5}}, "learned": {}, "independent": {},
+    "schedule": {"rule_args": {"p_start": 0.75, "p_end": 0.25}},
+    "adaptive": {"rule_args": {"direction": "less", "decay": 0.5}},
     "learned + loop dropout": {"rule": "learned", "p": [0.5]}, "coto": {"rule_args": {"keep_start": 0.3}},
     "independent + loop mask": {"rule": "independent", "p": [0.5]}, "lora_dropout": {"rule_args": {"num_masks": 3}},
 }  # fmt: skip
+CASES = {name: {} for name in RULES} | CASES
 
 
 @pytest.fixture
