@@ -24,7 +24,12 @@ _MASK64 = 2**64 - 1
 
 
 def _purpose_key(purpose: str) -> int:
-    return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _words(*words: int) -> np.ndarray:
+    return np.array(words, np.uint64)
 
 
 def uniforms(seed: int, purpose: str, step: int, example_ids: Sequence[ExampleId], num_draws: int) -> torch.Tensor:
@@ -40,15 +45,15 @@ def uniforms(seed: int, purpose: str, step: int, example_ids: Sequence[ExampleId
     Returns:
         [N, num_draws] float64.
     """
-    key = np.array([seed & _MASK64, _purpose_key(purpose)], dtype=np.uint64)
-    generator = np.random.Philox(key=key)
+    generator = np.random.Philox(key=_words(seed & _MASK64, _purpose_key(purpose)))
     state = generator.state  # setting its counter takes a quarter of the time that another generator takes
-    raw = np.empty((len(example_ids), num_draws), dtype=np.uint64)
+    raw = np.empty((len(example_ids), num_draws), np.uint64)
     for place, (row, segment) in enumerate(example_ids):
-        state["state"]["counter"] = np.array([0, segment, row, step], dtype=np.uint64)
+        state["state"]["counter"] = _words(0, segment, row, step)
         generator.state = state
         raw[place] = generator.random_raw(num_draws)
-    return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+    highest = (raw >> np.uint64(11)).astype(np.float64)  # 53 bits
+    return torch.from_numpy(highest * 2.0**-53)
 
 
 def normals(seed: int, purpose: str, step: int, example_ids: Sequence[ExampleId], num_draws: int) -> torch.Tensor:

@@ -196,7 +196,8 @@ class Sampler:
         cumulated = probabilities.double().cumsum(dim=-1)
         u = self.uniforms[list(rows), list(positions)].to(logits.device)  # [B]
         # The first token whose cumulative probability is above u: never one of probability 0.
-        return torch.searchsorted(cumulated, (u * cumulated[:, -1]).unsqueeze(1), right=True).squeeze(1)
+        wanted = (u * cumulated[:, -1]).unsqueeze(1)
+        return torch.searchsorted(cumulated, wanted, right=True).squeeze(1)
 
 
 @dataclass(eq=False)
@@ -275,8 +276,8 @@ class Decoder:
     def _fit(self) -> None:
         """Make the cache as large as the rows."""
         # Rounded up, so that a cache is not resized with every token: each length costs a new view, or a new CUDA graph.
-        block = COLUMNS[self.compiled]
-        num_columns = rounded_up(max(len(row.tokens) for row in self.slots if row is not None), block)
+        longest = max(len(row.tokens) for row in self.slots if row is not None)
+        num_columns = rounded_up(longest, COLUMNS[self.compiled])
         if self.compiled:
             num_columns = max(num_columns, len(self.cache.columns))
         self.cache.resize(len(self.slots), num_columns)
@@ -311,11 +312,14 @@ class Decoder:
         step = _compiled(self.device.type) if self.compiled else _logits
         logits = step(self.model, self.cache, ids)  # [B, V]
         used = [slot for slot, row in enumerate(self.slots) if row is not None]
-        self._extend([self.slots[slot] for slot in used], logits[used])
+        rows = [self.slots[slot] for slot in used]
+        self._extend(rows, logits[used])
 
     def _extend(self, rows: list[_Row], logits: Tensor) -> None:
         """Add a token to the completion of each row, by its logits [B, V]."""
-        tokens = self.choose(logits, [row.index for row in rows], [len(row.tokens) - row.start for row in rows])
+        indices = [row.index for row in rows]
+        places = [len(row.tokens) - row.start for row in rows]
+        tokens = self.choose(logits, indices, places)
         for row, token in zip(rows, tokens.tolist(), strict=True):
             row.tokens.append(token)
 

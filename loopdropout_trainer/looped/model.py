@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from loopdropout_trainer.checks import check_integer
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped.state import LoopState
 
 
@@ -109,5 +109,8 @@ MOST_LOOPS = 1024
 
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
     """Return `num_loops` if it is a usable recurrence depth K, an integer from 1 to `MOST_LOOPS`; else raise ValueError."""
-    check_integer(name, num_loops, 1, MOST_LOOPS)
+    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
+        raise UserError(
+            f"`{name}` is the number of loops K and must be an integer from 1 to {MOST_LOOPS:,}; got {num_loops!r}."
+        )
     return num_loops

@@ -42,14 +42,17 @@ from loopdropout_trainer.models.strict_loading import DOWNLOAD_FIELDS, checkpoin
 def rotary_angles(config: HuginnConfig, position_ids: Tensor) -> Tensor:
     """Return the rotation angles [..., d / 2] of positions [...], float32: p * base^(-2i / d)."""
     channels = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_ids.device)
-    return position_ids[..., None].float() * config.rope_base ** (-channels / config.head_dim)
+    frequencies = config.rope_base ** (-channels / config.head_dim)
+    return position_ids[..., None].float() * frequencies
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels (2i, 2i + 1) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d / 2]; in float32 at least."""
-    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).type_as(x)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return rotated.flatten(-2).type_as(x)
 
 
 class RavenAttention(Attention):
@@ -64,16 +67,18 @@ class RavenAttention(Attention):
     def __init__(self, config: HuginnConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.num_heads = (config.n_heads, config.num_key_value_heads, config.num_key_value_heads)
+        width = config.n_heads * config.head_dim
         self.Wqkv = nn.Linear(config.n_embd, sum(self.num_heads) * self.head_dim, bias=False)
-        self.proj = nn.Linear(config.n_heads * self.head_dim, config.n_embd, bias=False)
+        self.proj = nn.Linear(width, config.n_embd, bias=False)
         if config.block_layout == "huginn" and config.qk_bias:
             self.qk_bias = nn.Parameter(torch.zeros(2, 1, config.n_heads, config.head_dim))
         if config.block_layout == "olmo":
-            self.q_norm = RMSNorm(config.n_heads * config.head_dim, eps=config.norm_eps)
+            self.q_norm = RMSNorm(width, eps=config.norm_eps)
             self.k_norm = RMSNorm(config.num_key_value_heads * config.head_dim, eps=config.norm_eps)
 
     def heads(self, hidden_states, position_embeddings):
-        qkv = project(hidden_states, self.Wqkv)[0].unflatten(-1, (-1, self.head_dim))  # [B, S, all heads, d]
+        projected = project(hidden_states, self.Wqkv)[0]
+        qkv = projected.unflatten(-1, (-1, self.head_dim))  # [B, S, all heads, d]
         query, key, value = qkv.split(self.num_heads, dim=2)
         if hasattr(self, "qk_bias"):
             query, key = query + self.qk_bias[0], key + self.qk_bias[1]
@@ -111,7 +116,8 @@ class RavenBlock(RecurrentLayer):
 
     def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
         if self.layout == "olmo":
-            hidden_states = hidden_states + self.norm_1(self.attn(hidden_states, **kwargs)[0])
+            attention, _ = self.attn(hidden_states, **kwargs)
+            hidden_states = hidden_states + self.norm_1(attention)
             return hidden_states + self.norm_2(self.mlp(hidden_states))
         attention, _ = self.attn(self.norm_1(hidden_states), **kwargs)
         if self.layout == "llama":
@@ -131,7 +137,8 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
         """Load a model, and find out whose blocks it has; arguments as in transformers."""
-        name, download = pretrained_model_name_or_path, {key: kwargs[key] for key in DOWNLOAD_FIELDS if key in kwargs}
+        name = pretrained_model_name_or_path
+        download = {key: kwargs[key] for key in DOWNLOAD_FIELDS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
             config, kwargs = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         config = copy.deepcopy(config)
@@ -160,16 +167,16 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__(config)
         config.set_layout()
-        sizes = (config.n_layers_in_prelude, config.n_layers_in_coda, config.n_layers_in_recurrent_block)
-        layers = iter(range(sum(sizes)))  # their layers in the cache: those outside of the loop come first
-        prelude, coda, core_block = (
-            nn.ModuleList(RavenBlock(config, next(layers)) for _ in range(size)) for size in sizes
-        )
+        blocks = [
+            RavenBlock(config, index) for index in range(config.n_layers)
+        ]  # in the cache's order: the loop's last
+        prelude = config.n_layers_in_prelude
+        outside = prelude + config.n_layers_in_coda
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
-        self.prelude = prelude
+        self.prelude = nn.ModuleList(blocks[:prelude])
         self.adapter = nn.Linear(2 * config.n_embd, config.n_embd, bias=False)
-        self.core_block = core_block
-        self.coda = coda
+        self.core_block = nn.ModuleList(blocks[outside:])
+        self.coda = nn.ModuleList(blocks[prelude:outside])
         self.ln_f = RMSNorm(config.n_embd, eps=config.norm_eps)
         if config.block_layout != "huginn":
             self.rotary_emb = ExactRotaryEmbedding(config)
@@ -191,7 +198,8 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         return replace(inputs, injected=injected, state=state.to(injected))
 
     def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
-        mixed = project(torch.cat([inputs.state, inputs.injected], dim=-1), self.adapter)[0]
+        both = torch.cat([inputs.state, inputs.injected], dim=-1)
+        mixed = project(both, self.adapter)[0]
         return replace(inputs, state=mixed).run(self.core_block, **layer_kwargs)
 
     def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
@@ -212,10 +220,11 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         if config.state_init == "zero":
             return torch.zeros_like(state)
         positions = inputs.position_ids.expand(len(state), -1)
-        draw = self.loop_state.batch.draw if self.training and config.redraw_state else None
-        examples = [()] if draw is None else [(draw.seed, draw.step, *example) for example in draw.example_ids]
+        draw, examples = self.loop_state.batch.draw, [()]
+        if draw is not None and self.training and config.redraw_state:
+            examples = [(draw.seed, draw.step, *example) for example in draw.example_ids]
         keys = [stream_key("initial state", config.state_seed, *example) for example in examples]
-        keys = torch.tensor([key - 2**64 if key >= 2**63 else key for key in keys], device=state.device)  # as int64
+        keys = torch.tensor(keys, device=state.device)
         keys = self.loop_state.per_token(keys, state).squeeze(-1)  # [B or 1, S or 1]
         scale = config.init_values["std"] * config.init_values["embed_scale"]
         return scale * truncated_normals(keys, positions, config.n_embd)
@@ -260,7 +269,8 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         if self.config.block_layout != "huginn":
             return weights
         angles = rotary_angles(self.config, torch.arange(self.config.block_size))
-        return {**weights, "freqs_cis": torch.stack((angles.cos(), angles.sin()), dim=-1)[None, :, None]}
+        table = torch.stack((angles.cos(), angles.sin()), dim=-1)
+        return {**weights, "freqs_cis": table[None, :, None]}
 
     def accept_hub_weights(self, weights: dict[str, Tensor], prefix: str, *_: Any) -> None:
         weights.pop(f"{prefix}freqs_cis", None)

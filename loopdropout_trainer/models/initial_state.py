@@ -15,14 +15,13 @@ from torch import Tensor
 
 
 _WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 @torch.compiler.assume_constant_result
 def stream_key(*parts: str | int) -> int:
-    """Return the 64-bit key of the stream that `parts` name, such as a purpose, a seed and an optimizer step."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+    """Return the 64-bit key, as a signed number, of the stream that `parts` name: a purpose, a seed, an optimizer step."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -30,10 +29,14 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = (k0 + 0x9E3779B9) & _WORD
+        k1 = (k1 + 0xBB67AE85) & _WORD
     return c0, c1, c2, c3
 
 
@@ -50,10 +53,13 @@ def truncated_normals(keys: Tensor, positions: Tensor, width: int) -> Tensor:
         keys: int64 of 64-bit stream keys, of any shape that broadcasts with positions [...] int64.
     """
     blocks = torch.arange(math.ceil(width / 4), device=positions.device)
-    positions, keys = positions.unsqueeze(-1), keys.unsqueeze(-1)
+    positions = positions.unsqueeze(-1)
+    keys = keys.unsqueeze(-1)
     zero = torch.zeros_like(positions)
-    words = philox((blocks, positions, zero, zero), (keys & _WORD, (keys >> 32) & _WORD))
+    key = (keys & _WORD, (keys >> 32) & _WORD)
+    words = philox((blocks, positions, zero, zero), key)
     words = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :width]
     uniforms = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24  # the middle of each cell
     inside = math.erf(3 / math.sqrt(2))  # probability of |z| < 3
-    return math.sqrt(2) * torch.erfinv(inside * (2 * uniforms - 1))
+    quantiles = torch.erfinv(inside * (2 * uniforms - 1))
+    return math.sqrt(2) * quantiles

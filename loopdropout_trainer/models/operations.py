@@ -21,16 +21,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     The quotient is rounded to the dtype of x before it is multiplied.
     """
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _rms_norm(x, weight, eps)[0]
-    return weight * F.rms_norm(x, weight.shape, None, eps).to(x.dtype)  # one kernel each way on a GPU
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return weight * F.rms_norm(x, weight.shape, None, eps).to(x.dtype)  # one kernel each way on a GPU
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, eps)
+    return _rms_norm(x, weight, eps)[0]
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
     """Return silu(a) * b for a and b of one shape."""
     if torch.compiler.is_compiling():
         return F.silu(a) * b
-    return _SwiGLU.apply(a, b) if torch.is_grad_enabled() else _swiglu(a, b)
+    if torch.is_grad_enabled():
+        return _SwiGLU.apply(a, b)
+    return _swiglu(a, b)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -41,8 +45,11 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if torch.compiler.is_compiling():
         first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
-    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
+        turned = torch.cat((-second, first), dim=-1)
+        return x * cos + turned * sin
+    if torch.is_grad_enabled():
+        return _Rotation.apply(x, cos, sin)
+    return _rotate(x, cos, sin)
 
 
 # The forward passes, by themselves where nothing has a gradient: a function of autograd takes as long as small tensors do.
@@ -93,7 +100,8 @@ class _RMSNorm(torch.autograd.Function):
             grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
                 grad, x, size, zero, reciprocal, weight, None, [True, False, False]
             )
-            grad_x.add_((grad @ weight).unsqueeze(-1).mul_(reciprocal), alpha=1 / x.shape[-1])
+            mean = (grad @ weight).unsqueeze(-1).mul_(reciprocal)
+            grad_x.add_(mean, alpha=1 / x.shape[-1])
         else:
             # The formula above, in float32: w dy r - x r^3 (w dy . x) / H, the second term from one dot product [..., 1].
             wide, weighted = x.to(reciprocal.dtype), (grad * weight).to(reciprocal.dtype)

@@ -52,7 +52,8 @@ class Lengths:
     def mask(self, chunk: int, dtype: torch.dtype) -> Tensor:
         """Return what the tokens of a chunk add to their scores, [n, n]: -inf but for their own example's past."""
         if (chunk, dtype) not in self._masks:
-            seen = torch.block_diag(*(torch.ones(length, length) for length in self.chunks[chunk])).tril()
+            examples = [torch.ones(length, length) for length in self.chunks[chunk]]
+            seen = torch.block_diag(*examples).tril()
             added = torch.zeros_like(seen, dtype=dtype).masked_fill(seen == 0, -math.inf)
             self._masks[chunk, dtype] = added.to(self.device)
         return self._masks[chunk, dtype]
@@ -67,8 +68,9 @@ class Lengths:
 
 def lengths_in_chunks(lengths: Sequence[int], like: Tensor, num_heads: int, head_dim: int) -> Lengths:
     """Return the lengths of examples for attention by few launches; `like` are the states, for their device and dtype."""
-    autocast = torch.is_autocast_enabled(like.device.type)
-    dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
+    dtype = like.dtype
+    if torch.is_autocast_enabled(like.device.type):
+        dtype = torch.get_autocast_dtype(like.device.type)
     if _takes_all_at_once(like.device, dtype, head_dim):
         return Lengths(lengths, like.device)
     chunks: list[list[int]] = []
@@ -101,10 +103,12 @@ def _at_once(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scalin
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
-    ends, longest = lengths.offsets, max(lengths.lengths)
+    inputs = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, d]
+    ends = lengths.offsets
+    longest = max(lengths.lengths)
     causal = (-1, 0)
-    return varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=causal).unsqueeze(0)
+    output = varlen_attn(*inputs, ends, ends, longest, longest, scale=scaling, window_size=causal)
+    return output.unsqueeze(0)
 
 
 def _takes_all_at_once(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -128,7 +132,8 @@ def _at_once_agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
             for attention in (_at_once, _one_by_one):
                 inputs = [x.detach().requires_grad_() for x in drawn[:3]]
                 output = attention(*inputs, lengths, head_dim**-0.5)
-                results.append((output, *torch.autograd.grad(output, inputs, drawn[3].transpose(1, 2))))
+                gradients = torch.autograd.grad(output, inputs, drawn[3].transpose(1, 2))
+                results.append((output, *gradients))
         torch.testing.assert_close(*results, atol=5e-2, rtol=5e-2)
     except Exception as error:  # whatever a kernel raises that is not there; or it computes something else
         reason = str(error).strip() or type(error).__name__

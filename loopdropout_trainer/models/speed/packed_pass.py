@@ -66,14 +66,17 @@ def loop_parts(
         least_frozen: tokens of frozen examples from which on these run in a part of their own.
         least_inactive: tokens of inactive examples from which on their update is left out.
     """
-    everyone, started, parts = set(range(len(lengths))), set(), []  # started: active or inactive, not frozen any more
+    everyone = set(range(len(lengths)))
+    started = set()  # active or inactive, not frozen any more
+    parts = []
     tokens = lambda examples: sum(lengths[index] for index in examples)
     for gates in active:
         running = [index for index in sorted(everyone) if gates[index]]
         started.update(running)
         if started and tokens(everyone - started) < least_frozen:
             started = set(everyone)  # for good: their state then has a graph, which later loops must not cut
-        frozen, inactive = sorted(everyone - started), sorted(started.difference(running))
+        frozen = sorted(everyone - started)
+        inactive = sorted(started.difference(running))
         parts.append([])
         if frozen:
             parts[-1].append(Part(tuple(frozen), 0, frozen=True))
@@ -119,12 +122,19 @@ class PackedPass(PlainPass):
             self.parts = loop_parts(active, packing.lengths, *self.least_tokens(inputs.state))
 
     def loop(self, recurrent_step: Callable[[LoopInputs], Tensor], loop: int) -> None:
-        loop_state, states, order = self.backbone.loop_state, [], ()
+        loop_state = self.backbone.loop_state
+        states, order = [], ()
         for part in self.parts[loop]:
             inputs = self._inputs(part.order)
-            num_active = sum(self.packing.lengths[index] for index in part.order[: part.num_active])  # tokens
-            options = {"num_active": num_active, "frozen": part.frozen, "prepared": self.prepared}
-            running = loop_state.batch.loop(loop, inputs.tokens.device, inputs.tokens, **options)
+            active = part.order[: part.num_active]
+            running = loop_state.batch.loop(
+                loop,
+                inputs.tokens.device,
+                inputs.tokens,
+                num_active=sum(self.packing.lengths[index] for index in active),  # tokens
+                frozen=part.frozen,
+                prepared=self.prepared,
+            )
             announce = functools.partial(loop_state.announce, running)
             announce()  # for what runs outside of a layer; layers announce it themselves
             inputs = replace(inputs, state=self._reordered(self.state, self.all, part.order), announce=announce)
@@ -133,14 +143,15 @@ class PackedPass(PlainPass):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not part.frozen):
                 states.append(recurrent_step(inputs))
             order += part.order
-        state = states[0] if len(states) == 1 else torch.cat(states, dim=1)
+        state = torch.cat(states, dim=1) if len(states) > 1 else states[0]
         self.state = self._reordered(state, order, self.all)
 
     def result(self) -> LoopInputs:
         state = self.state
         if self.lora_parameters is not None and not state.requires_grad:
             # Nothing has a gradient, but the loss must have one, and in DDP so must every adapter.
-            state = state + 0 * sum(parameter.flatten()[0] for parameter in self.lora_parameters)
+            numbers = [parameter.flatten()[0] for parameter in self.lora_parameters]
+            state = state + 0 * sum(numbers)
         return replace(self.inputs[self.all], state=state)
 
     def least_tokens(self, like: Tensor) -> tuple[float, float]:
@@ -156,7 +167,8 @@ class PackedPass(PlainPass):
         if backbone.block_sizes is None:
             linears = [backbone.get_submodule(name) for name in backbone.recurrent_linears()]
             weights = sum(linear.in_features * linear.out_features for linear in linears)
-            backbone.block_sizes = weights, sum(parameter.numel() for parameter in self.lora_parameters)
+            factors = sum(parameter.numel() for parameter in self.lora_parameters)
+            backbone.block_sizes = (weights, factors)
         weights, factors = backbone.block_sizes
         num_layers = backbone.config.num_recurrent_layers
         launch = launch_flops(like.device, like.dtype)
@@ -183,11 +195,13 @@ class PackedPass(PlainPass):
     def _inputs(self, order: tuple[int, ...]) -> LoopInputs:
         """Return what examples in this order read; their state is still to be set."""
         if order not in self.inputs:
-            inputs, rows = self.inputs[self.all], self._rows(self.all, order)
+            inputs = self.inputs[self.all]
+            rows = self._rows(self.all, order)
+            lengths = [self.packing.lengths[index] for index in order]
             with torch.no_grad():  # examples are put in another order only where none of this needs a gradient
                 self.inputs[order] = replace(
                     inputs,
-                    attention_mask=self._mask(inputs.state, [self.packing.lengths[index] for index in order]),
+                    attention_mask=self._mask(inputs.state, lengths),
                     position_ids=inputs.position_ids[:, rows],
                     position_embeddings=tuple(x[:, rows] for x in inputs.position_embeddings),
                     injected=None if inputs.injected is None else inputs.injected[:, rows],
@@ -205,5 +219,7 @@ class PackedPass(PlainPass):
         If examples (0, 1, 2) of lengths (2, 3, 1) lie in a row, those of (2, 1) are 5, 2, 3, 4.
         """
         lengths = [self.packing.lengths[index] for index in lie]
-        rows = dict(zip(lie, torch.arange(sum(lengths)).split(lengths), strict=True))
-        return torch.cat([rows[index] for index in order]).to(self.packing.tokens.device, non_blocking=True)
+        pieces = torch.arange(sum(lengths)).split(lengths)
+        rows = dict(zip(lie, pieces, strict=True))
+        ordered = torch.cat([rows[index] for index in order])
+        return ordered.to(self.packing.tokens.device, non_blocking=True)
