@@ -32,7 +32,7 @@ _REFUSING_LIBRARIES = (
 )
 _EXTRAS = {
     "eval": ("lm_eval", "evalplus", "langdetect", "immutabledict", "nltk"),
-    "reports": ("pandas", "plotnine", "jinja2", "tabulate", "statsmodels"),
+    "reports": ("pandas", "plotnine", "jinja2", "tabulate", "statsmodels", "pydantic"),
     "rewards": ("math_verify",),
     "sweeps": ("optuna", "psutil"),
     "deepspeed": ("deepspeed",),
@@ -142,7 +142,7 @@ def _is_memory(error: BaseException) -> bool:
 
 def _is_about_processes(error: BaseException) -> bool:
     """Return whether another process is gone: torch's class of error, gloo's text, or that of a pool of workers."""
-    is_gone = any(each.__name__ in ("DistError", "BrokenExecutor") for each in type(error).__mro__)
+    is_gone = any(cls.__name__ in ("DistError", "BrokenExecutor") for cls in type(error).__mro__)
     return is_gone or isinstance(error, RuntimeError) and "third_party/gloo" in str(error)
 
 

@@ -1,11 +1,16 @@
-"""The launched processes of one run: what all of them do, what only the first does, and each one's random states."""
+"""The launched processes of one run: what all do, what only the first does, each one's random states, being asked to stop."""
 
 from __future__ import annotations
 
 import random
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -49,3 +54,52 @@ def random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+# Stopping a training between two steps when it is asked to stop in the middle of one.
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """A training was asked to stop, and has; one sentence that says what is saved.
+
+    Attributes:
+        signal: name of the signal that asked for it, SIGINT or SIGTERM, in this process or another one of the run.
+    """
+
+    def __init__(self, message: str, signal: str = "SIGINT") -> None:
+        super().__init__(message)
+        self.signal = signal
+
+
+class StopSignals:
+    """Inside the block, the first Ctrl-C (SIGINT) or SIGTERM is noted in `asked`, by its name; a later one acts at once.
+
+    A launcher repeats the terminal's signal to its workers: what comes within two seconds is one and the same. Handlers of
+    the user's own, and threads other than the main one, which gets no signals, are left alone.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._before: dict[int, object] = {}
+        self._came = 0.0
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+            self._before = {number: usual for number, usual in defaults.items() if signal.getsignal(number) is usual}
+            for number in self._before:
+                signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is None:
+            self.asked, self._came = signal.Signals(number).name, time.monotonic()
+            print("\nStopping after this step, with a checkpoint; again: at once.", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._came > 2:
+            self.__exit__()
+            signal.raise_signal(number)

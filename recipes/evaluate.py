@@ -5,20 +5,21 @@
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --at_depths 2 4 8
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --gates 1-1-1-1 single_loop
 
-Recipes of sft.py are taken as well; their fields that concern only the training are ignored. `output_dir`/evaluation.json gets
-settings, versions, scores and every prediction (docs/evaluation.md). The same command continues an evaluation that was killed.
+Recipes of sft.py are taken as well; their fields that concern only the training are ignored. `output_dir` gets a row for each
+number, and every prediction (docs/evaluation.md). The same command continues an evaluation that was killed.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import run_command
-from loopdropout_trainer.evaluation.results import results_table
-from loopdropout_trainer.evaluation.run import RESULTS_FILE, EvaluationArguments, run_evaluation
-from loopdropout_trainer.record.measurement import read_measurements
+from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, results_table
+from loopdropout_trainer.evaluation.run import EvaluationArguments, run_evaluation
+from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, read_measurements
 from loopdropout_trainer.runs.printing import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import parse_recipe
@@ -37,13 +38,15 @@ def main(argv: list[str] | None = None) -> None:
     if IS_FIRST:
         for row, benchmarks in results.items():
             for result in benchmarks:
+                missing, errors = 100 * result.missing / result.total, result.errors
                 print(
-                    f"{row}, {result.name}: {result.score:.2f} on {result.total} problems, {result.missing_rate:.2f}% without "
-                    f"an answer, {result.errors} that the scorer cannot read"
+                    f"{row}, {result.name}: {result.score:.2f} on {result.total} problems, {missing:.2f}% without an answer, "
+                    f"{errors} that the scorer cannot read"
                 )
         rows, _, _ = read_measurements(arguments.output_dir)
         print(f"\n{results_table(rows, list(results), arguments.averages)}\n")
-        print(f"Everything is in {os.path.join(arguments.output_dir, RESULTS_FILE)}")
+        folder = Path(arguments.output_dir)
+        print(f"Rows are in {folder / MEASUREMENTS_FILE}, predictions in {folder / ANSWERS_FOLDER}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loopdropout_trainer import load_adapter
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.record.measurement import read_measurements
 from loopdropout_trainer.saving.adapter_files import adapter_metadata, export_adapter
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
@@ -72,10 +73,9 @@ def test_the_commands_take_it(folder, tmp_path, capsys):
 
     limits = ["--benchmarks", "arithmetic_test", "--benchmark_limit", 2, "--max_new_tokens", 4]
     run("evaluate", "--adapter", ADAPTER, *limits, "--output_dir", tmp_path / "evaluation")
-    row = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())["rows"]["adapter"]
-    assert (row["train_info"]["p"], row["train_info"]["r"]) == (0.5, 4) and row["benchmarks"]["arithmetic_test"][
-        "total"
-    ] == 2
+    rows, identities, _ = read_measurements(tmp_path / "evaluation")
+    trained = identities[rows[0].run]
+    assert (trained["settings"]["p"], trained["adapter"]["r"]) == (0.5, 4) and rows[0].total == 2
 
     rows = ["--preparation", "arithmetic", "--num_eval_examples", 2, "--num_train_examples", 2]
     run("diagnose", "--adapters", f"theirs={ADAPTER}", *rows, "--output_dir", tmp_path / "diagnosis")

@@ -2,8 +2,10 @@
 
 import functools
 import math
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.rule import RULES
 from loopdropout_trainer.looped import Optimisations, find_looped_model
-from loopdropout_trainer.training.depth import LogNormalPoisson, UniformDepth, WeightedDepth, step_uniforms
+from loopdropout_trainer.training.depth import (
+    DEPTH_SAMPLERS,
+    LOOP_LOSSES,
+    LogNormalPoisson,
+    UniformDepth,
+    WeightedDepth,
+    step_uniforms,
+)
 
 
 class Watch(Recording, LoopDropoutSFTTrainer):
@@ -208,6 +217,13 @@ CASES += [
 for rule in RULES:
     args = {"rule_args": {"num_masks": 1}} if rule == "lora_dropout" else {}
     CASES.append(("ouro", "uniform", {"rule": rule, **args, **({} if rule in ONE_DEPTH else DEPTH_5)}))
+
+
+def test_every_loss_has_a_direct_computation_and_is_documented_with_every_sampler():
+    text = (Path(__file__).parents[1] / "docs" / "depth.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert names == ["depth_sampling", *DEPTH_SAMPLERS, "loop_loss", *LOOP_LOSSES]
+    assert {*LOSSES} == {*LOOP_LOSSES}
 
 
 @pytest.mark.parametrize(("family", "loss", "fields"), CASES)

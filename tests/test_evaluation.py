@@ -31,16 +31,16 @@ from loopdropout_trainer.evaluation import (
     evaluate_subject,
     generate_greedy,
     load_benchmark,
-    load_results,
+    load_predictions,
     mean_sd,
     score_completions,
 )
 from loopdropout_trainer.evaluation.answer_log import AnswerLog, SettingsChangedError
 from loopdropout_trainer.evaluation.loading import load_model
 from loopdropout_trainer.evaluation.metrics import gsm8k_strict, metamath_gsm8k
-from loopdropout_trainer.evaluation.results import averages_of
+from loopdropout_trainer.evaluation.results import results_table
 from loopdropout_trainer.evaluation.run import EvaluationArguments
-from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE
+from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, Measurement, read_measurements
 from loopdropout_trainer.reports.averaging import difference
 from loopdropout_trainer.saving.files import folder_lock
 from loopdropout_trainer.settings.arguments import ModelArguments
@@ -159,24 +159,36 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     script = [RECIPES / "evaluate.py", *arguments, "--benchmark_batch_size"]
     kill_when(lambda: answers.is_file() and answers.read_bytes().count(b"\n") >= 2, *script, 1)
     before = answers.read_text()
-    assert 2 <= before.count("\n") < 8 and not (tmp_path / "evaluation.json").is_file()
+    assert 2 <= before.count("\n") < 8 and not (tmp_path / MEASUREMENTS_FILE).is_file()
     python(*script, 3, processes=2)
     assert answers.read_text().startswith(before[: before.rfind("\n") + 1])
     assert all((answers.parent / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
 
     model = PeftModel.from_pretrained(steady(), saved / "adapter")
-    results = load_results(tmp_path / "evaluation.json")
+    predictions, (rows, identities) = load_predictions(tmp_path), measured(tmp_path)
     for name, file in (("gsm8k", SAMPLES / "gsm8k_test.jsonl"), ("arithmetic_test", None)):
         benchmark = load_benchmark(name, file, limit=8)
         want = evaluate_subject(Subject(model, tokenizer, 16), benchmark, progress=False)
-        assert results[name] == want
-        lines = (tmp_path / "answers" / "adapter" / name / "predictions.jsonl").read_text().splitlines()
+        assert predictions[name] == want.predictions
+        lines = (answers.parents[1] / name / "predictions.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == [each.as_json() for each in want.predictions]
-    row = json.loads((tmp_path / "evaluation.json").read_text())["rows"]["adapter"]
-    run_info = row["benchmarks"]["gsm8k"]["run_info"]
-    assert run_info["num_processes"] == 2 and run_info["settings"]["benchmark_batch_size"] == 3
-    assert run_info["versions"]["torch"] == version("torch")
-    assert row["meta_info"]["num_loops"] == 4 and row["train_info"]["r"] == 4
+        (row,) = rows[f"evaluation/adapter/{name}", "accuracy"]
+        assert (row.metric, row.value, row.total, row.depth, row.gates) == (name, want.score, 8, 4, "all")
+        assert sum(row.verdicts) == want.correct and sum(row.answered) == 8 - want.missing
+        identity = identities[row.identity]
+        assert identity["settings"]["max_new_tokens"] == benchmark.max_new_tokens
+        assert identity["versions"]["torch"] == version("torch") and identities[row.run]["adapter"]["r"] == 4
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"answers", "identities.json", MEASUREMENTS_FILE}
+
+
+def measured(folder):
+    """The rows of a folder by writer and family, and the identities by key."""
+    rows, identities, faults = read_measurements(folder)
+    assert not faults
+    found = {}
+    for row in rows:
+        found.setdefault((row.writer, row.family), []).append(row)
+    return found, identities
 
 
 def rewrite(path, **fields):
@@ -204,8 +216,7 @@ def test_another_base_of_the_same_weights_neither_continues_nor_finishes_an_eval
     if killed:  # after one of two answers
         answers = out / "answers/a/arithmetic_test/00000.jsonl"
         answers.write_text(answers.read_text().splitlines(keepends=True)[0])
-        for name in ("evaluation.json", MEASUREMENTS_FILE):
-            (out / name).unlink()
+        (out / MEASUREMENTS_FILE).unlink()
     file, change = CHANGES[sentence]
     rewrite(base / file, **change)
     before = contents(out)
@@ -238,7 +249,7 @@ def test_a_merged_model_gives_what_its_adapter_gives_by_a_recipe_of_training(sav
     evaluate([str(recipe), "--adapter", str(saved / "adapter")])
     merged = ["--model_name_or_path", str(saved / "merged"), "--output_dir", str(tmp_path / "m")]
     evaluate([str(recipe), *merged])
-    assert load_results(tmp_path / "run/evaluation.json") == load_results(tmp_path / "m/evaluation.json")
+    assert load_predictions(tmp_path / "run") == load_predictions(tmp_path / "m")
     with pytest.raises(SettingsChangedError, match="row `adapter`.*the adapter's weights are others"):
         evaluate([str(recipe), "--adapter", "adapter=none"])
     with pytest.raises(ValueError, match="`gates` must be"):
@@ -264,19 +275,18 @@ def test_depths_and_single_loops_are_rows_of_one_evaluation(saved, tokenizer, tm
     options = on_samples(saved, tmp_path, adapter=saved / "adapter", benchmark_limit=2, max_new_tokens=8)
     evaluate([*options, "--at_depths", "2", "3", "--gates", "single_loop"])
     evaluate([*options, "--gates", "1-1-1-1", "0-1-0-0"])
-    rows = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
-    found = {name: (row["meta_info"]["num_loops"], row["meta_info"]["gates"]) for name, row in rows.items()}
-    assert found == {
-        **{f"adapter_K2_loop{t}": (2, [float(t == 1), float(t == 2)]) for t in (1, 2)},
-        **{f"adapter_K3_loop{t}": (3, [float(t == each) for each in (1, 2, 3)]) for t in (1, 2, 3)},
-        "adapter_gates_1-1-1-1": (4, None),
-        "adapter_gates_0-1-0-0": (4, [0, 1, 0, 0]),
+    rows = [row for row in read_measurements(tmp_path)[0] if row.metric == "gsm8k"]
+    assert {row.writer.split("/")[1]: (row.depth, row.gates, row.loop) for row in rows} == {
+        **{f"adapter_K2_loop{t}": (2, "-".join(str(int(t == loop)) for loop in (1, 2)), t) for t in (1, 2)},
+        **{f"adapter_K3_loop{t}": (3, "-".join(str(int(t == loop)) for loop in (1, 2, 3)), t) for t in (1, 2, 3)},
+        "adapter_gates_1-1-1-1": (4, "all", None),
+        "adapter_gates_0-1-0-0": (4, "0-1-0-0", 2),
     }
     model = PeftModel.from_pretrained(steady(), saved / "adapter")
     model.get_base_model().config.num_loops = 3
     benchmark = load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl", limit=2)
     want = evaluate_subject(Subject(model, tokenizer, gates="0-1-0", max_new_tokens=8), benchmark, progress=False)
-    assert load_results(tmp_path / "evaluation.json", "adapter_K3_loop2")["gsm8k"] == want
+    assert load_predictions(tmp_path, "adapter_K3_loop2")["gsm8k"] == want.predictions
 
 
 def test_weights_that_are_not_finite_are_refused_and_nan_is_never_written(tokenizer, tmp_path):
@@ -361,10 +371,13 @@ def test_ifeval_gives_the_official_verdict_on_every_response():
 def test_the_averages_of_the_recipe_are_those_of_the_papers_table():
     lora = "mmlu 68.64 bbh 71.20 truthfulqa_mc2 47.32 humaneval 71.54 humaneval_plus 67.68 mbpp 75.57 mbpp_plus 64.73"
     words = f"{lora} ifeval_strict 46.33 ifeval_loose 50.59".split()
-    metrics = {name: {"score": float(score)} for name, score in zip(words[::2], words[1::2], strict=True)}
-    got = averages_of({"all": {"metrics": metrics}}, load_recipe(TULU2)["averages"])
-    assert [f"{average['score']:.2f}" for average in got.values()] == ["69.88", "60.98", "62.62"]
-    assert averages_of({"all": {"metrics": {"mmlu": {"score": 1.0}}}}, load_recipe(TULU2)["averages"]) == {}
+    facts = {"writer": "evaluation/lora/x", "family": "accuracy", "identity": "key", "unit": "%"}
+    pairs = zip(words[::2], words[1::2], strict=True)
+    rows = [Measurement(metric=name, value=float(score), **facts) for name, score in pairs]
+    averages = load_recipe(TULU2)["averages"]
+    table = results_table(rows, ["lora"], averages).splitlines()
+    assert [line.split(" | ")[1].rstrip(" |") for line in table[-3:]] == ["69.88", "60.98", "62.62"]
+    assert results_table(rows[:1], ["lora"], averages).splitlines()[-3:] == [f"| {name} | - |" for name in averages]
 
 
 def test_tasks_are_scored_as_lm_eval_does_with_its_own_model_class(files, tokenizer):
@@ -387,7 +400,7 @@ def test_tasks_are_scored_as_lm_eval_does_with_its_own_model_class(files, tokeni
     assert (
         got.correct is None
         and 0 < got.score < 100
-        and got.metrics[got.name].sum == pytest.approx(got.score * got.total / 100)
+        and sum(got.metrics[got.name].verdicts) == pytest.approx(got.score * got.total / 100)
     )
 
 
@@ -403,8 +416,10 @@ def test_correct_answers_are_counted_by_the_columns_of_the_rows():
     benchmark = load_benchmark("arithmetic_test", limit=20)
     steps = [row["num_steps"] for row in benchmark.rows]
     result = score_completions(benchmark, [*benchmark.references[:10], *[""] * 10])
-    want = {str(n): {"correct": steps[:10].count(n), "total": steps.count(n)} for n in set(steps)}
-    assert result.as_json()["groups"] == {"num_steps": want}
+    rows = result.measurements(writer="evaluation/base/arithmetic_test", identity="key")
+    groups = {row.group: (row.metric, row.value, row.total) for row in rows if row.family == "groups"}
+    shares = {n: (100 * steps[:10].count(n) / steps.count(n), steps.count(n)) for n in set(steps)}
+    assert groups == {str(n): ("by_num_steps", *share) for n, share in shares.items()}
 
 
 def test_the_last_number_of_a_completion_counts_whatever_stands_before_it():
@@ -529,34 +544,38 @@ def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, file
     pytest.importorskip("evalplus")
     script = [RECIPES / "evaluate.py", *on_tulu2(saved, files, tmp_path / "run")]
     python(*script)
-    want = (tmp_path / "run" / "evaluation.json").read_text()
+    want = (tmp_path / "run" / MEASUREMENTS_FILE).read_text()
     num_answers = answers_in(tmp_path / "run")
     shutil.move(tmp_path / "run", tmp_path / "whole")
 
     kill_at = random.randrange(1, num_answers)
     kill_when(lambda: answers_in(tmp_path / "run") >= kill_at, *script)
     evaluate(script[1:])
-    assert (tmp_path / "run" / "evaluation.json").read_text() == want, f"killed after {kill_at} answers"
+    assert (tmp_path / "run" / MEASUREMENTS_FILE).read_text() == want, f"killed after {kill_at} answers"
     assert answers_in(tmp_path / "run") == num_answers
 
-    rows = json.loads(want)["rows"]
+    rows, identities = measured(tmp_path / "run")
     names = ["mmlu", "bbh", "truthfulqa_mc2", "humaneval_plus", "humaneval", "mbpp_plus", "mbpp"]
     names += ["ifeval_strict", "ifeval_loose"]
     printed = [line[2:-2].split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [line[0] for line in printed[2:11]] == names and printed[0] == ["Metric", "base", "tuned"]
     for column, row in enumerate(("base", "tuned"), start=1):
         scores = {}
-        for measured in rows[row]["benchmarks"].values():  # each metric once more, from its predictions
-            for metric, values in measured["metrics"].items():
-                points = [p["values"][metric] if "values" in p else p["correct"] for p in measured["predictions"]]
+        for benchmark, predictions in load_predictions(tmp_path / "run", row).items():
+            for measurement in rows[f"evaluation/{row}/{benchmark}", "accuracy"]:  # once more, from its predictions
+                metric = measurement.metric
+                points = [each.values[metric] if each.values else each.correct for each in predictions]
                 scores[metric] = 100 * sum(points) / len(points)
-                assert values["score"] == pytest.approx(scores[metric]) and values["total"] == len(points)
+                assert measurement.value == pytest.approx(scores[metric]) and measurement.total == len(points)
         assert sorted(scores) == sorted(names) and scores["mmlu"] > 0 and scores["truthfulqa_mc2"] > 0
         for line, metrics in zip(printed[-3:], load_recipe(TULU2)["averages"].values(), strict=True):
             assert line[column] == f"{np.mean([scores[metric] for metric in metrics]):.2f}"
-    assert (rows["base"]["meta_info"]["adapter"], rows["base"]["train_info"]) == (None, {})
-    assert rows["tuned"]["train_info"]["r"] == 4
-    prompt = lambda name: rows["tuned"]["benchmarks"][name]["predictions"][0]["prompt"]
+    of_rows = {row: rows[f"evaluation/{row}/mmlu", "accuracy"][0] for row in ("base", "tuned")}
+    assert of_rows["base"].run is None and of_rows["base"].gates == "none"
+    assert identities[of_rows["tuned"].run]["adapter"]["r"] == 4
+    by_task = {row.group: row.total for row in rows["evaluation/tuned/mmlu", "groups"]}
+    assert by_task == dict.fromkeys(("mmlu_abstract_algebra", "mmlu_anatomy", "mmlu_world_religions"), 5)
+    prompt = lambda name: load_predictions(tmp_path / "run", "tuned")[name][0].prompt
     assert prompt("ifeval").startswith("<|user|>\n") and prompt("ifeval").endswith("\n<|assistant|>\n")
     assert "<|user|>" not in prompt("mmlu")
 
@@ -565,7 +584,7 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
     base = on_tulu2(saved, {"truthfulqa_mc2": files["truthfulqa_mc2"]}, tmp_path)
     first = [*base, "--benchmarks", "truthfulqa_mc2"]
     evaluate(first)
-    state = lambda: ((tmp_path / "evaluation.json").read_text(), answers_in(tmp_path))
+    state = lambda: ((tmp_path / MEASUREMENTS_FILE).read_text(), answers_in(tmp_path))
     before = state()
     evaluate(first)
     assert state() == before
@@ -576,12 +595,16 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
             evaluate(words)
     evaluate([*deeper, "--adapter", "shallow=none"])
     evaluate([*other, "--adapter", "none"])
-    rows = {row: load_results(tmp_path / "evaluation.json", row) for row in ("base", "tuned", "shallow")}
-    assert list(rows["base"]) == ["truthfulqa_mc2", "arithmetic_test"]
+    rows = {row: load_predictions(tmp_path, row) for row in ("base", "tuned", "shallow")}
+    assert list(rows["base"]) == ["arithmetic_test", "truthfulqa_mc2"]
     assert list(rows["tuned"]) == list(rows["shallow"]) == ["truthfulqa_mc2"]
     assert rows["base"]["truthfulqa_mc2"] != rows["tuned"]["truthfulqa_mc2"] != rows["shallow"]["truthfulqa_mc2"]
     with pytest.raises(ValueError, match="`row` must be one of the rows"):
-        load_results(tmp_path / "evaluation.json")
+        load_predictions(tmp_path)
+    (tmp_path / "evaluation.json").write_text('{"format": 3}')
+    with pytest.raises(ValueError, match="evaluation.json is of an earlier version"):
+        evaluate(first)
+    assert state()[0].count("truthfulqa_mc2")
 
 
 @pytest.mark.slow
@@ -592,12 +615,13 @@ def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_pat
         arguments = on_tulu2(saved, {name: files[name] for name in names}, tmp_path / str(count), max_new_tokens=4)
         python(RECIPES / "evaluate.py", *arguments, "--benchmarks", *names, processes=count)
         assert (tmp_path / f"{count}/answers/tuned/mmlu/0000{count - 1}.jsonl").is_file()
-        found.append({row: load_results(tmp_path / f"{count}/evaluation.json", row) for row in ("base", "tuned")})
+        found.append({row: load_predictions(tmp_path / str(count), row) for row in ("base", "tuned")})
     for row, name in itertools.product(("base", "tuned"), names):
         one, *others = (each[row][name] for each in found)
-        answers = lambda result: [(each.id, each.completion, each.correct) for each in result.predictions]
+        answers = lambda predictions: [(each.id, each.completion, each.correct) for each in predictions]
+        values = lambda predictions: [value for each in predictions for value in (each.values or {}).values()]
         for other in others:
-            assert answers(other) == answers(one) and other.score == pytest.approx(one.score, abs=1e-4)
+            assert answers(other) == answers(one) and values(other) == pytest.approx(values(one), abs=1e-4)
 
 
 def test_means_and_standard_deviations_are_those_of_the_paper():
@@ -619,6 +643,6 @@ def test_decompositions_are_those_of_the_reference():
     for case in STATISTICS["synthetic"]:
         a, b, want = rows_of(case["a"]), rows_of(case["b"]), case["expected"]
         for part, name in parts.items():
-            assert difference(b, a, "b - a", part).tolist() == pytest.approx(want[name])
+            assert difference(b, a, "b - a", part).mean(axis=1).tolist() == pytest.approx(want[name])
         missing = [500 - answered.sum() for answered in a["answered"]]
         assert np.mean(missing) / 5 == pytest.approx(want["missing_pct_a"])

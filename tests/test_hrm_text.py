@@ -39,14 +39,15 @@ def test_training_batches_mark_the_prompt_and_score_as_transformers_does(make_sf
     reference = HrmTextForCausalLM(model.config).eval()  # no description, no adapter
     reference.load_state_dict(model.state_dict())
     trainer = make_sft(model)
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in (0, 5, 20)])
+    collated = trainer.data_collator([trainer.train_dataset[i] for i in (0, 5, 20)])
+    batch = model.complete_batch(collated)
     for labels, kinds in zip(batch["labels"], batch["token_type_ids"], strict=True):
         first = int((labels != -100).nonzero()[0])
         assert first > 1 and kinds.tolist() == [1] * first + [0] * (len(labels) - first)
     with torch.no_grad():
         want = reference(**batch).loss
         causal = reference(**{**batch, "token_type_ids": None}).loss
-        got = trainer.compute_loss(trainer.model.eval(), dict(batch))
+        got = trainer.compute_loss(trainer.model.eval(), dict(collated))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert abs(causal - want) > 1e-4
     trainer.train()
@@ -56,7 +57,8 @@ def test_preferences_are_scored_behind_the_prefix_mask(config, tokenizer):
     pairs = [{"prompt": f"{i}+{i % 7}=", "chosen": "a" * (i % 4 + 1), "rejected": "b" * (i % 3 + 2)} for i in range(8)]
     data = {"train_dataset": Dataset.from_list(pairs), "processing_class": tokenizer}
     trainer = LoopDropoutDPOTrainer(sharp_hrm(), args=config(LoopDropoutDPOConfig, max_steps=1), **data)
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in (0, 3, 5)])
+    collated = trainer.data_collator([trainer.train_dataset[i] for i in (0, 3, 5)])
+    batch = trainer.looped.complete_batch(collated)
     answer, mask = batch["completion_mask"].bool(), batch["attention_mask"].bool()
     assert torch.equal(batch["token_type_ids"].bool(), mask & ~answer)  # answers end each row
     scored = {}
@@ -67,7 +69,7 @@ def test_preferences_are_scored_behind_the_prefix_mask(config, tokenizer):
         scored[name] = (tokens * answer[:, 1:]).sum(dim=1)[:3].mean().item()
     trainer.model.eval()
     with torch.no_grad():
-        trainer.compute_loss(trainer.model, dict(batch))
+        trainer.compute_loss(trainer.model, dict(collated))
     assert trainer._metrics["eval"]["logps/chosen"][-1] == pytest.approx(scored["prefix"], abs=1e-3)
     assert abs(scored["prefix"] - scored["causal"]) > 0.01
     trainer.train()

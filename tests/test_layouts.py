@@ -279,7 +279,7 @@ def test_packed_rows_that_attention_would_mix_are_refused():
 def test_processes_that_would_share_rows_or_train_alone_are_refused(config, dataset, tokenizer, monkeypatch):
     args = config()
     args.parallelism_config = ParallelismConfig(tp_size=2)
-    with pytest.raises(ValueError, match="`parallelism_config.tp_size` above 1"):
+    with pytest.raises(ValueError, match="`parallelism_config` with `tp_size`"):
         LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=dataset, processing_class=tokenizer)
     accelerator = Accelerator(cpu=True)
     check_processes(accelerator)

@@ -17,7 +17,7 @@ from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
 from loopdropout_trainer.looped import GatedBatch, Optimisations, applied_gates, costs
 from loopdropout_trainer.training import memory
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
-from loopdropout_trainer.training.memory import memory_advice, step_memory
+from loopdropout_trainer.training.memory import KEPT_PART, WORK_PART, memory_advice, step_memory
 
 
 class Ledger(TorchDispatchMode):
@@ -63,7 +63,7 @@ def test_the_estimate_is_at_least_what_a_real_step_keeps_and_not_much_more(famil
     measured = ledger.held()
     del output
     estimate = step_memory(peft_model, rows, length, loops, **fields)
-    assert 0.95 * measured <= estimate["kept"] <= 1.5 * measured
+    assert 0.95 * measured <= estimate[KEPT_PART] <= 1.5 * measured
 
 
 def test_the_head_of_a_large_vocabulary_is_in_the_estimate(monkeypatch):
@@ -76,7 +76,7 @@ def test_the_head_of_a_large_vocabulary_is_in_the_estimate(monkeypatch):
     with Ledger(peft_model) as ledger:
         peft_model(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
     estimate = step_memory(peft_model, 3, 60, model.config.num_loops)
-    assert 0.95 * ledger.peak <= estimate["kept"] + estimate["work"] <= 2 * ledger.peak
+    assert 0.95 * ledger.peak <= estimate[KEPT_PART] + estimate[WORK_PART] <= 2 * ledger.peak
 
 
 def test_frozen_layers_after_the_loop_keep_what_they_pass_gradients_through(monkeypatch):
@@ -89,7 +89,7 @@ def test_frozen_layers_after_the_loop_keep_what_they_pass_gradients_through(monk
         ids = torch.randint(2, 258, (3, 60))
         with Ledger(peft_model) as ledger:
             output = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        held[coda], estimates[coda] = ledger.held(), step_memory(peft_model, 3, 60, 2)["kept"]
+        held[coda], estimates[coda] = ledger.held(), step_memory(peft_model, 3, 60, 2)[KEPT_PART]
         del output
     assert held[9] - held[1] <= estimates[9] - estimates[1] <= 1.6 * (held[9] - held[1])
 

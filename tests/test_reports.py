@@ -37,8 +37,6 @@ FIGURES = [path for path in FILES if path.stem.startswith("figure_")]
 PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").read_bytes()))["paper"]
 SUBJECTS = ("Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra",
             "Precalculus")  # fmt: skip
-COUNTS = {"correct": 3, "total": 10}
-GROUPS = {"subject": dict.fromkeys(SUBJECTS, COUNTS), "level": dict.fromkeys("12345", COUNTS)}
 TOTALS = {"metamath_gsm8k": 40, "metamath_math500": 50, "gsm8k": 40}
 
 
@@ -87,7 +85,9 @@ def of_number(run, name, weights=0, **settings):
 def answers(name, total, right, missing=()):
     """Predictions on `total` problems, correct where `right` says so."""
     made = lambda i: (f"{name} {i}", f"it is {i}", str(i), None if i in missing else str(i), bool(right[i]))
-    return BenchmarkResult(name, [Prediction(*made(i), id=str(i)) for i in range(total)])
+    divided = name == "metamath_math500"
+    groups = lambda i: {"subject": SUBJECTS[i % 7], "level": str(1 + i % 5)} if divided else None
+    return BenchmarkResult(name, [Prediction(*made(i), id=str(i), groups=groups(i)) for i in range(total)])
 
 
 def write_results(folder, settings, results, writer="training", how=None, weights=0, **place):
@@ -145,8 +145,6 @@ def run_sweep(path, outputs, rng, benchmarks=None):
                 found = [
                     answers(each, n := TOTALS.get(each, 30), rng.random(n) < 0.6, missing={0, 1}) for each in names
                 ]
-                for each in found:
-                    each.groups.update(GROUPS if each.name == "metamath_math500" else {})
                 write_training(run, fields)
                 write_results(run, fields, found)
                 for depth in measure.get("depths", ()) if chosen else ():
@@ -369,7 +367,7 @@ def test_runs_that_differ_in_more_than_their_seed_are_never_pooled(tmp_path, set
     with pytest.raises(ReportError, match=setting):
         only_cell(tmp_path)
     found = load_table([tmp_path])
-    accuracy = summary_tables(found)[0]
+    accuracy = summary_tables(found)["accuracy"]
     assert set(accuracy["count"].dropna()) == {1}
     assert all(row[0] in specs.markdown(accuracy) for row in accuracy["row"])  # not cut
     with pytest.raises(ReportError, match=setting):
@@ -401,7 +399,7 @@ def test_results_that_were_evaluated_differently_are_not_compared(runs, two):
         )
     with pytest.raises(ReportError, match="chat_template"):
         build_table(two, load_table([runs]))
-    accuracy = summary_tables(load_table([runs]))[0]
+    accuracy = summary_tables(load_table([runs]))["accuracy"]
     assert accuracy["column"].nunique() == 2 and accuracy["column"].str.contains("chat_template = other").any()
 
 
@@ -463,7 +461,7 @@ def test_a_run_is_read_with_all_that_it_measured(tmp_path):
     assert [value(metric="readout_loss", readout=k) for k in range(1, 5)] == [4.0, 3.0, 2.0, 1.0]
     assert value(metric="loss", step=5) == 2.0
     assert select(table, {"method": "base", "metric": "b"})["value"].item() == 5.0  # once, not beside each adapter
-    accuracy = summary_tables(table)[0]
+    accuracy = summary_tables(table)["accuracy"]
     assert {row[0] for row in accuracy["row"]} == {"base", "LoRA", "Loop Dropout"}
     assert accuracy["column"].nunique() == 8
     figures = automatic_figures(table)
@@ -479,7 +477,7 @@ def test_a_run_is_read_with_all_that_it_measured(tmp_path):
     )
     with pytest.raises(ReportError, match="max_new_tokens"):
         only_cell(tmp_path)
-    assert "100.00" in specs.markdown(summary_tables(load_table([tmp_path]))[0])
+    assert "100.00" in specs.markdown(summary_tables(load_table([tmp_path]))["accuracy"])
 
 
 def test_a_measurement_belongs_to_its_training_wherever_its_file_is(tmp_path):
@@ -499,7 +497,7 @@ def test_runs_in_folders_of_any_name_are_read_and_a_row_of_the_summary_is_one_se
         write_results(tmp_path / folder / "run", settings, [answers(name, 20, [1] * 20)])
     table, method = load_table([tmp_path]), "LoRA, learning_rate = "
     assert table["run"].nunique() == 3
-    texts = specs.grid(summary_tables(table)[0]).values.tolist()
+    texts = specs.grid(summary_tables(table)["accuracy"]).values.tolist()
     assert sorted(texts) == [[f"{method}0.001", "100.00 ± 0.00", "–"], [f"{method}0.003", "–", "100.00"]]
 
 
@@ -582,7 +580,7 @@ def test_a_cell_that_cannot_be_made_is_refused_by_name(runs, text, message):
 
 LINE = "label: fig:x\ntitle: X\nfigure: line\nfilter: {metric: b, method: LoRA}\nx: {seed: s}\ny: {total: n}"
 GATES = "label: fig:x\ntitle: X\nfigure: gates"
-TABLE = "label: tab:x\ntitle: X\ncolumns: {A: {metric: a}, B: {metric: b}}"
+TABLE = "label: tab:x\ntitle: X\ncolumns: {A: {metric: a}, B: {metric: b}}\nrows: [[LoRA]]"
 
 
 def test_a_figure_draws_its_own_column(runs, tmp_path):

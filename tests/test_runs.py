@@ -196,10 +196,10 @@ def test_seeds_that_differ_in_nothing_with_effect_have_a_mean_and_others_have_no
             "c": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}}  # fmt: skip
     for seed, (name, fields) in enumerate(runs.items()):
         sft.main(command(output_dir=str(tmp_path / "runs" / name), seed=seed, evaluate_base=False, **fields))
-    accuracy = summary_tables(load_table([tmp_path / "runs"]))[0]
+    accuracy = summary_tables(load_table([tmp_path / "runs"]))["accuracy"]
     assert accuracy["count"].tolist() == [3] and accuracy["text"].str.contains("±").all()
     sft.main(command(output_dir=str(tmp_path / "runs" / "d"), seed=3, evaluate_base=False, lora_alpha=8))
-    accuracy = summary_tables(load_table([tmp_path / "runs"]))[0]
+    accuracy = summary_tables(load_table([tmp_path / "runs"]))["accuracy"]
     assert sorted(accuracy["count"]) == [1, 3] and accuracy["row"].str[0].str.contains("lora_alpha = 8").any()
 
 

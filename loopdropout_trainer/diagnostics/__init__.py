@@ -6,8 +6,12 @@ from pkgutil import iter_modules
 
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
 from loopdropout_trainer.diagnostics.rows import labelled_batches
-from loopdropout_trainer.training.live import evaluation_batches
-from loopdropout_trainer.training.scores import SingleLoopActivation, readout_losses, single_loop_activation
+from loopdropout_trainer.training.scores import (
+    SingleLoopActivation,
+    evaluation_batches,
+    readout_losses,
+    single_loop_activation,
+)
 
 
 for _module in iter_modules(__path__):

@@ -1,16 +1,16 @@
-"""The results of an evaluation: one verdict for each problem, the counts that tables are made of, and their file."""
+"""What an evaluation gives: a prediction for each problem, the metrics of all, and their rows."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from filelock import FileLock
 
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.metrics import last_integer
@@ -18,8 +18,8 @@ from loopdropout_trainer.record.measurement import Measurement
 from loopdropout_trainer.saving.files import write_atomically
 
 
-FORMAT = 3
-"""Version of the results file's format; see docs/evaluation.md."""
+ANSWERS_FOLDER = "answers"
+"""Of an evaluation: `answers/ROW/BENCHMARK` holds the answers and predictions of a benchmark."""
 
 PREDICTIONS_FILE = "predictions.jsonl"
 """A line for each problem, for people."""
@@ -39,7 +39,7 @@ class Prediction:
         error: name of the exception that scoring raised (counted as wrong, without an answer), or None.
         id: of the problem in its benchmark.
         values: by metric, if there are several or they give partial credit.
-        group: the part of the benchmark that the problem belongs to, if it has parts.
+        groups: the parts of the benchmark that the problem belongs to, by what divides it, such as `{"level": "3"}`.
         log_likelihoods: of the choices, in nats, for multiple choice.
         note: what else the scorer says, such as why a program fails.
     """
@@ -52,13 +52,13 @@ class Prediction:
     error: str | None = None
     id: str = ""
     values: dict[str, float] | None = None
-    group: str | None = None
+    groups: dict[str, str] | None = None
     log_likelihoods: list[float] | None = None
     note: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields of the results file; those that only some benchmarks have are left out where they are None."""
-        optional = ("values", "group", "log_likelihoods", "note")
+        """Return the fields; those that only some benchmarks have are left out where they are None."""
+        optional = ("values", "groups", "log_likelihoods", "note")
         row = {key: value for key, value in asdict(self).items() if key not in optional or value is not None}
         return {"id": row.pop("id"), **row}
 
@@ -68,25 +68,26 @@ class Metric:
     """One number of a benchmark.
 
     Attributes:
-        score: in percent, 100 sum / total. (A metric that is no share of the problems is as its harness gives it.)
-        correct: number of correct answers; None with partial credit.
-        sum: of the problems' values; None for a metric that is no share of the problems.
-        total: number of problems.
+        score: in percent, the mean of the verdicts. (A metric that is no share of the problems is as its harness gives it.)
+        verdicts: [problems] what each problem counts, from 0 to 1; None for a metric that is no share of the problems.
     """
 
     score: float
-    correct: int | None
-    sum: float | None
-    total: int
+    verdicts: list[float] | None = None
 
     @classmethod
-    def of(cls, values: list[bool | float]) -> Metric:
+    def of(cls, values: Sequence[bool | float]) -> Metric:
         """Return the metric of the problems' values, each from 0 to 1; ValueError for NaN, which has no average."""
         total = sum(values)
         if not math.isfinite(total):
             raise UserError("A problem's value is not a finite number: the model's outputs hold NaN or infinity.")
-        integers = all(value in (0, 1) for value in values)
-        return cls(100 * float(total) / len(values), int(total) if integers else None, total, len(values))
+        return cls(100 * float(total) / len(values), [int(value) if value in (0, 1) else value for value in values])
+
+    @property
+    def correct(self) -> int | None:
+        """Number of correct answers; None with partial credit."""
+        whole = self.verdicts is not None and all(verdict in (0, 1) for verdict in self.verdicts)
+        return sum(self.verdicts) if whole else None
 
 
 @dataclass(frozen=True)
@@ -97,29 +98,30 @@ class BenchmarkResult:
         name: of the benchmark.
         predictions: in the problems' order.
         metrics: by name, the first one first. Default: the accuracy, under the benchmark's name.
-        groups: correct answers and problems by column of the published rows and by group.
-        extra: what else the results file gets, as JSON values.
     """
 
     name: str
     predictions: list[Prediction]
     metrics: dict[str, Metric] = field(default_factory=dict)
-    groups: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.metrics and self.predictions:
+        if not self.metrics:
             self.metrics[self.name] = Metric.of([prediction.correct for prediction in self.predictions])
+
+    @property
+    def first(self) -> Metric:
+        """The first metric."""
+        return next(iter(self.metrics.values()))
 
     @property
     def score(self) -> float:
         """The first metric, in percent."""
-        return next(iter(self.metrics.values())).score
+        return self.first.score
 
     @property
     def correct(self) -> int | None:
         """Number of correct answers; None with partial credit."""
-        return next(iter(self.metrics.values())).correct
+        return self.first.correct
 
     @property
     def total(self) -> int:
@@ -132,67 +134,56 @@ class BenchmarkResult:
         return sum(prediction.extracted is None for prediction in self.predictions)
 
     @property
-    def missing_rate(self) -> float:
-        """Completions without an answer, in percent."""
-        return 100 * self.missing / self.total
-
-    @property
     def errors(self) -> int:
-        """Number of completions that the scorer could not read."""
+        """Number of completions that the scorer could not read; they have no answer."""
         return sum(prediction.error is not None for prediction in self.predictions)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result's part of the results file."""
-        counts = ("score", "correct", "total", "missing", "missing_rate", "errors")
+        """Return what a results file says of it."""
         return {
-            **{name: getattr(self, name) for name in counts},
-            "metrics": {name: asdict(metric) for name, metric in self.metrics.items()},
-            **({"groups": self.groups} if self.groups else {}),
-            **self.extra,
+            **{name: getattr(self, name) for name in ("score", "correct", "total", "missing", "errors")},
+            "metrics": {name: {"score": metric.score} for name, metric in self.metrics.items()},
             "predictions": [prediction.as_json() for prediction in self.predictions],
         }
 
-    @classmethod
-    def from_json(cls, name: str, measured: Mapping[str, Any]) -> BenchmarkResult:
-        """Read a benchmark's entry of the results file."""
-        predictions = [Prediction(**prediction) for prediction in measured["predictions"]]
-        metrics = {metric: Metric(**values) for metric, values in measured["metrics"].items()}
-        return cls(name, predictions, metrics, measured.get("groups", {}))
-
-    def verdicts(self, metric: str) -> list[float] | None:
-        """Return what each problem counts in a metric, from 0 to 1; None if the metric is no share of the problems."""
-        if self.metrics[metric].sum is None:
-            return None
-        is_first = metric == next(iter(self.metrics))
-        found = [(each.values or {}).get(metric, each.correct if is_first else None) for each in self.predictions]
-        return None if None in found else [int(value) if value in (0, 1) else value for value in found]
-
     def measurements(self, **facts: Any) -> list[Measurement]:
-        """Return a row for each metric, for each group of problems, and for the completions without an answer.
+        """Return a row for each metric and each group of problems, and for the completions that cannot be scored.
 
-        Where references end in `#### N`, one more counts the completions whose last number is N, whatever stands before it.
+        Those are `missing`, without an answer, and among them `errors`, which the scorer could not read. Where references end
+        in `#### N`, one more row counts the completions whose last number is N, whatever stands before it.
+
         `facts`: fields of `Measurement` that all of them share.
         """
-        facts |= {"benchmark": self.name, "unit": "%"}
-        answered = [int(each.extracted is not None) for each in self.predictions]
+        facts |= {"benchmark": self.name}
+        answered = [int(prediction.extracted is not None) for prediction in self.predictions]
         rows = []
         for name, metric in self.metrics.items():
-            shares = {"family": "accuracy"} if metric.sum is not None else {"family": "score", "unit": ""}
-            verdicts, counts = self.verdicts(name), {"value": metric.score, "total": metric.total}
-            rows.append(
-                Measurement(metric=name, verdicts=verdicts, answered=answered, **{**facts, **shares, **counts})
-            )
-        for column, groups in self.groups.items():
-            for group, of in groups.items():
-                share = {"value": 100 * of["correct"] / of["total"], "total": of["total"]}
-                rows.append(Measurement(family="groups", metric=f"by_{column}", group=group, **share, **facts))
-        missing = {"value": self.missing_rate, "total": self.total}
-        rows.append(Measurement(family="missing", metric="missing", **missing, **facts))
+            family, unit = ("score", "") if metric.verdicts is None else ("accuracy", "%")
+            counts = {"value": metric.score, "total": self.total, "verdicts": metric.verdicts, "answered": answered}
+            rows.append(Measurement(family=family, metric=name, unit=unit, **counts, **facts))
+        for (column, group), values in self._values_by_group().items():
+            rows.append(_share(values, family="groups", metric=f"by_{column}", group=group, **facts))
+        missing = [prediction.extracted is None for prediction in self.predictions]
+        errors = [prediction.error is not None for prediction in self.predictions]
+        rows.append(_share(missing, family="missing", metric="missing", **facts))
+        rows.append(_share(errors, family="missing", metric="errors", **facts))
         if all("####" in prediction.reference for prediction in self.predictions):
-            verdicts = [int(_has_the_last_number(prediction)) for prediction in self.predictions]
-            shares = {"value": 100 * sum(verdicts) / self.total, "total": self.total, "verdicts": verdicts}
-            rows.append(Measurement(family=LAST_NUMBER, metric=LAST_NUMBER, **shares, **facts))
+            values = [int(_has_the_last_number(prediction)) for prediction in self.predictions]
+            rows.append(_share(values, family=LAST_NUMBER, metric=LAST_NUMBER, verdicts=values, **facts))
         return rows
+
+    def _values_by_group(self) -> dict[tuple[str, str], list[float]]:
+        """Return what the problems count in the first metric, by what divides them and group."""
+        groups = defaultdict(list)
+        for prediction, verdict in zip(self.predictions, self.first.verdicts or (), strict=False):
+            for group in (prediction.groups or {}).items():
+                groups[group].append(verdict)
+        return groups
+
+
+def _share(values: Sequence[float], **facts: Any) -> Measurement:
+    """Return the row of what problems count, each from 0 to 1, in percent of all of these."""
+    return Measurement(value=100 * sum(values) / len(values), total=len(values), unit="%", **facts)
 
 
 def _has_the_last_number(prediction: Prediction) -> bool:
@@ -206,50 +197,24 @@ def write_predictions(folder: str | Path, predictions: Sequence[Prediction]) -> 
     write_atomically(Path(folder, PREDICTIONS_FILE), "".join(lines))
 
 
-def read_evaluation(path: str | Path) -> dict[str, Any]:
-    """Read a results file as JSON; ValueError if it is not one, or of another format."""
-    with user_supplied(f"{path} is not a results file (docs/evaluation.md)"):
-        report = json.loads(Path(path).read_bytes())
-        parts = [row[name] for row in report["rows"].values() for name in ("meta_info", "benchmarks")]
-        complete = all(isinstance(part, dict) for part in parts)
-        if report["format"] != FORMAT or not complete:
-            raise UserError(
-                f"{path} is not a complete results file of format {FORMAT}: move it away, or give another `output_dir`."
-            )
-    return report
+def load_predictions(output_dir: str | Path, row: str | None = None) -> dict[str, list[Prediction]]:
+    """Read the predictions of one row (None: the only one) of an evaluation, by benchmark.
+
+    Raises:
+        ValueError: for a row that the evaluation does not have, or a file that cannot be read.
+    """
+    files: dict[str, list[Path]] = defaultdict(list)
+    for file in sorted(Path(output_dir, ANSWERS_FOLDER).glob(f"*/*/{PREDICTIONS_FILE}")):
+        files[file.parts[-3]].append(file)
+    row = next(iter(files)) if row is None and len(files) == 1 else row
+    if row not in files:
+        raise UserError(f"`row` must be one of the rows in {output_dir} ({', '.join(files)}); got {row!r}.")
+    return {file.parent.name: _read_predictions(file) for file in files[row]}
 
 
-def load_results(path: str | Path, row: str | None = None) -> dict[str, BenchmarkResult]:
-    """Read the results of one row (None: the only one) in an `evaluation.json`, by benchmark."""
-    rows = read_evaluation(path)["rows"]
-    row = next(iter(rows)) if row is None and len(rows) == 1 else row
-    if row not in rows:
-        raise UserError(f"`row` must be one of the rows of {path} ({', '.join(rows)}); got {row!r}.")
-    with user_supplied(f"{path} is not a complete results file"):
-        return {name: BenchmarkResult.from_json(name, each) for name, each in rows[row]["benchmarks"].items()}
-
-
-def add_result(
-    path: Path, row: str, row_info: Mapping, benchmark: str, entry: Mapping, averages: Mapping[str, Sequence[str]]
-) -> None:
-    """Write a benchmark's entry to a row of the results file, beside what other evaluations may have written since."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(f".{path.name}.lock")):
-        report = read_evaluation(path) if path.is_file() else {"format": FORMAT, "rows": {}}
-        content = report["rows"].setdefault(row, {**row_info, "benchmarks": {}})
-        content["benchmarks"][benchmark] = entry
-        content["averages"] = {**content.get("averages", {}), **averages_of(content["benchmarks"], averages)}
-        write_atomically(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def averages_of(benchmarks: Mapping[str, Any], averages: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return the averages by name, each the mean score of its metrics, leaving out those with a metric that is missing."""
-    scores = {name: metric["score"] for entry in benchmarks.values() for name, metric in entry["metrics"].items()}
-    return {
-        name: {"score": sum(scores[metric] for metric in metrics) / len(metrics), "metrics": list(metrics)}
-        for name, metrics in averages.items()
-        if all(metric in scores for metric in metrics)
-    }
+def _read_predictions(file: Path) -> list[Prediction]:
+    with user_supplied(f"{file} holds no predictions"):
+        return [Prediction(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def results_table(rows: Sequence[Measurement], names: Sequence[str], averages: Mapping[str, Sequence[str]]) -> str:
@@ -259,16 +224,10 @@ def results_table(rows: Sequence[Measurement], names: Sequence[str], averages: M
         writer, *name = row.writer.split("/")[:2]
         if writer == "evaluation" and name[0] in columns and row.family in ("accuracy", "score"):
             columns[name[0]][row.metric] = row
-    metrics = list(dict.fromkeys(metric for found in columns.values() for metric in found))
+    metrics = dict.fromkeys(metric for column in columns.values() for metric in column)
     lines = [["Metric", *names], ["---", *["---:"] * len(names)]]
-    lines += [[metric, *(_counted(found.get(metric)) for found in columns.values())] for metric in metrics]
-    for average, parts in averages.items():
-        complete = [all(part in found for part in parts) for found in columns.values()]
-        means = [
-            f"{sum(found[part].value for part in parts) / len(parts):.2f}" if is_complete else "-"
-            for found, is_complete in zip(columns.values(), complete, strict=True)
-        ]
-        lines.append([average, *means])
+    lines += [[metric, *(_counted(column.get(metric)) for column in columns.values())] for metric in metrics]
+    lines += [[name, *(_average(column, parts) for column in columns.values())] for name, parts in averages.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -276,8 +235,15 @@ def _counted(row: Measurement | None) -> str:
     """Return a number with its count of correct answers, if each problem is right or wrong."""
     if row is None:
         return "-"
-    whole = row.verdicts is not None and all(verdict in (0, 1) for verdict in row.verdicts)
-    return f"{row.value:.2f}" + (f" ({sum(row.verdicts)}/{row.total})" if whole else "")
+    correct = Metric(row.value, row.verdicts).correct
+    return f"{row.value:.2f}" + ("" if correct is None else f" ({correct}/{row.total})")
+
+
+def _average(column: Mapping[str, Measurement], metrics: Sequence[str]) -> str:
+    """Return the mean of some metrics, if all of them were measured."""
+    if not all(metric in column for metric in metrics):
+        return "-"
+    return f"{sum(column[metric].value for metric in metrics) / len(metrics):.2f}"
 
 
 def mean_sd(values: Sequence[float], decimals: int = 2) -> str:

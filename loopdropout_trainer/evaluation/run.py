@@ -1,11 +1,11 @@
-"""One evaluation: models (a base, merged ones, adapters of it), some benchmarks, one file with all results."""
+"""One evaluation: models (a base, merged ones, adapters of it) on some benchmarks, and the rows of what was measured."""
 
 from __future__ import annotations
 
 import logging
 import re
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,23 +18,25 @@ from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.answer_log import AnswerLog, check_same
 from loopdropout_trainer.evaluation.benchmark import Benchmark, evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_benchmark
-from loopdropout_trainer.evaluation.loading import load_model, train_info, training_of
-from loopdropout_trainer.evaluation.results import BenchmarkResult, add_result, read_evaluation
+from loopdropout_trainer.evaluation.loading import load_model, training_of
+from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, BenchmarkResult
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import ONE_MODEL, ONE_RUN, Identity, differences, identity_key, model_identity
-from loopdropout_trainer.record.measurement import BASE, Measurement, read_measurements, write_measurements
+from loopdropout_trainer.record.measurement import (
+    BASE,
+    MEASUREMENTS_FILE,
+    Measurement,
+    read_measurements,
+    write_measurements,
+)
 from loopdropout_trainer.saving.files import folder_lock
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, check_depths
-from loopdropout_trainer.settings.recipe import public_settings
-from loopdropout_trainer.settings.versions import library_versions
-from loopdropout_trainer.training.memory import device_name
 
 
 logger = logging.getLogger(__name__)
 
-RESULTS_FILE = "evaluation.json"
 WRITER = "evaluation"
 """Of measurements: `evaluation/ROW/BENCHMARK`."""
 
@@ -67,7 +69,7 @@ class EvaluationArguments(BenchmarkArguments):
     )
     output_dir: str = HfArg(
         default="outputs/evaluation",
-        help=f"Folder of {RESULTS_FILE}, and of the answers that an interrupted evaluation continues from.",
+        help=f"Folder of {MEASUREMENTS_FILE}, and of the answers that an interrupted evaluation continues from.",
     )
 
     def __post_init__(self):
@@ -169,14 +171,16 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
     if model.num_loops and arguments.at_depths:
         raise UserError("`num_loops` and `at_depths` exclude each other: the depths are all that is evaluated.")
     all_processes(arguments.use_cpu)
-    path, folder = Path(arguments.output_dir, RESULTS_FILE), Path(arguments.output_dir, "answers")
-    if path.is_dir() or folder.is_file():
+    folder = Path(arguments.output_dir)
+    if (folder / MEASUREMENTS_FILE).is_dir() or (folder / ANSWERS_FOLDER).is_file():
         raise UserError(
-            f"`output_dir` {arguments.output_dir} has a folder in the place of the file {RESULTS_FILE}, or a file in that "
-            "of the folder answers."
+            f"`output_dir` {folder} has a folder in the place of the file {MEASUREMENTS_FILE}, or a file in that of the "
+            f"folder {ANSWERS_FOLDER}."
         )
+    if (old := folder / "evaluation.json").exists():
+        raise UserError(f"{old} is of an earlier version of this package: move it away, or give another `output_dir`.")
     with ExitStack() as lock:
-        from_main_process(lambda: lock.enter_context(folder_lock(folder)))
+        from_main_process(lambda: lock.enter_context(folder_lock(folder / ANSWERS_FOLDER)))
         with all_processes().main_process_first():
             benchmarks = _load_benchmarks(arguments)
         models = _Models()
@@ -225,8 +229,6 @@ def _measured_before(folder: Path) -> tuple[dict[str, list[Measurement]], dict[s
     measured, known, faults = read_measurements(folder)
     for fault in faults:
         logger.warning("Left out: %s", fault)
-    if (path := folder / RESULTS_FILE).is_file():
-        read_evaluation(path)  # it must be of this version
     rows: dict[str, list[Measurement]] = {}
     for each in measured:
         writer, *names = each.writer.split("/", 2)
@@ -236,7 +238,7 @@ def _measured_before(folder: Path) -> tuple[dict[str, list[Measurement]], dict[s
 
 
 def _log_dir(folder: Path, row: str, benchmark: Benchmark) -> Path:
-    return folder / "answers" / row / benchmark.name.replace("/", "_")
+    return folder / ANSWERS_FOLDER / row / benchmark.name.replace("/", "_")
 
 
 def _subject(models: _Models, arguments: EvaluationArguments, gates: str | None) -> Subject:
@@ -253,22 +255,7 @@ def _evaluate_row(
     if state.is_main_process and trained["identity"]:
         for each in differences(trained["identity"], models.identity, ("base",)):
             logger.warning("The adapter %s was trained on another base: %s.", row.adapter, each)
-    looped, results = subject.looped, []
-    sizes = [p.numel() for key, p in looped.named_parameters() if not ("lora_" in key or "loop_gates" in key)]
-    meta_info = {
-        "model": row.model.base_name,
-        "adapter": models.identity.get("weights", {}).get("adapter"),
-        "adapter_path": row.adapter,
-        "model_type": looped.config.model_type,
-        "num_parameters": sum(sizes),
-        **subject.loops,
-    }
-    run_info = {
-        "settings": public_settings({**asdict(row.model), **asdict(arguments)}),
-        "versions": library_versions(),
-        "device": device_name(),
-        "num_processes": state.num_processes,
-    }
+    results = []
     for benchmark in benchmarks:
         result = evaluate_subject(subject, benchmark, _log_dir(folder, row.name, benchmark), models.identity)
         results.append(result)
@@ -285,10 +272,4 @@ def _evaluate_row(
                 steps=trained["steps"],
             )
             write_measurements(folder, measurements, [identity, trained["identity"]])
-            depends_on = {
-                name: value for part in identity if part != "versions" for name, value in identity[part].items()
-            }
-            entry = {"kind": benchmark.kind, **result.as_json(), "settings": depends_on, "run_info": run_info}
-            row_info = {"meta_info": meta_info, "train_info": train_info(row.adapter)}
-            add_result(folder / RESULTS_FILE, row.name, row_info, benchmark.name, entry, arguments.averages)
     return results

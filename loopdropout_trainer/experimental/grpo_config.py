@@ -12,6 +12,7 @@ from trl import GRPOConfig
 from loopdropout_trainer.checks import check_choice
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_choices
+from loopdropout_trainer.training.depth import LOOP_LOSSES
 
 
 # What TRL finds out in the first step, or not at all.
@@ -76,8 +77,8 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
                 )
         if self.make_loop_loss().name == "random":
             raise UserError(
-                "`loop_loss: random` runs fewer loops than the completions were sampled with: choose 'final', 'uniform', "
-                "'progressive', 'weighted' or 'exit'."
+                "`loop_loss: random` runs fewer loops than the completions were sampled with: choose another of "
+                f"{', '.join(LOOP_LOSSES)}."
             )
         super().__post_init__()
         if not self.use_vllm:  # which has names of its own
@@ -94,16 +95,12 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
         """Micro-batches between two generations: those for which one set of completions is used."""
         return self.steps_per_generation * self.num_iterations
 
-    def generations(self, num_prompts: int) -> int:
-        """Return how many generations an epoch of so many prompts has; ValueError if there are too few for one."""
-        prompts = self.generation_batch_size // self.num_generations
-        if num_prompts < prompts:
-            why = "`generation_batch_size` by `num_generations`"
-            raise UserError(f"A generation takes {prompts:,} prompts ({why}), and there are {num_prompts:,} of them.")
-        return num_prompts // prompts
-
     def micro_batches(self, num_rows: int) -> int:
-        return self.generations(num_rows) * self.generates_every  # whole generations, each trained on so often
+        prompts = self.generation_batch_size // self.num_generations
+        if num_rows < prompts:
+            why = "`generation_batch_size` by `num_generations`"
+            raise UserError(f"A generation takes {prompts:,} prompts ({why}), and there are {num_rows:,} of them.")
+        return num_rows // prompts * self.generates_every  # whole generations, each trained on so often
 
     @property
     def scores_old(self) -> bool:

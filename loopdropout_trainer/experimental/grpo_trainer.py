@@ -21,12 +21,12 @@ from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
-from loopdropout_trainer.looped import GatedBatch, LoopedModelMixin, find_looped_model
+from loopdropout_trainer.looped import GatedBatch
 from loopdropout_trainer.record.identity import Identity
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
+from loopdropout_trainer.training.depth import score_loops
 from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
-from loopdropout_trainer.training.loop_loss import score_loops
 
 
 logger = logging.get_logger(__name__)
@@ -50,19 +50,19 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
-        looped, args = find_looped_model(self.model), self.args
-        self._check_model(looped)
-        loop_loss = args.make_loop_loss()
-        loop_loss.check_model(looped)
+        self._check_model()
+        loop_loss = self.args.make_loop_loss()
+        loop_loss.check_model(self.looped)
         if loop_loss.scores_all:
-            score_loops(looped, loop_loss)
+            score_loops(self.looped, loop_loss)
         self._scores_new = False  # whether new completions are being scored, before any step is taken on them
         self._decoding = self._choose_decoding()
         self._eval_batch = 0
 
-    def _check_model(self, looped: LoopedModelMixin) -> None:
+    def _check_model(self) -> None:
         """Refuse a model or rule whose old, new and reference log-probabilities could not be compared."""
-        name, args, rule = type(looped).__name__, self.args, self.rule
+        looped, args, rule = self.looped, self.args, self.rule
+        name = type(looped).__name__
         for refused, reason in (
             (getattr(looped.config, "prefix_lm", False),
              f"{name} reads its prompts in both directions (`prefix_lm`), which GRPO's scores of completions do not: use "
@@ -85,7 +85,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         args = self.args
         needs_generate = bool(args.generation_kwargs) or args.repetition_penalty != 1
         reason = (
-            why_unsupported(find_looped_model(self.model))
+            why_unsupported(self.looped)
             or (shards_weights(args) and "ZeRO-3 and FSDP shard the weights")
             or (needs_generate and "`repetition_penalty` and `generation_kwargs` are its own")
         )
@@ -99,12 +99,10 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     # Completions
 
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         mode, began = "train" if self.model.training else "eval", time.perf_counter()
         if self.use_vllm or self._decoding == "generate":
-            completions, log_probs = super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
-            )
+            completions, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         else:
             completions, log_probs = self._sample(prompt_ids, mode), None
         seconds, tokens = time.perf_counter() - began, sum(map(len, completions))
@@ -114,10 +112,10 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     def _sample(self, prompt_ids: list[list[int]], mode: str) -> list[list[int]]:
         """Sample a completion of each prompt at unit gates; neither the number of processes nor a resume changes the draws."""
         length, generation = self.max_completion_length, self._round if mode == "train" else self._eval_batch
+        self._eval_batch += mode == "eval"
         cut = (self.temperature, self.top_k, self.top_p, self.min_p)
         rows = self._new_rows(len(prompt_ids))
         sampler = Sampler(self.args.seed, f"completions, {mode}", generation, rows, length, *cut)
-        self._eval_batch += mode == "eval"
         slots = self.args.completion_slots or len(prompt_ids)
         model = self.accelerator.unwrap_model(self.model)
         compiled = self._decoding == "compiled"

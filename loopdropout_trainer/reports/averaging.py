@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from loopdropout_trainer.record.identity import ALIKE, ONE_SETTING, Difference, differences
-from loopdropout_trainer.record.measurement import PLACES
-from loopdropout_trainer.reports.reading import OBJECTS, Missing, ReportError
-from loopdropout_trainer.reports.statistics import estimate
+from loopdropout_trainer.record.identity import ALIKE, ONE_SETTING, differences
+from loopdropout_trainer.record.measurement import ALL, PLACES
+from loopdropout_trainer.reports.reading import OBJECTS, OF_ROWS, Missing, ReportError
 
 
 FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate", "steps", "evaluation.rows")
@@ -22,35 +21,22 @@ FIRST = ("model", "sweep", "num_loops", "rank", "p", "learning_rate", "steps", "
 _FACTS = ("benchmark", "family", "metric", "unit", "total", "method", "model", "sweep", "steps", *PLACES)
 """What rows say of themselves, which must agree where they are averaged."""
 
-_NO_SETTINGS = {
-    *(
-        *_FACTS,
-        "writer",
-        "value",
-        "identity",
-        "run",
-        "seed",
-        "data_seed",
-        "gate_seed",
-        "verdicts",
-        "answered",
-        "source",
-    ),
-    *("panel", "label", "position", *OBJECTS),
-}
 OF_THE_RUN = ("model", "sweep", "steps")
 """What a row says of its run."""
 
-PLACES_OF_IDENTITIES = {f"evaluation.{name}" for name in ("num_loops", "gates", "readout")}
+PLACES_OF_IDENTITIES = ("evaluation.num_loops", "evaluation.gates", "evaluation.readout")
 """What an identity says of which loops run; rows say it too."""
+
+_NO_SETTINGS = {*OF_ROWS, *OBJECTS, "data_seed", "gate_seed", "panel", "label", "position"}
 
 
 def settings_of(rows: pd.DataFrame) -> list[str]:
     """Return the columns that are settings of the run."""
-    names = [
-        name for name in rows if name not in _NO_SETTINGS and not name.startswith(("evaluation.", "weights.", "cost."))
+    of_identities = [name for name in rows if name not in _NO_SETTINGS]
+    return [
+        *OF_THE_RUN,
+        *(name for name in of_identities if not name.startswith(("evaluation.", "weights.", "cost."))),
     ]
-    return [*OF_THE_RUN, *names]
 
 
 def varying(rows: pd.DataFrame, names: Iterable[str]) -> list[str]:
@@ -60,12 +46,14 @@ def varying(rows: pd.DataFrame, names: Iterable[str]) -> list[str]:
 
 def telling(rows: pd.DataFrame, names: Iterable[str], beside: Sequence[str] = ()) -> list[str]:
     """Return those of the columns that, together with `beside`, distinguish as many rows as all of them do."""
-    number = lambda names: len(rows[names].drop_duplicates()) if names else 1
-    found: list[str] = []
-    for name in sorted(varying(rows, names), key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
-        if number([*beside, *found, name]) > number([*beside, *found]):
-            found.append(name)
-    return found
+    names, columns = list(names), list(beside)
+    number = len(rows[columns].drop_duplicates()) if columns else 1
+    for name in varying(rows, [*(first for first in FIRST if first in names), *names]):
+        number_with_it = len(rows.drop_duplicates([*columns, name]))
+        if number_with_it > number:
+            columns.append(name)
+            number = number_with_it
+    return columns[len(beside) :]
 
 
 def shown(value: Any) -> str:
@@ -78,8 +66,9 @@ def shown(value: Any) -> str:
         small = 0 < abs(value) < 1e-3
         return np.format_float_scientific(value, precision=3, trim="-", exp_digits=1) if small else f"{value:g}"
     text = " ".join(str(value).split())
-    digest = hashlib.sha256(str(value).encode()).hexdigest()[:6]
-    return text if len(text) <= 60 else f"{text[:48]}... ({digest})"
+    if len(text) <= 60:
+        return text
+    return f"{text[:48]}... ({hashlib.sha256(str(value).encode()).hexdigest()[:6]})"
 
 
 def check_column(table: pd.DataFrame, name: Any) -> None:
@@ -92,8 +81,8 @@ def check_column(table: pd.DataFrame, name: Any) -> None:
 
 def numbers_in(values: pd.Series, name: str) -> pd.Series:
     """Return a column's values as floats; ReportError if they are no numbers."""
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        raise ReportError(f"`{name}` must hold numbers; got {str(values.tolist()[:3])[:80]}.")
+    if pd.api.types.infer_dtype(values) not in ("integer", "floating", "mixed-integer-float"):
+        raise ReportError(f"`{name}` must hold numbers; got {shown(values.tolist()[:3])}.")
     return values.astype(float)
 
 
@@ -106,16 +95,36 @@ def select(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     return rows
 
 
+def as_trained(wanted: Mapping[str, Any], *named: str) -> dict[str, Any]:
+    """Return what is wanted; of gates and readout, where it and `named` say nothing: unit gates, and the last readout."""
+    said = {*wanted, *named}
+    usual: dict[str, Any] = {}
+    if not said & {"gates", "loop", "dose"}:
+        usual["gates"] = ALL
+    if not said & {"readout", "loop"}:
+        usual["readout"] = None
+    return {**usual, **wanted}
+
+
+def at_trained_depth(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows at the depth that their models were trained at."""
+    if "num_loops" not in rows:
+        return rows
+    return rows[(rows["depth"] == rows["num_loops"]) | rows["num_loops"].isna()]
+
+
 def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
     """Return the values by seed, of one column, of rows that are equal in all else that has an effect.
 
     Raises:
         ReportError: if they are not, with `what` and what differs; or if two of them are of one seed.
     """
-    named = [f"`{name}`: {', '.join(map(shown, rows[name].unique()[:3]))}" for name in varying(rows, _FACTS)]
-    if named := named or [f"{each.name}: {of_both(each)}" for each in changes(rows, OBJECTS, ONE_SETTING)]:
-        differ = "; ".join(named[:4])
-        raise ReportError(f"{what} would average runs of different settings ({differ}): filter or tell them apart.")
+    differing = [f"`{name}`: {', '.join(map(shown, rows[name].unique()[:3]))}" for name in varying(rows, _FACTS)]
+    for identities in OBJECTS:
+        differing = differing or changes(rows, identities, ONE_SETTING)
+    if differing:
+        settings = "; ".join(differing[:4])
+        raise ReportError(f"{what} would average runs of different settings ({settings}): filter or tell them apart.")
     seeds = [f"unknown {place}" if seed is None else seed for place, seed in enumerate(rows["seed"])]
     values = rows.assign(seed=seeds).set_index("seed")[column].sort_index(key=lambda seeds: seeds.map(str))
     if values.index.has_duplicates:
@@ -125,57 +134,51 @@ def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
     return values
 
 
-def changes(rows: pd.DataFrame, columns: Iterable[str], parts: Iterable[str]) -> list[Difference]:
-    """Return what the identities in these columns differ in from the first one, of these parts."""
-    for name in columns:
-        first, *others = {id(each): each for each in rows.get(name, ()) if each is not None}.values() or [None]
-        for other in others:
-            if found := differences(first, other, parts):
-                return found
+def changes(rows: pd.DataFrame, column: str, parts: Sequence[str]) -> list[str]:
+    """Return in words what the identities in a column differ in from the first one, of these parts."""
+    identities = [identity for identity in rows.get(column, ()) if identity is not None]
+    for identity in identities:
+        if found := differences(identities[0], identity, parts):
+            return [f"{change.name}: {shown(change.before)[:60]}, {shown(change.after)[:60]}" for change in found]
     return []
 
 
-def of_both(difference: Difference) -> str:
-    """Return the two values of a difference for people; of hashes their beginnings."""
-    return ", ".join(shown(each)[:60] for each in (difference.before, difference.after))
+def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = None) -> pd.DataFrame:
+    """Return b - a [seeds, problems] in percentage points; [seeds, 1] of results that do not hold every prediction.
 
-
-def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = None) -> pd.Series:
-    """Return b - a by seed; `attrs["interval"]` is the 95% interval of the mean over seeds and problems.
-
-    `part`: `both_extractable` counts only problems where both completions hold an answer, `missing_in_either` only the others,
-    both in percentage points of all problems.
+    `part`: `both_extractable` counts only problems where both completions hold an answer, `missing_in_either` only the others.
 
     Raises:
         ReportError: if either side is not one setting, they have different seeds, or were not evaluated alike.
     """
-    ours, other = (average(side, what) for side in (b, a))
+    ours, other = average(b, what), average(a, what)
     if list(ours.index) != list(other.index):
-        seeds = (shown(tuple(each.index)) or "none" for each in (ours, other))
-        raise Missing(f"{what} compares the seeds {' with '.join(seeds)}.")
-    check_alike(pd.concat([b, a]), what)
-    gains = (ours - other).to_numpy(dtype=float)[:, None]  # [seeds, 1]
-    if b["verdicts"].notna().all() and a["verdicts"].notna().all():
-        gains = 100 * (_by_problem(b, "verdicts", what) - _by_problem(a, "verdicts", what))  # [seeds, problems]
-    elif part is not None:
+        seeds = " with ".join(shown(tuple(values.index)) or "none" for values in (ours, other))
+        raise Missing(f"{what} compares the seeds {seeds}.")
+    both_sides = pd.concat([b, a])
+    check_alike(both_sides, what)
+    if both_sides["verdicts"].notna().all():
+        gains = 100 * (_by_problem(b, "verdicts", what) - _by_problem(a, "verdicts", what))
+    elif part is None:
+        gains = (ours - other).astype(float).to_frame()
+    else:
         raise Missing(f"{what} needs every prediction, which these results do not hold.")
-    if part is not None:
-        both = _by_problem(b, "answered", what) * _by_problem(a, "answered", what)
-        gains = gains * (both if part == "both_extractable" else 1 - both)
-    found = pd.Series(gains.mean(axis=1), ours.index)
-    certainty = estimate(gains)
-    found.attrs["interval"] = (None, None) if certainty is None else (certainty.low, certainty.high)
-    return found
+    if part is None:
+        return gains
+    both = _by_problem(b, "answered", what) * _by_problem(a, "answered", what)
+    return gains * (both if part == "both_extractable" else 1 - both)
 
 
-def _by_problem(rows: pd.DataFrame, column: str, what: str) -> np.ndarray:
-    """Return a column of lists as an array [seeds, problems]."""
-    return np.array(average(rows, what, column).tolist(), dtype=float)
+def _by_problem(rows: pd.DataFrame, column: str, what: str) -> pd.DataFrame:
+    """Return a column of lists as a table [seeds, problems]."""
+    values = average(rows, what, column)
+    return pd.DataFrame(values.tolist(), values.index, dtype=float)
 
 
 def check_alike(rows: pd.DataFrame, what: str) -> None:
     """Refuse, by a ReportError, results of one metric that were not evaluated alike: problems, tokens, turns, template, ..."""
     for (_, metric), part in rows.groupby(["benchmark", "metric"], sort=False):
-        if found := changes(part, ["of_number"], ALIKE):
-            how = f"{found[0].name}: {of_both(found[0])}"
-            raise ReportError(f"{what} would compare results on {metric} that were evaluated differently ({how}).")
+        if differing := changes(part, "of_number", ALIKE):
+            raise ReportError(
+                f"{what} would compare results on {metric} that were evaluated differently ({differing[0]})."
+            )

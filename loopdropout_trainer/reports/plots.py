@@ -7,7 +7,7 @@ Loop Dropout is the thick blue line and LoRA the orange dashed one, wherever the
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from loopdropout_trainer.record.measurement import ALL, BASE, NONE, TRAINING
 from loopdropout_trainer.reports.averaging import (
     OF_THE_RUN,
     PLACES_OF_IDENTITIES,
+    as_trained,
+    at_trained_depth,
     average,
     check_column,
     difference,
@@ -32,7 +34,7 @@ from loopdropout_trainer.reports.averaging import (
     telling,
 )
 from loopdropout_trainer.reports.reading import ReportError
-from loopdropout_trainer.reports.specs import FigureSpec, as_trained
+from loopdropout_trainer.reports.specs import FigureSpec, GatesSpec
 from loopdropout_trainer.settings.recipe import method_title
 
 
@@ -54,10 +56,11 @@ MOST_LINES = 8
 """In one panel; where there are more, what tells runs of one method apart becomes panels."""
 
 
-def looks(names: Sequence[str]) -> dict[str, tuple[str, str, str, float]]:
+def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str, float]]:
     """Return colour, line, marker and width of each method, the known ones first."""
-    known, free = [name for name in LOOKS if name in set(names)], cycle(_MORE[len(LOOKS) - 3 :])
-    return {name: LOOKS.get(name) or next(free) for name in [*known, *sorted(set(names) - set(known))]}
+    drawn, free = set(names), cycle(_MORE[len(LOOKS) - 3 :])
+    known = [name for name in LOOKS if name in drawn]
+    return {name: LOOKS.get(name) or next(free) for name in [*known, *sorted(drawn - LOOKS.keys())]}
 
 
 def theme() -> Any:
@@ -81,32 +84,38 @@ def theme() -> Any:
     )
 
 
-def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str) -> pd.DataFrame:
+def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str | None) -> pd.DataFrame:
     """Return mean, low and high (one SD over seeds) of rows, less those of `minus`, by groups: name there = column of theirs.
+
+    A group without a column, None, is empty.
 
     Raises:
         ReportError: if a point would average runs that differ in another setting than the seed; it names the settings.
     """
-    columns, found = list(by.values()), []
-    for key, part in rows.dropna(subset=columns).groupby(columns, sort=False):
-        what = ", ".join(f"{name} = {shown(value)}" for name, value in zip(columns, key, strict=True) if value != "")
+    columns = {name: column for name, column in by.items() if column is not None}
+    names, data = list(columns.values()), []
+    for key, part in rows.dropna(subset=names).groupby(names, sort=False):
+        what = ", ".join(f"{name} = {shown(value)}" for name, value in zip(names, key, strict=True) if value != "")
         if minus is None:
             values = average(part, what)
         else:
-            values = difference(part, minus[(minus[columns] == list(key)).all(axis=1)], what)
-        mean, spread = values.mean(skipna=False), values.std() if len(values) > 1 else 0.0
-        of_group = {"mean": mean, "low": mean - spread, "high": mean + spread, "seeds": len(values)}
-        found.append({**dict(zip(by, key, strict=True)), **of_group})
-    if not found:
-        raise ReportError(f"There is nothing to draw by {', '.join(columns)}.")
-    data = pd.DataFrame(found)
-    return data.assign(panel=pd.Categorical(data["panel"], data["panel"].unique()))
+            values = difference(part, minus[(minus[names] == list(key)).all(axis=1)], what).mean(axis=1)
+        data.append([*key, values.mean(skipna=False), values.std(), len(values)])
+    if not data:
+        raise ReportError(f"There is nothing to draw by {', '.join(names)}.")
+    means = pd.DataFrame(data, columns=[*columns, "mean", "sd", "seeds"])
+    spread = means.pop("sd").fillna(0.0)  # of a single seed
+    means = means.assign(low=means["mean"] - spread, high=means["mean"] + spread)
+    panels = means.get("panel", pd.Series("", means.index))
+    return means.assign(panel=pd.Categorical(panels, panels.unique()))
 
 
-def _in_order(values: pd.Series) -> list[str]:
+def _in_order(values: pd.Series) -> pd.Categorical:
     """Return the names of positions: numbers ascend, names stay as they come."""
-    once = list(values.unique())
-    return [shown(each) for each in (once if any(isinstance(each, str) for each in once) else sorted(once))]
+    positions = values.unique()
+    if not any(isinstance(position, str) for position in positions):
+        positions = sorted(positions)
+    return pd.Categorical(values.map(shown), list(map(shown, positions)))
 
 
 def _with_panels(plot: p9.ggplot, scales: str = "free") -> p9.ggplot:
@@ -128,35 +137,49 @@ def line_plot(
         panel: column of the panels, or None for one.
         bars: whether to draw bars.
     """
-    data = points(rows.assign(panel=rows[panel] if panel else ""), panel="panel", by=by, x=x)
-    names = list(looks(data["by"]))
-    color, line, marker, width = (
-        {"values": list(each), "limits": names} for each in zip(*looks(names).values(), strict=True)
-    )
-    data["by"] = pd.Categorical(data["by"], names)
+    data = points(rows, panel=panel, by=by, x=x)
+    look = looks(data["by"])
+    data["by"] = pd.Categorical(data["by"], list(look))
+    data["x"] = _in_order(data["x"]) if bars else numbers_in(data["x"], x)
     texts = p9.labs(x=x if x_label is None else x_label, y=y_label, title=title)
-    base = [theme(), texts, p9.scale_fill_manual(**color)]
-    if bars:
-        order, side = _in_order(data["x"]), p9.position_dodge(width=0.8)
-        plot = p9.ggplot(data.assign(x=data["x"].map(shown)), p9.aes("x", "mean", fill="by", group="by")) + base
-        plot = plot + p9.geom_col(position=side, width=0.74) + p9.geom_hline(yintercept=0, color="#555555", size=0.4)
-        if (data["high"] > data["low"]).any():
-            plot += p9.geom_errorbar(p9.aes(ymin="low", ymax="high"), position=side, width=0.25, size=0.5)
-        if max(map(len, order)) > 8:  # names, which would run into one another
-            plot += p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right"))
-        return _with_panels(plot + p9.scale_x_discrete(limits=order))
-    data["x"] = numbers_in(data["x"], x)
-    plot = p9.ggplot(data, p9.aes("x", "mean", color="by", linetype="by", size="by", shape="by", group="by")) + base
-    plot = plot + p9.scale_color_manual(**color) + p9.scale_linetype_manual(**line)
-    plot = plot + p9.scale_shape_manual(**marker) + p9.scale_size_manual(**width)
-    plot += p9.geom_ribbon(p9.aes(ymin="low", ymax="high", fill="by"), alpha=0.18, color="none", show_legend=False)
-    plot += p9.geom_line()
+    return _with_panels(p9.ggplot(data) + theme() + texts + (_bars(data, look) if bars else _lines(data, look)))
+
+
+def _bars(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
+    colours = [colour for colour, *_ in look.values()]
+    side = p9.position_dodge(width=0.8)
+    layers = [
+        p9.aes("x", "mean", fill="by", group="by"),
+        p9.scale_fill_manual(values=colours, limits=list(look)),
+        p9.geom_col(position=side, width=0.74),
+        p9.geom_hline(yintercept=0, color="#555555", size=0.4),
+    ]
+    if (data["high"] > data["low"]).any():
+        layers.append(p9.geom_errorbar(p9.aes(ymin="low", ymax="high"), position=side, width=0.25, size=0.5))
+    if max(map(len, data["x"].cat.categories)) > 8:  # names, which would run into one another
+        layers.append(p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right")))
+    return layers
+
+
+def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
+    colours, lines, markers, widths = map(list, zip(*look.values(), strict=True))
+    limits = list(look)
+    layers = [
+        p9.aes("x", "mean", color="by", linetype="by", size="by", shape="by", group="by"),
+        p9.scale_color_manual(colours, limits=limits),
+        p9.scale_fill_manual(colours, limits=limits),
+        p9.scale_linetype_manual(lines, limits=limits),
+        p9.scale_shape_manual(markers, limits=limits),
+        p9.scale_size_manual(widths, limits=limits),
+        p9.geom_ribbon(p9.aes(ymin="low", ymax="high", fill="by"), alpha=0.18, color="none", show_legend=False),
+        p9.geom_line(),
+    ]
     values = sorted(data["x"].unique())
-    if len(values) <= 20:  # else a learning curve
-        scale = p9.scale_x_log10 if values[0] > 0 and values[-1] >= 16 * values[0] else p9.scale_x_continuous
-        plot += p9.geom_point(size=2.4)
-        plot += scale(breaks=values, labels=lambda found: [shown(float(each)) for each in found])
-    return _with_panels(plot)
+    if len(values) > 20:  # a learning curve
+        return layers
+    scale = p9.scale_x_log10 if values[0] > 0 and values[-1] >= 16 * values[0] else p9.scale_x_continuous
+    names = lambda breaks: [shown(float(value)) for value in breaks]
+    return [*layers, p9.geom_point(size=2.4), scale(breaks=values, labels=names)]
 
 
 def heat_plot(
@@ -167,15 +190,14 @@ def heat_plot(
 
     x and y are the columns across and down; the rows of `minus` are subtracted, paired by seed.
     """
-    data = points(rows.assign(panel=rows[panel] if panel else ""), minus, panel="panel", y=y, x=x)
-    across, down = _in_order(data["x"]), _in_order(data["y"])[::-1]
-    data = data.assign(x=data["x"].map(shown), y=data["y"].map(shown))
+    data = points(rows, minus, panel=panel, y=y, x=x)
+    data = data.assign(x=_in_order(data["x"]), y=_in_order(data["y"]))
+    down = p9.scale_y_discrete(limits=list(data["y"].cat.categories[::-1]))
     colours = _of_levels(data) if minus is None else _of_gains(data)
-    numbers = p9.geom_text(p9.aes(label="text", color="ink"), size=9)
     plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + p9.labs(x=x_label, y=y_label, fill=label, title=title)
-    plot = plot + p9.geom_tile(p9.aes(fill="mean")) + numbers + p9.scale_color_identity() + colours
-    plot = plot + p9.scale_x_discrete(limits=across) + p9.scale_y_discrete(limits=down)
-    return _with_panels(plot, "fixed") + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
+    plot = plot + p9.geom_tile(p9.aes(fill="mean")) + p9.geom_text(p9.aes(label="text", color="ink"), size=9)
+    plot = _with_panels(plot + p9.scale_color_identity() + colours + down, "fixed")
+    return plot + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
 
 
 def _of_levels(data: pd.DataFrame) -> list[Any]:
@@ -192,15 +214,16 @@ def _of_gains(data: pd.DataFrame) -> list[Any]:
     data["ink"] = (data["mean"].abs() > 0.6 * top).map({True: "white", False: "black"})
     data["text"] = data["mean"].map("{:+.1f}".format)
     scale = p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
-    return [scale, p9.geom_tile(data=data[data["x"] == data["y"]], fill="none", color="black", size=0.9)]
+    same = data["x"].astype(str) == data["y"].astype(str)
+    return [scale, p9.geom_tile(data=data[same], fill="none", color="black", size=0.9)]
 
 
 def save_figure(
     plot: p9.ggplot, path: str | Path, width: float | None = None, height: float | None = None
 ) -> list[Path]:
     """Save a figure of plotnine as PNG, PDF and SVG, and return the three paths; `path` has no ending, sizes are in inches."""
-    number = plot.data["panel"].nunique() if "panel" in plot.data else 1
-    size = width or (5.2, 8.0, 9.6)[min(number, 3) - 1], height or 0.9 + 2.6 * -(-number // 3)
+    panels = plot.data["panel"].nunique() if "panel" in plot.data else 1
+    size = width or (5.2, 8.0, 9.6)[min(panels, 3) - 1], height or 0.9 + 2.6 * -(-panels // 3)
     dates = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     # The same numbers give the same file; letters stay letters.
@@ -232,11 +255,10 @@ OF_TRAINING = {"learning_rate": "learning rate", "rank": "rank of the adapter", 
 
 def axis_of(rows: pd.DataFrame) -> pd.Series:
     """Return the column of `AXES` that each row is drawn over."""
-    axis = pd.Series("depth", rows.index)
-    for name in reversed([name for name in AXES if name != "depth"]):
-        says = ~rows["gates"].isin([ALL, NONE]) if name == "gates" else rows[name].notna()
-        axis[says] = name
-    return axis
+    says = rows[list(AXES)].notna()
+    says["gates"] = ~rows["gates"].isin([ALL, NONE])
+    says["depth"] = True
+    return says.idxmax(axis=1)
 
 
 def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
@@ -246,45 +268,56 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     Each metric, and each way in which a benchmark was evaluated, is a panel. What cannot be drawn is left out, and said.
     """
     figures: dict[str, p9.ggplot] = {}
-    rows = table[table["family"] != "cost"]
-    for (family, axis), part in rows.groupby(["family", axis_of(rows)], sort=False):
-        _add(figures, table, f"{family}_{axis}", part if axis == "depth" else at_own_depth(part), axis)
-    for family, part in rows[rows["step"].isna()].groupby("family", sort=False):  # single numbers
-        if not any(name.startswith(f"{family}_") for name in figures):
-            _add(figures, table, family, at_own_depth(part), "metric")
-    trained = at_own_depth(table[(table["family"] == "accuracy") & (table["gates"] == ALL) & table["readout"].isna()])
-    for name in (name for name in OF_TRAINING if name in trained):
-        numbers = trained[trained[name].map(lambda value: isinstance(value, (int, float))).astype(bool)]
-        _add(figures, table, f"accuracy_{name}", numbers, name)
+    for family, x, rows in _what_to_draw(table):
+        name = family if x == "metric" else f"{family}_{x}"
+        try:
+            figures[re.sub(r"[^\w-]", "_", name)] = _figure(family, x, rows)  # a part of a file's name
+        except ReportError as error:
+            table.attrs["skipped"].append(f"the figure {name}: {error}")
     return figures
+
+
+def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Yield families of numbers, what to draw them over, and their rows: of all that stand at several places of it."""
+    rows, drawn = table[table["family"] != "cost"], set()
+    for (family, axis), part in rows.groupby(["family", axis_of(rows)], sort=False):
+        part = _at_several_places(part if axis == "depth" else at_own_depth(part), axis, ["metric"])
+        if len(part):
+            drawn.add(family)
+            yield family, axis, part
+    single = rows[rows["step"].isna() & ~rows["family"].isin(drawn)]
+    for family, part in single.groupby("family", sort=False):
+        part = _at_several_places(at_own_depth(part), "metric", ["family"])
+        if len(part):
+            yield family, "metric", part
+    accuracies = table[(table["family"] == "accuracy") & (table["gates"] == ALL) & table["readout"].isna()]
+    for setting in (name for name in OF_TRAINING if name in table):
+        part = at_own_depth(accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()])
+        part = _at_several_places(part, setting, ["metric", "method"])
+        if len(part):
+            yield "accuracy", setting, part
 
 
 def at_own_depth(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows at the depth that their models were trained at; of groups of problems those at unit gates."""
-    if "num_loops" in rows:
-        rows = rows[(rows["depth"] == rows["num_loops"]) | rows["num_loops"].isna()]
+    rows = at_trained_depth(rows)
     return rows[rows["group"].isna() | (rows["gates"].isin([ALL, NONE]) & rows["readout"].isna())]
 
 
-def _add(figures: dict[str, p9.ggplot], table: pd.DataFrame, name: str, rows: pd.DataFrame, x: str) -> None:
-    """Add the figure of some rows over the column x, if they stand at several places of it."""
-    within = ["metric", "method"] if x in OF_TRAINING else ["family" if x == "metric" else "metric"]
-    rows = rows[rows.groupby(within)[x].transform("nunique") > 1] if len(rows) else rows
-    if not len(rows):
-        return
-    title = f"{name.removesuffix(f'_{x}').replace('_', ' ').capitalize()} by {x.replace('_', ' ')}"
-    x_label = OF_TRAINING.get(x, AXES.get(x, ""))
+def _at_several_places(rows: pd.DataFrame, x: str, within: list[str]) -> pd.DataFrame:
+    """Return the rows whose groups have several values in the column x."""
+    return rows[rows.groupby(within)[x].transform("nunique") > 1]
+
+
+def _figure(family: str, x: str, rows: pd.DataFrame) -> p9.ggplot:
+    """Return the figure of a family's rows over the column x."""
+    title, x_label = f"{family} by {x}".replace("_", " ").capitalize(), {**AXES, **OF_TRAINING}.get(x, "")
     rows = labelled(rows, x, "other_loop")
-    try:
-        if x == "other_loop":
-            rows = rows.assign(panel=rows["label"] + "\n" + rows["panel"])
-            figure = heat_plot(rows, "loop", x, "", "panel", x_label, x_label, title)
-        else:
-            bars = x in ("group", "gates", "metric")
-            figure = line_plot(rows, x, "", "label", "panel" if x != "metric" else None, x_label, title, bars)
-        figures[re.sub(r"[^\w-]", "_", name)] = figure  # a part of a file's name
-    except ReportError as error:
-        table.attrs["skipped"].append(f"the figure {name}: {error}")
+    if x == "other_loop":
+        rows = rows.assign(panel=rows["label"] + "\n" + rows["panel"])
+        return heat_plot(rows, "loop", x, "", "panel", x_label, x_label, title)
+    panel = None if x == "metric" else "panel"
+    return line_plot(rows, x, "", "label", panel, x_label, title, bars=x in ("group", "gates", "metric"))
 
 
 def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFrame:
@@ -292,78 +325,98 @@ def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFr
 
     Where there are more than `most` labels, these are the methods, and what tells their runs apart is part of the panel.
     """
-    runs, numbers = rows.drop_duplicates(["method", "run", *OF_THE_RUN]), rows.drop_duplicates(["metric", "identity"])
-    settings = [name for name in settings_of(rows) if name not in x]
-    beside = [name for name in settings_of(rows) if name in x]  # what goes with a setting on the axis is told by it
-    apart = {method: telling(part, settings, beside) for method, part in runs.groupby("method")}
-    evaluation = [name for name in rows if name.startswith("evaluation.") and name not in PLACES_OF_IDENTITIES]
-    how: dict[str, None] = {}
-    for _, part in numbers.groupby(["benchmark", "metric"], sort=False):
-        how |= dict.fromkeys(telling(part, evaluation))
+    settings = settings_of(rows)
+    beside = [name for name in settings if name in x]  # what goes with a setting on the axis is told by it
+    runs = rows.drop_duplicates(["method", "run", *OF_THE_RUN])
+    apart = {method: telling(of_method, settings, beside) for method, of_method in runs.groupby("method")}
+    protocol = [name for name in rows if name.startswith("evaluation.") and name not in PLACES_OF_IDENTITIES]
+    numbers = rows.drop_duplicates(["metric", "identity"]).groupby(["benchmark", "metric"], sort=False)
+    ways = dict.fromkeys(name for _, of_metric in numbers for name in telling(of_metric, protocol))
     several = [name for name in ("benchmark", "metric") if rows[name].nunique() > 1] or ["benchmark"]
-    known = lambda row, names: ", ".join(
-        f"{name.removeprefix('evaluation.')} = {shown(row[name])}" for name in names if not pd.isna(row[name])
-    )
-    settings_text, panels = [], []
+    labels, panels, said = [], [], []
     for row in rows.to_dict("records"):
-        named = " ".join(dict.fromkeys(str(row[name]) for name in several if row[name] != TRAINING)).replace("_", " ")
-        settings_text.append(known(row, apart[row["method"]]))
-        panels.append("\n".join(filter(None, [f"{named} ({row['unit']})" if row["unit"] else named, known(row, how)])))
-    labels = [", ".join(filter(None, pair)) for pair in zip(rows["method"], settings_text, strict=True)]
+        said.append(_said(row, apart[row["method"]]))
+        labels.append(_joined(", ", row["method"], said[-1]))
+        panels.append(_joined("\n", _measured(row, several), _said(row, ways)))
     if len(set(labels)) > most:
-        panels = ["\n".join(filter(None, pair)) for pair in zip(panels, settings_text, strict=True)]
-        labels = rows["method"].tolist()
+        labels = rows["method"]
+        panels = [_joined("\n", *texts) for texts in zip(panels, said, strict=True)]
     return rows.assign(label=labels, panel=panels)
+
+
+def _measured(row: dict[str, Any], several: list[str]) -> str:
+    """Return what a row is a number of: benchmark, metric and unit."""
+    names = dict.fromkeys(row[name] for name in several if row[name] != TRAINING)
+    text = " ".join(names).replace("_", " ")
+    return f"{text} ({row['unit']})" if row["unit"] else text
+
+
+def _said(row: dict[str, Any], names: Iterable[str]) -> str:
+    """Return what a row says in these columns."""
+    given = [name for name in names if not pd.isna(row[name])]
+    return ", ".join(f"{name.removeprefix('evaluation.')} = {shown(row[name])}" for name in given)
+
+
+def _joined(between: str, *texts: str) -> str:
+    return between.join(filter(None, texts))
+
+
+_OVERVIEW = {
+    ("accuracy", "depth"): "accuracy (%), K loops",
+    ("single_loop", "loop"): "loss reduction (%), only loop t",
+    ("accuracy", "loop"): "accuracy (%), only loop t",
+}
 
 
 def overview_figure(table: pd.DataFrame) -> p9.ggplot | None:
     """Return one figure of what runs measured of their first benchmark: by depth, and in one loop only; None: of nothing."""
-    table, parts = table[table["writer"] == TRAINING], []
-    for family, axis, title in (
-        ("accuracy", "depth", "accuracy (%), K loops"),
-        ("single_loop", "loop", "loss reduction (%), only loop t"),
-        ("accuracy", "loop", "accuracy (%), only loop t"),
-    ):
-        rows = table[(table["family"] == family) & (axis_of(table) == axis) & (table["unit"] == "%")]
-        rows = rows[rows["metric"] == rows["metric"].iloc[0]] if len(rows) else rows
+    table, parts = table[(table["writer"] == TRAINING) & (table["unit"] == "%")], []
+    axes = axis_of(table)
+    for (family, axis), title in _OVERVIEW.items():
+        rows = table[(table["family"] == family) & (axes == axis)]
+        rows = rows[rows["metric"].isin(rows["metric"][:1])]
         if rows[axis].nunique() > 1:
             parts.append(labelled(rows, axis).assign(panel=title, position=rows[axis]))
     return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops") if parts else None
 
 
-def paper_figure(spec: FigureSpec, table: pd.DataFrame) -> p9.ggplot | None:
+def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot | None:
     """Return the figure that a file describes, or None where the runs have nothing of it; ReportError as of `points`."""
-    if spec.figure == "gates":
+    if isinstance(spec, GatesSpec):
         return gates_plot(spec)
     ((x, x_label),), ((y, y_label),) = spec.x.items(), spec.y.items()
-
-    def rows_with(change: dict) -> pd.DataFrame:
-        panels = (spec.panels or {"": {}}).items()
-        wanted = {title: as_trained({**spec.filter, **panel, **change}, x) for title, panel in panels}
-        return pd.concat([select(table, each).assign(panel=title) for title, each in wanted.items()])
-
-    rows = rows_with({})
+    rows = _in_panels(spec, table, {})
     for name in (x, y):
         check_column(table, name)
-        rows = rows[rows[name].notna()]
+    rows = rows[rows[x].notna() & rows[y].notna()]
     if not len(rows):
         return None
     if spec.figure == "heat":
-        minus, label = (rows_with(spec.minus), "points") if spec.minus else (None, "")
-        return heat_plot(rows, x, y, label, "panel", x_label, y_label, spec.title, minus)
+        minus = _in_panels(spec, table, spec.minus) if spec.minus else None
+        return heat_plot(rows, x, y, "points" if spec.minus else "", "panel", x_label, y_label, spec.title, minus)
     rows = rows.assign(value=numbers_in(rows[y], y))
     return line_plot(rows, x, y_label, panel="panel", x_label=x_label, bars=spec.figure == "bar")
 
 
-def gates_plot(spec: FigureSpec) -> p9.ggplot:
+def _in_panels(spec: FigureSpec, table: pd.DataFrame, change: dict[str, Any]) -> pd.DataFrame:
+    """Return the rows of a figure's panels, or of what is subtracted from them."""
+    panels = []
+    for title, selection in spec.panels.items():
+        wanted = as_trained({**spec.filter, **selection, **change}, *spec.x)
+        panels.append(select(table, wanted).assign(panel=title))
+    return pd.concat(panels)
+
+
+def gates_plot(spec: GatesSpec) -> p9.ggplot:
     """Draw the gates of eight examples in training, as a run of these settings draws them, and those of inference."""
-    of = {"num_loops": 4, "p": 0.5, "seed": 0, **spec.filter}
-    draw = Draw(seed=of["seed"], step=0, example_ids=[(row, 0) for row in range(8)], num_loops=of["num_loops"])
-    gates = make_rule("loop_dropout", p=of["p"]).sample(draw).tolist()  # [K, 8]
-    rows = [
-        {"panel": panel, "loop": loop, "example": example, "value": gate if panel == "training" else 1.0, "seed": 0}
-        for panel in ("training", "inference")
-        for loop, of_loop in enumerate(gates, 1)
-        for example, gate in enumerate(of_loop, 1)
-    ]
-    return heat_plot(pd.DataFrame(rows), "loop", "example", "gate", "panel", "loop", "example", spec.title)
+    draw = Draw(
+        seed=spec.filter.seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=spec.filter.num_loops
+    )
+    gates = make_rule("loop_dropout", p=spec.filter.p).sample(draw).tolist()  # [K, 8]
+    rows = []
+    for loop, of_loop in enumerate(gates, start=1):
+        for example, gate in enumerate(of_loop, start=1):
+            rows.append({"panel": "training", "loop": loop, "example": example, "value": gate, "seed": 0})
+    training = pd.DataFrame(rows)
+    rows = pd.concat([training, training.assign(panel="inference", value=1.0)])
+    return heat_plot(rows, "loop", "example", "gate", "panel", "loop", "example", spec.title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -18,26 +18,35 @@ from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, PLACES, Me
 
 logger = logging.getLogger(__name__)
 
-OF_ROWS = (
-    "run",
-    "method",
-    "seed",
-    "benchmark",
-    "family",
-    "metric",
-    "value",
-    "unit",
-    "total",
-    *PLACES,
-    "steps",
-    "sweep",
+OF_ROWS = dict.fromkeys(
+    (
+        *(
+            "run",
+            "method",
+            "seed",
+            "benchmark",
+            "family",
+            "metric",
+            "value",
+            "unit",
+            "total",
+            *PLACES,
+            "steps",
+            "sweep",
+        ),
+        *(field.name for field in fields(Measurement)),
+        "source",
+    )
 )
-"""The first columns, in this order."""
+"""The columns that say what was measured, and where; all others come from identities."""
 
 OBJECTS = ("of_run", "of_number")
 """Columns with the identities themselves: of the training, and of what the number depends on."""
 
 _OLD = ("results.json", "evaluation.json")
+_BEFORE_NAMES_OF_RUN = {"adapter": "", "settings": "", "loops": "", "seeds": "", "length": ""}
+_BEFORE_NAMES = {"adapter": "", **dict.fromkeys(("data", "settings", "loops", "seeds", "length"), "evaluation.")}
+"""What the columns of an identity's parts begin with; those of the other parts begin with the part's name."""
 
 
 class ReportError(UserError):
@@ -57,98 +66,91 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     Raises:
         ReportError: if a folder is missing.
     """
-    rows, skipped, identities = [], [], {}
+    skipped, tables = [], [pd.DataFrame(columns=list(OF_ROWS), dtype=object)]
     for folder in folders_with_results(folders):
         try:
-            found, known, faults = read_measurements(folder)
-        except (OSError, UserError, ValueError) as error:
-            found, known, faults = [], {}, [f"{one_line(error)}."]
-        if not found and not faults:
-            faults = [
+            measurements, identities, faults = read_measurements(folder)
+        except (OSError, ValueError) as error:
+            skipped.append(f"{one_line(error)}.")
+            continue
+        if not measurements and not faults:
+            skipped.append(
                 f"{folder} has results, but no {MEASUREMENTS_FILE}, as another version of this package leaves them: run the "
                 "command that made them again, in a folder of its own."
-            ]
-        identities |= known
+            )
         skipped += faults
-        rows += [{**asdict(row), "source": str(folder), "sweep": _sweep_of(folder)} for row in found]
+        beside = {"source": str(folder), "sweep": _sweep_of(folder)}
+        rows = [{**_facts(measurement, identities), **asdict(measurement), **beside} for measurement in measurements]
+        tables.append(pd.DataFrame(rows, dtype=object))
     for fault in skipped:
         logger.warning("Left out: %s", fault)
-    columns = dict.fromkeys([*OF_ROWS, *(each.name for each in fields(Measurement)), "source"])
-    table = pd.DataFrame(rows, columns=list(columns), dtype=object)
-    runs = set(table["run"].dropna())
-    facts: dict[str, pd.Series] = {}
-    for key, prefix, objects in (("run", "", "of_run"), ("identity", "evaluation.", "of_number")):
-        named = {name: identities[name] for name in table[key].dropna() if key == "run" or name not in runs}
-        facts[objects] = table[key].map(named)
-        for column, values in _by_column({name: _columns(each, prefix) for name, each in named.items()}).items():
-            found = table[key].map(values)
-            facts[column] = facts[column].fillna(found) if column in facts else found
-    of_identities = pd.DataFrame(facts, index=table.index, dtype=object)
-    table = table.join(of_identities[[name for name in of_identities if name not in table]])
-    sweeps = table.dropna(subset=["sweep"]).drop_duplicates("run").set_index("run")["sweep"]
+    table = pd.concat(tables, ignore_index=True)
+    sweeps = table.dropna(subset=["run", "sweep"]).drop_duplicates("run").set_index("run")["sweep"]
     table["sweep"] = table["sweep"].fillna(table["run"].map(sweeps))  # of what was evaluated elsewhere
     table = table.where(table.notna(), None).astype({"value": float})
     once = ["identity", "run", "method", "benchmark", "metric", "sweep", "steps", *PLACES]
     table = table.drop_duplicates(once, ignore_index=True)
     costs = table[table["family"] == "cost"].drop_duplicates(["run", "metric"])
     costs = costs.pivot(index="run", columns="metric", values="value").add_prefix("cost.")
-    table = table.join(costs, on="run").copy()  # in one piece
+    table = table.join(costs, on="run")
     table.attrs["skipped"] = skipped
     return table
 
 
 def folders_with_results(folders: Iterable[str | Path]) -> list[Path]:
     """Return the folders with measurements below some folders, and those with results of other versions."""
-    found: dict[Path, Path] = {}
+    by_place: dict[Path, Path] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ReportError(f"There is no folder {folder}: name folders that training, evaluation or sweeps wrote.")
         for name in (MEASUREMENTS_FILE, *_OLD):
             for path in sorted(folder.rglob(name)):
                 if not any(part.startswith(".") for part in path.relative_to(folder).parts):  # not yet complete
-                    found.setdefault(path.parent.resolve(), path.parent)
-    return list(found.values())
+                    by_place.setdefault(path.parent.resolve(), path.parent)
+    return list(by_place.values())
 
 
-def _by_column(facts: Mapping[str, Iterable[tuple[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return {column: {key: value}} of {key: (column, value) pairs}."""
-    columns: dict[str, dict[str, Any]] = {}
-    for key, pairs in facts.items():
-        for column, value in pairs:
-            columns.setdefault(column, {})[key] = value
+def _facts(measurement: Measurement, identities: Mapping[str, Identity]) -> dict[str, Any]:
+    """Return the columns that identities say: first those of the training, whose values count where both have a column."""
+    of_run = identities.get(measurement.run)
+    of_number = identities[measurement.identity] if measurement.identity != measurement.run else None
+    columns = _columns_of_run(of_run) if of_run else {}
+    columns = columns | _columns(of_number or {}, _BEFORE_NAMES) | columns
+    return {**columns, "of_run": of_run, "of_number": of_number}
+
+
+def _columns_of_run(identity: Identity) -> dict[str, Any]:
+    """Return the columns of a training's identity, and what tables tell methods apart by."""
+    settings = identity.get("settings", {})
+    rule, p = settings.get("rule"), settings.get("p")
+    columns = _columns(identity, _BEFORE_NAMES_OF_RUN)
+    columns["rank"] = identity.get("adapter", {}).get("r")
+    columns["masked"] = rule not in ("lora", None) and p not in (None, 0)
+    columns["shared"] = rule != "independent"
+    if "noise" in str(rule):
+        columns["noise_c"] = (settings.get("rule_args") or {}).get("c", 1.0)
     return columns
 
 
-def _columns(identity: Identity, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of an identity: a training's settings by their own names, other parts after theirs.
-
-    A list stands as its JSON, a mapping as columns of its own.
-    """
+def _columns(identity: Identity, before_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the columns of an identity. A list stands as its JSON, a mapping as columns of its own."""
+    columns: dict[str, Any] = {}
     for part, of_part in identity.items():
-        own = prefix if part in ("settings", "loops", "seeds", "length") else f"{part}."
-        if prefix and part == "data":
-            own = prefix
-        for name, value in _flat(of_part):
-            yield f"{'' if part == 'adapter' else own}{name}", value
-    adapter, settings = identity.get("adapter", {}), identity.get("settings", {})
-    if not prefix:
-        rule, p = settings.get("rule"), settings.get("p")
-        yield "rank", adapter.get("r")
-        yield "masked", rule not in ("lora", None) and p not in (None, 0)
-        yield "shared", rule != "independent"
-        if "noise" in str(rule):
-            yield "noise_c", (settings.get("rule_args") or {}).get("c", 1.0)
+        columns |= _flat(of_part, before_names.get(part, f"{part}."))
+    return columns
 
 
-def _flat(mapping: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(mapping: Mapping[str, Any], before: str) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
     for name, value in mapping.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
+            columns |= _flat(value, f"{before}{name}.")
         else:
-            yield f"{before}{name}", json.dumps(value) if isinstance(value, list) else value
+            columns[f"{before}{name}"] = json.dumps(value) if isinstance(value, list) else value
+    return columns
 
 
 def _sweep_of(folder: Path) -> str | None:
     """Return the name of the sweep that a run's folder is in: of the nearest parent with a file `sweep.*`."""
     places = (folder.resolve(), *folder.resolve().parents)
-    return next((each.name for each in places if any(each.glob("sweep.*"))), None)
+    return next((place.name for place in places if any(place.glob("sweep.*"))), None)

@@ -7,21 +7,17 @@ and its numbers, by seed too. `attrs["spec"]` holds the file's content. Every fo
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import pandas as pd
-from huggingface_hub.dataclasses import type_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from loopdropout_trainer.checks import check_integer
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.results import mean_sd
-from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.record.measurement import ALL
 from loopdropout_trainer.reports.averaging import (
+    as_trained,
+    at_trained_depth,
     average,
     check_alike,
     check_column,
@@ -31,164 +27,247 @@ from loopdropout_trainer.reports.averaging import (
     shown,
 )
 from loopdropout_trainer.reports.reading import Missing, ReportError
+from loopdropout_trainer.reports.statistics import estimate
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
 NUMBERS = ("mean", "sd", "low", "high", "count", "seeds", "by_seed")
 
-Scalar = str | int | float | bool | None
-Selection = dict[str, Scalar | list[Scalar]]
+
+def _check_value(value: Any) -> Any:
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, (list, dict)):
+            raise ValueError("a column is selected by a value or a list of values")
+    return value
+
+
+Selection = dict[str, Annotated[Any, AfterValidator(_check_value)]]
 """Columns of the long table, each with its value or a list of them."""
 
 
-@dataclass(kw_only=True)
-class Cell:
-    """What a cell shows of the rows that it selects; `recipe`: a field of a recipe, `of`, in place of results."""
+class _Checked(BaseModel):
+    """Fields that are what their types say, and no others."""
 
-    of: str | None = None
-    show: Literal["mean", "seeds", "one"] | None = None
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Cell(_Checked):
+    """A cell of a table: what it shows, and by all other fields which rows of the long table it shows it of.
+
+    `recipe`: a field of a recipe, `of`, in place of results.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: Selection
+
+    of: str = "value"
+    show: Literal["mean", "seeds", "one"] = "mean"
     minus: Selection | None = None
     part: Literal["both_extractable", "missing_in_either"] | None = None
-    average_of: list[str] | None = None
-    decimals: int | None = None
-    scale: float | int | None = None
+    average_of: Annotated[list[str], Field(min_length=1)] | None = None
+    decimals: Annotated[int, Field(ge=0, le=20)] | None = None
+    scale: float = 1
     bold: list[str] | None = None
     recipe: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.decimals is not None:
-            check_integer("decimals", self.decimals, 0, 20)
-        if self.scale is not None and not abs(self.scale) < math.inf:
-            raise ReportError(f"`scale` must be a finite number; got {self.scale!r}.")
-        if self.average_of is not None and not self.average_of:
-            raise ReportError("`average_of` must name one or more metrics.")
-        kind = next((name for name in _TAKEN if getattr(self, name) is not None), "of")
-        taken = {*_TAKEN.get(kind, ("of", "show", "average_of", "decimals", "scale", "bold")), kind}
-        if stray := [
-            each.name for each in fields(self) if getattr(self, each.name) is not None and each.name not in taken
-        ]:
-            raise ReportError(
-                f"`{stray[0]}` has no effect here, beside which of {', '.join(sorted(taken))} would have one."
-            )
+    def check_options(self) -> None:
+        """Refuse, by a ReportError, an option without effect."""
+        given = self.model_dump(exclude_defaults=True).keys() & Cell.model_fields
+        taken = _TAKEN[next((name for name in _TAKEN if name in given), "of")]
+        if stray := sorted(given - taken):
+            others = ", ".join(sorted(taken))
+            raise ReportError(f"`{stray[0]}` has no effect here, beside which of {others} would have one.")
+
+    def fill(self, table: pd.DataFrame, what: str) -> tuple[dict[str, Any], pd.Index]:
+        """Return the text and the numbers, and the rows that they are made of; ReportErrors begin with `what`."""
+        if self.recipe is not None:
+            return {"text": self._of_recipe()}, table.index[:0]
+        rows = self._rows(table, {})
+        if self.minus is None:
+            return self._of_rows(rows, what), rows.index
+        return self._of_difference(rows, self._rows(table, self.minus), what), rows.index
+
+    def _rows(self, table: pd.DataFrame, change: Selection) -> pd.DataFrame:
+        """Return the rows that are selected; at the training depth, unit gates and the last readout if nothing is said."""
+        wanted = {**self.model_extra, **change}
+        rows = select(table, as_trained(wanted))
+        if "depth" not in wanted:
+            rows = at_trained_depth(rows)
+        if self.average_of:
+            rows = _averaged(rows, self.average_of)
+        if not len(rows):
+            raise Missing(f"no run with {', '.join(f'{name} {shown(value)}' for name, value in wanted.items())}")
+        seeds = wanted.get("seed")
+        if isinstance(seeds, list) and (lacking := [seed for seed in seeds if seed not in set(rows["seed"])]):
+            raise Missing(f"no result of seed {shown(lacking)}")
+        return rows
+
+    def _of_recipe(self) -> str:
+        """Return a field of a recipe, or a product of several, as text."""
+        recipe, names = load_recipe(self.recipe), self.of.split(" x ")
+        if lacking := [name for name in names if recipe.get(name) is None]:
+            raise Missing(f"{self.recipe} has no `{lacking[0]}`")
+        values = [recipe[name] for name in names]
+        if len(values) > 1:
+            numbers_in(pd.Series(values, dtype=object), self.of)
+            return f"{' x '.join(map(str, values))} = {math.prod(values)}"
+        return f"{values[0]:,}" if isinstance(values[0], int) else shown(values[0])
+
+    def _of_difference(self, rows: pd.DataFrame, other: pd.DataFrame, what: str) -> dict[str, Any]:
+        """Return the difference of two selections, with its interval."""
+        gains = difference(rows, other, what, self.part)
+        numbers = _numbers(gains.mean(axis=1))
+        form = f"+.{2 if self.decimals is None else self.decimals}f"
+        text, certainty = format(numbers["mean"], form), estimate(gains.to_numpy())
+        if certainty is None:
+            return {"text": text, **numbers}
+        low, high = certainty.low, certainty.high
+        return {"text": f"{text} [{low:{form}}, {high:{form}}]", "low": low, "high": high, **numbers}
+
+    def _of_rows(self, rows: pd.DataFrame, what: str) -> dict[str, Any]:
+        """Return the mean of a selection, the value of each seed, or the one that all seeds share."""
+        check_column(rows, self.of)
+        values = average(rows, what, self.of)
+        if values.isna().any():
+            raise Missing(f"no `{self.of}`")
+        decimals = 2 if self.decimals is None else self.decimals
+        if self.show == "one":
+            if values.nunique() > 1:
+                raise Missing(f"the runs differ in `{self.of}`: {shown(tuple(values.unique()))}")
+            if self.scale != 1 or self.decimals is not None:
+                values = (numbers_in(values, self.of) * self.scale).round(decimals)
+            return {"text": shown(values.iloc[0])}
+        values = numbers_in(values, self.of) * self.scale
+        by_seed = " / ".join(f"{value:.{decimals}f}" for value in values)
+        return {"text": by_seed if self.show == "seeds" else mean_sd(values, decimals), **_numbers(values)}
 
 
-_TAKEN = {"recipe": ("of",), "minus": ("part", "average_of", "decimals", "bold")}
-_OPTIONS = {each.name for each in fields(Cell)}
+_TAKEN = {
+    "recipe": {"recipe", "of"},
+    "minus": {"minus", "part", "average_of", "decimals", "bold"},
+    "of": {"of", "show", "average_of", "decimals", "scale", "bold"},
+}
+"""Which options have an effect, by the first of these that is given."""
 
 
-@dataclass(kw_only=True)
-class Spec:
+def _averaged(rows: pd.DataFrame, metrics: list[str]) -> pd.DataFrame:
+    """Return a row for each run that has all of the metrics, with their mean."""
+    rows = rows[rows["metric"].isin(metrics)]
+    rows = rows.groupby("run").filter(lambda of_run: sorted(of_run["metric"]) == sorted(metrics))
+    means = rows.groupby("run")["value"].transform("mean")
+    return rows.assign(value=means, metric="average", benchmark="", verdicts=None).drop_duplicates("run")
+
+
+def _numbers(values: pd.Series) -> dict[str, Any]:
+    return {
+        "mean": values.mean(skipna=False),
+        "sd": values.std(skipna=False),
+        "count": len(values),
+        "seeds": shown(tuple(values.index)),
+        "by_seed": " ".join(map(repr, values.tolist())),
+    }
+
+
+class Spec(_Checked):
     """What the files of tables and figures share. `made_by`: what to run, shown where numbers are missing."""
 
-    name: str
-    label: str
+    label: str = Field(pattern=r"^[\w:.-]+$")  # which becomes part of LaTeX
     title: str
-    made_by: list[str] = field(default_factory=list)
-    filter: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w:.-]+", self.label):  # which becomes part of LaTeX
-            raise ReportError(f"`label` must be letters, digits, `:`, `.`, `-` and `_`; got {self.label!r}.")
+    made_by: list[str] = []
+    filter: dict[str, Any] = {}
 
 
-@dataclass(kw_only=True)
 class TableSpec(Spec):
     """A table: heads, columns and rows (docs/reports.md)."""
 
     note: str = ""
-    heads: dict[str, str] = field(default_factory=lambda: {"Method": "method"})
-    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: list[list] = field(default_factory=list)
+    heads: dict[str, str] = {"Method": "method"}
+    columns: dict[str, dict[str, Any]] = {}
+    rows: list[list[Any]] = []
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for column in self.columns.values():
-            split({**self.filter, **column})
+    def cells(self) -> Iterator[tuple[tuple[str, ...], str, Any, Cell]]:
+        """Yield the names of a row, the title of a column, the number of the paper there, and the cell.
+
+        Raises:
+            ReportError, ValidationError: for a row or a cell that cannot be made.
+        """
         for row in self.rows:
-            for head in row[: len(self.heads)]:
-                self._check_head(head)
-            if len(row) not in (len(self.heads), len(self.heads) + len(self.columns)):
+            heads, paper = row[: len(self.heads)], row[len(self.heads) :] or [None] * len(self.columns)
+            if len(heads) < len(self.heads) or len(paper) != len(self.columns):
                 wanted = f"{len(self.heads)} heads and {len(self.columns)} numbers of the paper, or none"
                 raise ReportError(f"`rows` must have {wanted}; got {row!r}.")
-            _check_type("rows", row[len(self.heads) :], list[Scalar])
-
-    def _check_head(self, head: Any) -> None:
-        if isinstance(head, dict):
-            if len(head) != 1:
-                raise ReportError(f"`rows` takes a head as {{text: selection}}; got {head!r}.")
-            ((text, wanted),) = head.items()
-            _check_type(f"rows: {text}", wanted, dict)
-            split({**self.filter, **wanted})
-        else:
-            _check_type("rows", head, Scalar | list[Scalar])
+            names, selected = [], self.filter
+            for head, column in zip(heads, self.heads.values(), strict=True):
+                name, selection = _read_head(head, column)
+                names.append(name)
+                selected = selected | selection
+            for (title, column), printed in zip(self.columns.items(), paper, strict=True):
+                cell = Cell.model_validate(selected | column)
+                cell.check_options()
+                yield tuple(names), title, printed, cell
 
 
-@dataclass(kw_only=True)
+def _read_head(head: Any, column: str) -> tuple[str, dict[str, Any]]:
+    """Return the printed name of a head, and what it selects: `text: selection`, or a value of the head's column."""
+    if not isinstance(head, dict):
+        return head if isinstance(head, str) else shown(head), {column: head}
+    ((name, selection),) = head.items() if len(head) == 1 else [("", None)]
+    if not isinstance(selection, dict):
+        raise ReportError(f"`rows` takes a head as {{text: selection}}; got {head!r}.")
+    return str(name), selection
+
+
 class FigureSpec(Spec):
-    """A figure of lines, bars or gates: `x` and `y` are {column: label}, `panels` {title: selection}."""
+    """A figure: `x` and `y` are {column: label}, `panels` {title: selection}."""
 
-    figure: Literal["line", "bar", "heat", "gates"]
-    x: dict[str, str] = field(default_factory=dict)
-    y: dict[str, str] = field(default_factory=dict)
-    panels: dict[str, Selection] = field(default_factory=dict)
-    minus: Selection | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.figure == "gates":
-            self._check_gates()
-            return
-        _check_type("filter", self.filter, Selection)
-        for name in ("x", "y"):
-            if len(getattr(self, name)) != 1:
-                raise ReportError(f"`{name}` must be one column with its label; got {getattr(self, name)!r}.")
-        if self.minus is not None and self.figure != "heat":
-            raise ReportError("`minus` is for figures `heat`.")
-
-    def _check_gates(self) -> None:
-        given = {"num_loops": 4, "p": 0.5, "seed": 0, **self.filter}
-        if unknown := sorted(given.keys() - {"num_loops", "p", "seed"}):
-            raise ReportError(f"`filter` of gates takes num_loops, p and seed; got `{unknown[0]}`.")
-        check_integer("num_loops", given["num_loops"], 1, 1000)
-        check_integer("seed", given["seed"], 0)
-        make_rule("loop_dropout", p=given["p"])
+    figure: Literal["line", "bar", "heat"]
+    filter: Selection = {}
+    x: dict[str, str] = Field(min_length=1, max_length=1)
+    y: dict[str, str] = Field(min_length=1, max_length=1)
+    panels: dict[str, Selection] = Field({"": {}}, min_length=1)
 
 
-def load_spec(path: str | Path) -> TableSpec | FigureSpec:
-    """Read a table's or figure's file; its name is that of all that is written of it. Faults are ReportErrors."""
+class HeatSpec(FigureSpec):
+    """A matrix, less the rows that `minus` selects."""
+
+    minus: Selection = {}
+
+
+class Gates(_Checked):
+    """Gates of Loop Dropout: of K loops, with a drop probability and a seed."""
+
+    num_loops: int = Field(4, ge=1, le=1000)
+    p: float = Field(0.5, ge=0, lt=1)
+    seed: int = Field(0, ge=0, lt=2**31)
+
+
+class GatesSpec(Spec):
+    """A figure of the gates that `filter` describes."""
+
+    figure: Literal["gates"]
+    filter: Gates = Gates()
+
+
+_FIGURES = {"heat": HeatSpec, "gates": GatesSpec}
+
+
+def load_spec(path: str | Path) -> TableSpec | FigureSpec | GatesSpec:
+    """Read a table's or figure's file. Faults are ReportErrors."""
     content = load_recipe(path)
-    kind = FigureSpec if "figure" in content else TableSpec
+    kind = _FIGURES.get(str(content["figure"]), FigureSpec) if "figure" in content else TableSpec
     try:
-        hints = get_type_hints(kind)
-        for name, value in content.items():
-            if name not in hints or name == "name":
-                raise ReportError(f"`{name}` is no field of a {'figure' if kind is FigureSpec else 'table'}.")
-            _check_type(name, value, hints[name])
-        needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
-        if missing := [name for name in needed if name not in content and name != "name"]:
-            raise ReportError(f"`{missing[0]}` is missing.")
-        return kind(**content, name=Path(path).stem)
-    except UserError as error:
-        raise ReportError(f"{path}: {error}") from None
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    try:
-        type_validator(name, value, hint)
-    except TypeError:
-        words = str(getattr(hint, "__name__", hint)).replace("typing.", "")
-        raise ReportError(f"`{name}` must be of type `{words}`; got {value!r}.") from None
-
-
-def split(wanted: Mapping[str, Any]) -> tuple[dict[str, Any], Cell]:
-    """Return the columns that a cell selects by, and what it shows."""
-    hints, options = get_type_hints(Cell), {name: value for name, value in wanted.items() if name in _OPTIONS}
-    for name, value in options.items():
-        _check_type(name, value, hints[name])
-    selection = {name: value for name, value in wanted.items() if name not in _OPTIONS}
-    for name, value in selection.items():
-        _check_type(name, value, Scalar | list[Scalar])
-    return selection, Cell(**options)
+        spec = kind.model_validate(content)
+        if kind is TableSpec:
+            list(spec.cells())  # each is checked
+        return spec
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = ".".join(map(str, fault["loc"]))
+        got = "" if fault["type"] == "missing" else f"; got {fault['input']!r}"
+        reason = f"`{name}`: {fault['msg']}{got}."
+    except ReportError as error:
+        reason = str(error)
+    raise ReportError(f"{path} describes no {'figure' if 'figure' in content else 'table'}: {reason}")
 
 
 def build_table(spec: TableSpec, table: pd.DataFrame, missing: type[ReportError] = Missing) -> pd.DataFrame:
@@ -197,133 +276,32 @@ def build_table(spec: TableSpec, table: pd.DataFrame, missing: type[ReportError]
     Raises:
         ReportError: if a cell would average different settings, or two cells of one metric were not evaluated alike.
     """
-    cells: list[dict[str, Any]] = []
+    filled: list[dict[str, Any]] = []
     refused: list[str] = []
-    said = any(
-        name.startswith("evaluation.") or name in ("total", "panel")
-        for column in spec.columns.values()
-        for name in column
-    )
     compared: dict[str, set[int]] = {}  # rows, by column where columns say how they were evaluated
-    for row in spec.rows:
-        names, selected = _heads(spec, row)
-        paper = row[len(spec.heads) :] or [None] * len(spec.columns)
-        for (title, column), printed in zip(spec.columns.items(), paper, strict=True):
-            what, wanted = f"{spec.label}: {' / '.join(names)}, {title}", {**spec.filter, **selected, **column}
-            cell = {"row": names, "column": title, "paper": "" if printed is None else shown(printed), "missing": ""}
-            try:
-                selection, option = split(wanted)
-                for name in {*(option.bold or ())} - {"row", "column"}:
-                    check_column(table, name)
-                if option.bold is not None:
-                    where = {**wanted, "row": names, "column": title}
-                    cell["bold"] = str([where.get(name) for name in option.bold])
-                numbers, rows = _cell(table, selection, option, what)
-                compared.setdefault(title if said else "", set()).update(rows)
-            except missing as reason:
-                numbers = {"text": "–", "missing": str(reason)}
-                refused += [] if isinstance(reason, Missing) else [str(reason)]
-            cells.append(cell | numbers)
+    named = {name.split(".")[0] for column in spec.columns.values() for name in column}
+    by_column = named & {"evaluation", "total", "panel"}
+    for row, column, printed, cell in spec.cells():
+        texts = {"row": row, "column": column, "paper": "" if printed is None else shown(printed), "missing": ""}
+        if cell.bold is not None:
+            for name in {*cell.bold} - {"row", "column"}:
+                check_column(table, name)
+            where = {**cell.model_extra, "row": row, "column": column}
+            texts["bold"] = str([where.get(name) for name in cell.bold])
+        try:
+            numbers, rows = cell.fill(table, f"{spec.label}: {' / '.join(row)}, {column}")
+            compared.setdefault(column if by_column else "", set()).update(rows)
+        except missing as reason:
+            numbers = {"text": "–", "missing": str(reason)}
+            if not isinstance(reason, Missing):
+                refused.append(str(reason))
+        filled.append(texts | numbers)
     for rows in compared.values():
         for _, part in table.loc[sorted(rows)].groupby("depth", dropna=False):
             check_alike(part, spec.label)
-    found = pd.DataFrame(cells, columns=["row", "column", "text", "paper", "missing", "bold", *NUMBERS])
-    found.attrs |= {"spec": spec, "refused": refused}
-    return found
-
-
-def _heads(spec: TableSpec, row: list[Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the printed names of a row, and what they select."""
-    names, selected = [], {}
-    for head, column in zip(row, spec.heads.values(), strict=False):
-        if isinstance(head, dict):
-            ((text, wanted),) = head.items()
-        else:
-            text, wanted = head if isinstance(head, str) else shown(head), {column: head}
-        names.append(text)
-        selected |= wanted
-    return tuple(names), selected
-
-
-def _cell(table: pd.DataFrame, wanted: Mapping, option: Cell, what: str) -> tuple[dict[str, Any], pd.Index]:
-    """Return a cell's text and numbers, and the rows that it is made of."""
-    if option.recipe is not None:
-        return {"text": _of_recipe(option)}, table.index[:0]
-    rows = _selected(table, wanted, option)
-    if option.minus is not None:
-        return _of_difference(rows, _selected(table, {**wanted, **option.minus}, option), option, what), rows.index
-    return _of_rows(rows, option, what), rows.index
-
-
-def _of_recipe(option: Cell) -> str:
-    """Return a field of a recipe, or a product of several, as text."""
-    recipe, names = load_recipe(option.recipe), (option.of or "").split(" x ")
-    values = [recipe.get(name) for name in names]
-    if None in values:
-        raise Missing(f"{option.recipe} has no `{names[values.index(None)]}`")
-    if len(values) > 1:
-        numbers_in(pd.Series(values, dtype=object), option.of)
-        return f"{' x '.join(map(str, values))} = {math.prod(values)}"
-    return f"{values[0]:,}" if isinstance(values[0], int) else shown(values[0])
-
-
-def _of_difference(rows: pd.DataFrame, other: pd.DataFrame, option: Cell, what: str) -> dict[str, Any]:
-    """Return the difference of two selections, with its interval."""
-    decimals = 2 if option.decimals is None else option.decimals
-    values = difference(rows, other, what, option.part)
-    low, high = values.attrs["interval"]
-    text = f"{values.mean():+.{decimals}f}"
-    text += "" if low is None else f" [{low:+.{decimals}f}, {high:+.{decimals}f}]"
-    return {"text": text, "low": low, "high": high, **_numbers(values)}
-
-
-def _of_rows(rows: pd.DataFrame, option: Cell, what: str) -> dict[str, Any]:
-    """Return the mean of a selection, the value of each seed, or the one that all seeds share."""
-    decimals, column = 2 if option.decimals is None else option.decimals, option.of or "value"
-    check_column(rows, column)
-    values = average(rows, what, column)
-    if values.isna().any():
-        raise Missing(f"no `{column}`")
-    if option.show == "one":
-        if values.nunique() > 1:
-            raise Missing(f"the runs differ in `{column}`: {shown(tuple(values.unique()))}")
-        if option.scale is None and option.decimals is None:
-            return {"text": shown(values.iloc[0])}
-        return {"text": shown(round(float(numbers_in(values, column).iloc[0]) * (option.scale or 1), decimals))}
-    values = numbers_in(values, column) * (1 if option.scale is None else option.scale)
-    by_seed = " / ".join(f"{value:.{decimals}f}" for value in values)
-    return {"text": by_seed if option.show == "seeds" else mean_sd(values, decimals), **_numbers(values)}
-
-
-def _numbers(values: pd.Series) -> dict[str, Any]:
-    mean, sd = values.mean(skipna=False), values.std(skipna=False)
-    seeds, by_seed = shown(tuple(values.index)), " ".join(map(repr, map(float, values)))
-    return {"mean": mean, "sd": sd, "count": len(values), "seeds": seeds, "by_seed": by_seed}
-
-
-def _selected(table: pd.DataFrame, wanted: Mapping[str, Any], option: Cell) -> pd.DataFrame:
-    """Return the rows that a cell is made of; at the training depth, unit gates and the last readout if it says nothing."""
-    rows = select(table, as_trained(wanted))
-    if "depth" not in wanted and "num_loops" in rows:
-        rows = rows[(rows["depth"] == rows["num_loops"]) | rows["num_loops"].isna()]
-    if metrics := option.average_of:  # a row for each run that has them all, with their mean
-        rows = rows[rows["metric"].isin(metrics)]
-        rows = rows.groupby("run").filter(lambda of: sorted(of["metric"]) == sorted(metrics))
-        means = rows.groupby("run")["value"].transform("mean")
-        rows = rows.assign(value=means, metric="average", benchmark="", verdicts=None).drop_duplicates("run")
-    if not len(rows):
-        raise Missing(f"no run with {', '.join(f'{name} {shown(value)}' for name, value in wanted.items())}")
-    seeds = wanted.get("seed") if isinstance(wanted.get("seed"), list) else []
-    if lacking := [seed for seed in seeds if seed not in set(rows["seed"])]:
-        raise Missing(f"no result of seed {shown(lacking)}")
-    return rows
-
-
-def as_trained(wanted: Mapping[str, Any], *named: str) -> dict[str, Any]:
-    """Return what is wanted; of gates and readout, where it and `named` say nothing: unit gates, and the last readout."""
-    said = {*wanted, *named}
-    gates = {} if {"gates", "loop", "dose"} & said else {"gates": ALL}
-    return {**gates, **({} if {"readout", "loop"} & said else {"readout": None}), **wanted}
+    cells = pd.DataFrame(filled, columns=["row", "column", "text", "paper", "missing", "bold", *NUMBERS])
+    cells.attrs |= {"spec": spec, "refused": refused}
+    return cells
 
 
 # Texts.
@@ -333,14 +311,15 @@ def grid(cells: pd.DataFrame, escape: Callable[[str], str] = str, strong: str = 
     """Return a table's texts, the best of each comparison in bold; a column of ours is followed by the paper's, if any."""
     spec, texts = cells.attrs["spec"], cells["text"].map(escape)
     texts = texts.mask(best(cells), texts.map(strong.format))
-    names = cells["row"].iloc[:: max(1, len(spec.columns))]
-    found = {escape(head): [escape(row[place]) for row in names] for place, head in enumerate(spec.heads)}
-    for place, title in enumerate(spec.columns):
-        of_column = slice(place, None, len(spec.columns))
-        found[escape(title)] = texts.iloc[of_column].tolist()
-        if cells["paper"].iloc[of_column].any():
-            found[escape(f"{title} (paper)")] = [escape(text or "–") for text in cells["paper"].iloc[of_column]]
-    return pd.DataFrame(found)
+    names = cells["row"].iloc[:: len(spec.columns) or 1]
+    columns = {escape(head): names.str[place].map(escape).tolist() for place, head in enumerate(spec.heads)}
+    for title in spec.columns:
+        in_column = cells["column"] == title
+        columns[escape(title)] = texts[in_column].tolist()
+        paper = cells["paper"][in_column]
+        if paper.any():
+            columns[escape(f"{title} (paper)")] = paper.replace("", "–").map(escape).tolist()
+    return pd.DataFrame(columns)
 
 
 def best(cells: pd.DataFrame) -> pd.Series:
@@ -351,25 +330,27 @@ def best(cells: pd.DataFrame) -> pd.Series:
 
 def notes(cells: pd.DataFrame) -> list[str]:
     """Return what a reader must know below a table: seeds, intervals, what is missing, and which commands make it."""
-    spec, lines = cells.attrs["spec"], []
+    spec = cells.attrs["spec"]
+    lines = [spec.note] if spec.note else []
     if counts := sorted(cells["count"].dropna().astype(int).unique()):
         lines.append(f"Mean ± SD over {' or '.join(map(str, counts))} training seed{'' if counts == [1] else 's'}.")
     if cells["low"].notna().any():
         lines.append("In brackets: 95% interval over seeds and problems.")
     lines += cells.attrs["refused"]
-    if spec.made_by and (missing := missing_of(cells)):
-        commands = " ; ".join(each if " " in each else f"loopdropout sweep {each}" for each in spec.made_by)
+    missing = missing_of(cells)
+    if spec.made_by and missing:
+        commands = [each if " " in each else f"loopdropout sweep {each}" for each in spec.made_by]
         nothing = len(missing) == len(cells)
         lines.append("Nothing of this table is in these folders." if nothing else f"Missing: {'; '.join(missing)}.")
-        lines.append(f"Made by: {commands}")
-    return [*filter(None, [spec.note]), *lines]
+        lines.append(f"Made by: {' ; '.join(commands)}")
+    return lines
 
 
 def missing_of(cells: pd.DataFrame) -> list[str]:
     """Return what could not be filled in, and why."""
-    return [
-        f"{' / '.join(row)}, {column}: {why}" for row, column, why in cells[["row", "column", "missing"]].values if why
-    ]
+    lacking = cells[cells["missing"] != ""]
+    names = lacking["row"].map(" / ".join)
+    return (names + ", " + lacking["column"] + ": " + lacking["missing"]).tolist()
 
 
 def markdown(cells: pd.DataFrame) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow
 import torch
@@ -20,9 +20,8 @@ from trl import DPOConfig, SFTConfig, pack_dataset
 from loopdropout_trainer.checks import Range, check_choice, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, DepthSampler, make_choice
+from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, LOOP_LOSSES, DepthSampler, LoopLoss, make_choice
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
-from loopdropout_trainer.training.loop_loss import LOOP_LOSSES, LoopLoss
 
 
 def check_choices(args: Any, choices: Mapping[str, tuple[Any, ...]]) -> None:
@@ -43,8 +42,6 @@ class LoopDropoutArguments:
     Raises:
         ValueError: for an unknown rule, a field that it does not take, or a value that it refuses.
     """
-
-    _RANGES: ClassVar[Mapping[str, Range]] = {}  # of numbers, where this class has its own
 
     rule: str = HfArg(
         default="loop_dropout",
@@ -104,8 +101,6 @@ class LoopDropoutArguments:
     )
 
     def __post_init__(self):
-        if isinstance(self.p, list) and len(self.p) == 1:
-            self.p = self.p[0]
         # Here already: transformers keeps an incomplete DeepSpeed configuration, which would fail the process's next model.
         if self.deepspeed and find_spec("deepspeed") is None:
             raise UserError("`deepspeed` needs the Python package `deepspeed`, which is not installed.")
@@ -138,7 +133,7 @@ class LoopDropoutArguments:
 
     def check_numbers(self) -> None:
         """Raise ValueError for a number with which nothing can be trained."""
-        check_numbers(self, **self._RANGES)
+        check_numbers(self)
 
     def num_rows(self, lengths: Sequence[int]) -> int:
         """Return how many rows the trainer makes of examples of these lengths in tokens."""
@@ -216,8 +211,8 @@ class LoopLossArguments:
 
     loop_loss: str = HfArg(
         default="final",
-        help="Which loops' readouts the training loss scores: `final` (as in the paper), `uniform`, `progressive`, "
-        "`weighted`, `exit` (by the model's exit gate) or `random` (docs/depth.md). Evaluation scores the final loop.",
+        help=f"Which loops' readouts the training loss scores, one of {', '.join(LOOP_LOSSES)} (docs/depth.md); the paper "
+        "scores the final loop, as evaluation does.",
     )
     loop_loss_args: dict[str, Any] | None = HfArg(
         default=None, help="Fields of the loop loss, as a mapping (JSON on the command line)."
@@ -242,8 +237,8 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
     )
     depth_sampling: str = HfArg(
         default="fixed",
-        help="How many loops a training step runs: `fixed` (the model's own depth K, as in the paper), `uniform`, "
-        "`lognormal_poisson` or `weighted`, drawn for each optimizer step (docs/depth.md).",
+        help=f"How many loops a training step runs, one of {', '.join(DEPTH_SAMPLERS)} (docs/depth.md): the model's own depth "
+        "K, as in the paper, or a depth that is drawn for each optimizer step.",
     )
     depth_sampling_args: dict[str, Any] | None = HfArg(
         default=None, help="Fields of the depth sampling, as a mapping (JSON on the command line)."
@@ -298,8 +293,9 @@ class LoopDropoutDPOConfig(LoopDropoutArguments, DPOConfig):
 
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
 
-    _RANGES: ClassVar[Mapping[str, Range]] = {"beta": Range(above=True)}  # at 0 no answer is preferred
-
     def __post_init__(self):
         super().__post_init__()
         check_choices(self, _DPO_CHOICES)  # TRL makes `loss_type` a list
+
+    def check_numbers(self) -> None:
+        check_numbers(self, beta=Range(above=True))  # at 0 no answer is preferred

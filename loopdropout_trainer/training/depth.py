@@ -1,19 +1,31 @@
-"""How many loops a training step runs: the model's own depth K, or a depth drawn for each optimizer step.
+"""How many loops a training step runs, and which of them its loss scores.
 
-Also how a recipe chooses such things by a name and its fields: `depth_sampling: uniform`, `depth_sampling_args: {low: 2}`.
+The depth is the model's own K, or one that is drawn for each optimizer step. A draw is a pure function of (seed, optimizer
+step), as gates are, so that all processes and all micro-batches of a step run equally deep, and neither the split into
+micro-batches nor a resume changes it.
 
-A draw is a pure function of (seed, optimizer step), as gates are, so that all processes and all micro-batches of a step run
-equally deep, and neither the split into micro-batches nor a resume changes a draw.
+The loss is read from the final loop's readout, as in the paper, or from those of all loops:
+
+    loss = sum_t w_t CE(head(r_t)),   sum_t w_t = 1
+
+All readouts come from one forward pass. They go through TRL's fused head as one batch, which scores tiles of a few thousand
+tokens, so that no loop's logits are ever in memory all at once. Evaluation always scores the final loop.
+
+A recipe chooses both by a name and its fields: `depth_sampling: uniform`, `depth_sampling_args: {low: 2}`.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
+import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+import torch
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
 from loopdropout_trainer.checks import check_integer, check_number
@@ -21,6 +33,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.rule import field_names
 from loopdropout_trainer.gates.streams import uniforms
+from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.looped.model import MOST_LOOPS
 
 
@@ -36,28 +49,36 @@ def make_choice(field: str, choices: Mapping[str, type], name: str, fields: Mapp
     """
     if name not in choices:
         raise UserError(f"`{field}` must be one of {', '.join(sorted(choices))}; got {name!r}.")
-    valid = field_names(choices[name])
-    for key in fields or {}:
+    fields, valid = fields or {}, field_names(choices[name])
+    for key in fields:
         if key not in valid:
-            takes = f"takes {', '.join(valid)}" if valid else "takes no fields"
-            raise UserError(f"`{field}: {name}` has no field {key!r} in `{field}_args`; it {takes}.")
-    return choices[name](**(fields or {}))
+            takes = ", ".join(valid) or "no fields"
+            raise UserError(f"`{field}: {name}` has no field {key!r} in `{field}_args`; it takes {takes}.")
+    return choices[name](**fields)
 
 
-def relative_weights(weights: Sequence[float] | None, name: str) -> tuple[float, ...]:
+def relative_weights(weights: Sequence[float] | None, name: str) -> list[float]:
     """Return weights divided by their sum.
 
     Raises:
         ValueError: unless they are a list of finite numbers from 0, not all of them 0.
     """
-    values = list(weights) if isinstance(weights, Sequence) and not isinstance(weights, str) else []
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-    if not numbers or any(not 0 <= value < math.inf for value in values) or not sum(values) > 0:
+    values = weights if isinstance(weights, (list, tuple)) else ()
+    are_numbers = all(type(value) in (int, float) and 0 <= value < math.inf for value in values)
+    if not are_numbers or not any(values):
         raise UserError(f"`{name}` must be a list of numbers of at least 0, one of them above 0; got {weights!r}.")
-    return tuple(value / sum(values) for value in values)
+    return [value / sum(values) for value in values]
 
 
-@dataclass(frozen=True)
+def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
+    """Return two uniforms that are the same on every process and in every micro-batch of an optimizer step."""
+    return uniforms(seed, purpose, step, [(0, 0)], 2)[0].tolist()
+
+
+# How many loops run.
+
+
+@dataclass
 class DepthSampler:
     """The model's own depth K in every step; the base of all samplers, whose fields are those of `depth_sampling_args`."""
 
@@ -76,7 +97,7 @@ class DepthSampler:
         return num_loops
 
 
-@dataclass(frozen=True)
+@dataclass
 class UniformDepth(DepthSampler):
     """Every depth from `low` to `high` (default: K) alike."""
 
@@ -90,7 +111,7 @@ class UniformDepth(DepthSampler):
             check_integer("high", self.high, self.low, MOST_LOOPS)
 
     def limits(self, num_loops: int) -> tuple[int, int]:
-        high = num_loops if self.high is None else self.high
+        high = self.high or num_loops
         if self.low > high:
             raise UserError(f"`low` of `depth_sampling: uniform` is {self.low}, above the greatest depth {high}.")
         return self.low, high
@@ -100,7 +121,7 @@ class UniformDepth(DepthSampler):
         return low + int(u[0] * (high - low + 1))
 
 
-@dataclass(frozen=True)
+@dataclass
 class LogNormalPoisson(DepthSampler):
     """What Huginn was pretrained with: mostly shallow steps, and a long tail of deep ones (Geiping et al. 2025, Section 3.3).
 
@@ -127,12 +148,14 @@ class LogNormalPoisson(DepthSampler):
     def sample(self, u: Sequence[float], num_loops: int) -> int:
         import scipy.stats  # half a second that most trainings can spare
 
-        rate = num_loops if self.rate is None else self.rate
-        tau = math.log(rate) - self.sigma**2 / 2 + self.sigma * scipy.stats.norm.ppf(u[0] + 2.0**-54)
-        return min(int(scipy.stats.poisson.ppf(u[1], math.exp(tau))) + 1, self.most) if u[1] else 1
+        if u[1] == 0:
+            return 1
+        normal = scipy.stats.norm.ppf(u[0] + 2.0**-54)
+        tau = math.log(self.rate or num_loops) - self.sigma**2 / 2 + self.sigma * normal
+        return min(int(scipy.stats.poisson.ppf(u[1], math.exp(tau))) + 1, self.most)
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightedDepth(DepthSampler):
     """The depths of a list, with probabilities in proportion to `weights` (default: all alike)."""
 
@@ -142,36 +165,30 @@ class WeightedDepth(DepthSampler):
 
     def __post_init__(self):
         depths = self.depths
-        if not isinstance(depths, Sequence) or isinstance(depths, str) or not depths or len({*depths}) != len(depths):
+        if not isinstance(depths, (list, tuple)) or not depths or len({*depths}) != len(depths):
             raise UserError(f"`depths` must be a list of different numbers of loops; got {depths!r}.")
         for depth in depths:
             check_integer("depths", depth, 1, MOST_LOOPS)
         weights = relative_weights([1] * len(depths) if self.weights is None else self.weights, "weights")
         if len(weights) != len(depths):
             raise UserError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")
-        used = {depth: weight for depth, weight in zip(depths, weights, strict=True) if weight > 0}
-        object.__setattr__(self, "depths", [*used])
-        object.__setattr__(self, "weights", [*used.values()])
+        self.depths = [depth for depth, weight in zip(depths, weights, strict=True) if weight]
+        self.weights = [weight for weight in weights if weight]
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         return min(self.depths), max(self.depths)
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
-        reached = bisect.bisect(list(itertools.accumulate(self.weights)), u[0])
-        return self.depths[min(reached, len(self.depths) - 1)]  # the weights' sum may be rounded below 1
+        *ends, _ = itertools.accumulate(self.weights)  # the last one may be rounded below 1
+        return self.depths[bisect.bisect(ends, u[0])]
 
 
 DEPTH_SAMPLERS = {cls.name: cls for cls in (DepthSampler, UniformDepth, LogNormalPoisson, WeightedDepth)}
 
 
-def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
-    """Return two uniforms that are the same on every process and in every micro-batch of an optimizer step."""
-    return uniforms(seed, purpose, step, [(0, 0)], 2)[0].tolist()
-
-
 def check_rule_at_depths(rule: GateRule, limits: tuple[int, int], num_loops: int) -> None:
     """Raise ValueError for depths (`limits`: the least and the greatest) at which a rule or its adapter has no meaning."""
-    for depth in sorted({*limits}):
+    for depth in limits:
         rule.check(depth)
     if limits == (num_loops, num_loops):
         return
@@ -182,3 +199,168 @@ def check_rule_at_depths(rule: GateRule, limits: tuple[int, int], num_loops: int
             f"The rule {rule.name!r} has {what}, which belongs to the model's {num_loops} loops: leave `depth_sampling` at "
             "'fixed', or use a rule with a shared adapter and no memory."
         )
+
+
+# Which loops are scored.
+
+
+Readouts = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class LoopLoss:
+    """The final loop's loss (Algorithm 1); also the base of all losses, whose fields are those of `loop_loss_args`.
+
+    Class attributes:
+        scores_all: whether all loops that run are scored, or the last of them only.
+    """
+
+    name: ClassVar[str] = "final"
+    scores_all: ClassVar[bool] = False
+
+    def check(self, limits: tuple[int, int]) -> None:
+        """Raise ValueError if the loss does not fit steps of the least to the greatest depth in `limits`."""
+
+    def check_model(self, model: LoopedModelMixin) -> None:
+        """Raise ValueError if the loss needs what the model does not have."""
+
+    def loops_to_run(self, u: Sequence[float], num_loops: int) -> int:
+        """Return how many of `num_loops` loops the loss depends on, from uniforms in [0, 1)."""
+        return num_loops
+
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+        """Return the loops' weights, [L], or [L, B, S] for what follows each token, for L readouts [B, S, H]; sum 1."""
+        return torch.ones(1)  # the final readout is the only one
+
+
+@dataclass
+class RandomLoop(LoopLoss):
+    """The loss of one loop, drawn uniformly for each optimizer step; the loops behind it do not run."""
+
+    name = "random"
+
+    def loops_to_run(self, u: Sequence[float], num_loops: int) -> int:
+        return 1 + int(u[0] * num_loops)
+
+
+@dataclass
+class Progressive(LoopLoss):
+    """Later loops count more: w_t is proportional to t^power."""
+
+    name = "progressive"
+    scores_all = True
+    power: float = 1.0
+
+    def __post_init__(self):
+        check_number("power", self.power, 0, 16)
+
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+        weights = torch.arange(1, len(readouts) + 1, dtype=torch.float64) ** self.power
+        return (weights / weights.sum()).float()
+
+
+@dataclass
+class UniformLoss(Progressive):
+    """The mean of all loops' losses: w_t = 1 / K."""
+
+    name = "uniform"
+    power: float = field(default=0.0, init=False)
+
+
+@dataclass
+class WeightedLoss(LoopLoss):
+    """Weights of one's own, in proportion to the K numbers of `loop_weights`."""
+
+    name = "weighted"
+    scores_all = True
+    loop_weights: Sequence[float] = ()
+
+    def __post_init__(self):
+        self.loop_weights = relative_weights(self.loop_weights, "loop_weights")
+
+    def check(self, limits: tuple[int, int]) -> None:
+        if {*limits} != {len(self.loop_weights)}:
+            depths = " to ".join(map(str, sorted({*limits})))
+            raise UserError(
+                f"`loop_weights` has {len(self.loop_weights)} values, but a step runs {depths} loops: give one for each loop "
+                "of a fixed depth, or choose another `loop_loss`."
+            )
+
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+        return torch.tensor(self.loop_weights)
+
+
+@dataclass
+class ExitWeighted(LoopLoss):
+    """The expected loss when a token leaves after loop t with the probability that the model's exit gate gives it.
+
+    The gate is frozen and its probabilities are taken as they are: no gradient flows through them, else the adapter could
+    lower the loss by moving the exit instead of the answers. (Ouro's pretraining trains both, against an entropy term.)
+    """
+
+    name = "exit"
+    scores_all = True
+
+    def check_model(self, model: LoopedModelMixin) -> None:
+        if not hasattr(model.base_model, "exit_distribution"):
+            raise UserError(
+                f"`loop_loss: exit` needs a model with an exit gate, and {type(model).__name__} has none: choose another of "
+                f"{', '.join(LOOP_LOSSES)}."
+            )
+
+    @torch.no_grad()
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+        weights = model.base_model.exit_distribution(readouts).float().movedim(-1, 0)  # [L, B, S]
+        return weights / weights.sum(dim=0)  # the gate may run in bfloat16
+
+
+LOOP_LOSSES = {cls.name: cls for cls in (LoopLoss, UniformLoss, Progressive, WeightedLoss, ExitWeighted, RandomLoop)}
+"""By the names that recipes, helps and messages use; docs/depth.md describes them in this order."""
+
+
+def score_loops(model: LoopedModelMixin, loss: LoopLoss) -> None:
+    """Let a model with TRL's fused head (`add_fused_lm_head`) score all its loops in training: weighted sums of `log_probs`.
+
+    The other outputs (entropy, whether a token was the most likely one) stay those of the last loop. Only tokens with a label
+    are scored, as TRL's own kernel for GPUs does by itself.
+    """
+    fused = model.forward
+
+    @functools.wraps(fused.__func__)
+    def forward(model, *args, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs):
+        in_force = loss if model.training else LoopLoss()
+        if not fused_lm_head or labels is None or (labels.is_cuda and not in_force.scores_all):
+            return fused(*args, fused_lm_head=fused_lm_head, labels=labels, **kwargs)
+        kwargs.pop("use_cache", None)
+        if in_force.scores_all:
+            readouts = model.loop_readouts(*args, **kwargs)  # L of [B, S, H]
+        else:
+            readouts = (model.base_model(*args, use_cache=False, **kwargs).last_hidden_state,)
+        return _score(fused.__func__, model, readouts, in_force.weights(model, readouts), labels)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _score(fused, model: LoopedModelMixin, readouts: Readouts, weights: torch.Tensor, labels: torch.Tensor):
+    """Return TRL's scores of the tokens [B, S - 1] that follow, from L readouts and their weights, [L] or [L, B, S]."""
+    labels = labels[:, 1:]
+    mask = labels != -100
+    rows = mask.flatten().nonzero().squeeze(1)  # [n], of the tokens with a label
+    scored = torch.cat([readout[:, :-1].flatten(0, 1).index_select(0, rows) for readout in readouts])  # [L n, H]
+    targets = labels.flatten()[rows].repeat(len(readouts)).unsqueeze(0)
+    # One batch for TRL's head, which reads two things of a model: its readouts, and the output embeddings.
+    outputs = types.SimpleNamespace(last_hidden_state=scored.unsqueeze(0))
+    has_run = types.SimpleNamespace(
+        base_model=lambda **inputs: outputs, get_output_embeddings=model.get_output_embeddings
+    )
+    scores = fused(has_run, fused_lm_head=True, shift_labels=targets)
+    by_loop = scores.log_probs.view(len(readouts), len(rows))
+    weights = weights[..., :-1].flatten(1)[:, rows] if weights.dim() == 3 else weights.unsqueeze(1)
+    unpacked = lambda x: x.new_zeros(mask.shape).masked_scatter(mask, x)
+    last = slice(scores.entropy.numel() - len(rows), None)
+    return type(scores)(
+        log_probs=unpacked((weights.to(by_loop) * by_loop).sum(dim=0)),
+        entropy=unpacked(scores.entropy[0, last]),
+        is_top1=None if scores.is_top1 is None else unpacked(scores.is_top1[0, last]),
+        label_mask=mask,
+    )

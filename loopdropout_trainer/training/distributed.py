@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
@@ -32,10 +33,8 @@ CHECKPOINTING_FIELDS = tuple(
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for layouts in which an example's place in the global batch, or in its row, is not known."""
-    parallelism = getattr(args, "parallelism_config", None)
     packs, splits = getattr(args, "packing", False), args.accelerator_config.split_batches and args.world_size > 1
     mixes = "packing" if packs else "split_batches"
-    shared = [size for size in ("tp_size", "cp_size", "sp_size") if (getattr(parallelism, size, 1) or 1) > 1]
     for refused, reason in (
         (packs and args.packing_strategy != "bfd",
          f"`packing_strategy` {getattr(args, 'packing_strategy', None)!r} cuts examples in two, and one example has one gate "
@@ -43,7 +42,9 @@ def check_arguments(args: TrainingArguments) -> None:
         (getattr(args, "loss_average", "tokens") == "micro_batches" and (packs or splits),
          f"`loss_average: micro_batches` weighs an example by the others of its micro-batch, and `{mixes}` changes "
          "which they are: leave one of them out."),
-        (shared, f"`parallelism_config.{' and '.join(shared)}` above 1 is not supported: several processes would share rows."),
+        (args.parallelism_config is not None and args.parallelism_config.non_data_parallel_size > 1,
+         "`parallelism_config` with `tp_size`, `cp_size` or `sp_size` above 1 is not supported: several processes would share "
+         "rows."),
         (args.ddp_static_graph and args.gradient_accumulation_steps > 1,
          "`ddp_static_graph` fails with `gradient_accumulation_steps` above 1, where only the last micro-batch synchronises "
          "gradients: leave it out."),
@@ -61,12 +62,14 @@ def check_processes(accelerator: Accelerator) -> None:
             "independently of one another. On a machine without accelerators set `use_cpu: true` in the recipe; for a single "
             "process unset WORLD_SIZE."
         )
-    if _asks_for_fsdp() and kind != DistributedType.FSDP:
+    if not _asks_for_fsdp():
+        return
+    if kind != DistributedType.FSDP:
         raise UserError(
             f"FSDP was asked for, but accelerate runs {kind.value}, whose processes would not share gradients: FSDP needs "
             "several processes with an accelerator each."
         )
-    if _asks_for_fsdp() and "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
+    if "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
         raise UserError(
             "`fsdp_state_dict_type` SHARDED_STATE_DICT would save no adapter that can be loaded: set FULL_STATE_DICT."
         )
@@ -100,7 +103,7 @@ def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
 class EvaluationLossMixin:
     """Makes the evaluation loss of a trainer a mean that neither the number of processes nor the size of a batch changes."""
 
-    _evaluated: torch.Tensor  # [2] in float64: this process's losses, summed by their weights, and the sum of these
+    _evaluated: np.ndarray  # [2]: this process's losses, summed by their weights, and the sum of these
 
     def evaluated_weight(self, inputs: dict[str, Any]) -> int:
         """Return how many terms the loss of a batch is the mean of, without those that another batch counts too."""
@@ -110,15 +113,15 @@ class EvaluationLossMixin:
         loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
         weight = 0 if loss is None else self.evaluated_weight(inputs)
         if weight:
-            self._evaluated += torch.tensor([loss.double().item() * weight, weight])
+            self._evaluated += [loss.item() * weight, weight]
         return loss, *others
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        self._evaluated = torch.zeros(2, dtype=torch.float64)
+        self._evaluated = np.zeros(2)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if name in output.metrics:
-            total, weight = map(sum, zip(*gather_object([self._evaluated.tolist()]), strict=True))
+            total, weight = np.sum(gather_object([self._evaluated]), axis=0).tolist()
             if weight > 0:
                 output.metrics[name] = total / weight
         return output
@@ -136,19 +139,18 @@ class EveryExampleOnceMixin(EvaluationLossMixin):
     The evaluation loss is the mean over tokens.
     """
 
-    _ends_with_a_filler = False
-
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
         shard = getattr(loader, "batch_sampler", None)
         counts_labels = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
-        if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1 and not shard.drop_last and counts_labels:
+        if counts_labels and is_filled(shard):
             shard.__class__ = _EveryExampleOnce  # the loader lets nobody replace its sampler
-            self._ends_with_a_filler = shard.ends_with_a_filler
+        self._train_batches = shard
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device):
-        if self._ends_with_a_filler and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
+        ends_with_a_filler = getattr(self._train_batches, "ends_with_a_filler", False)
+        if ends_with_a_filler and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
             batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], IGNORED)
         return super()._get_num_items_in_batch(batch_samples, device)
 
@@ -186,33 +188,36 @@ def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> 
     return {**inputs, "labels": labels.masked_fill(repeated[of_tokens].to(labels.device), IGNORED)}
 
 
-class _EveryExampleOnce(BatchSamplerShard):
-    """One process's batches of an epoch: as many as any other process has, and as long as they are in one process."""
+def is_filled(batches: Any) -> bool:
+    """Return whether accelerate fills up these batches, so that some rows of an epoch come twice."""
+    return isinstance(batches, BatchSamplerShard) and batches.num_processes > 1 and not batches.drop_last
 
-    @property
-    def ends_with_a_filler(self) -> bool:
-        """Whether this process's last batch is the first example again, because none is left."""
-        if self.split_batches:
-            rest = len(self.batch_sampler.sampler) % self.batch_size
-            return 0 < rest <= self.process_index * self.batch_size // self.num_processes
-        return math.ceil((len(self.batch_sampler) - self.process_index) / self.num_processes) < len(self)
+
+class _EveryExampleOnce(BatchSamplerShard):
+    """One process's batches of an epoch: as many as any other process has, and as long as they are in one process.
+
+    Attributes:
+        ends_with_a_filler: whether this process's last batch is the first example again, because none is left.
+    """
+
+    ends_with_a_filler = False
 
     def __len__(self) -> int:
         return math.ceil(len(self.batch_sampler) / (1 if self.split_batches else self.num_processes))
 
     def __iter__(self) -> Iterator[list[int]]:
-        rows = self.batch_size // self.num_processes
-        filler = None
-        for index, batch in enumerate(self.batch_sampler):
-            filler = filler or batch[:1]
-            if self.split_batches:
-                batch = batch[rows * self.process_index : rows * (self.process_index + 1)]
-            elif index % self.num_processes != self.process_index:
-                continue
-            if batch:
-                yield batch
+        batches = list(self.batch_sampler)
+        if self.split_batches:
+            rows = self.batch_size // self.num_processes
+            first = rows * self.process_index
+            parts = [batch[first : first + rows] for batch in batches]
+            own = [part for part in parts if part]
+        else:
+            own = batches[self.process_index :: self.num_processes]
+        self.ends_with_a_filler = len(own) < len(self)
         if self.ends_with_a_filler:
-            yield filler
+            own.append(batches[0][:1])
+        return iter(own)
 
 
 class EqualShares(BatchSamplerShard):
@@ -231,8 +236,7 @@ class EqualShares(BatchSamplerShard):
         return (rows[at : at + size] for at in range(0, len(rows), size))
 
     def __len__(self) -> int:
-        left_over = len(self.batch_sampler.sampler) % self.num_processes
-        return sum(1 for rows in (self.share, left_over) for _ in self._batches(range(rows)))
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Sequence[int]]:
         rows = list(chain.from_iterable(self.batch_sampler))
@@ -267,11 +271,13 @@ def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, t
 def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tensor | None) -> None:
     """Raise ValueError for a micro-batch with several examples in a row that would see one another; None: not packed."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-    if example_ids is not None and (positions is None or mask is not None):
-        raise UserError(
-            "A packed micro-batch needs `position_ids` and no `attention_mask`: attention would run across its examples."
-        )
-    if example_ids is not None or positions is None:
+    if example_ids is not None:
+        if positions is None or mask is not None:
+            raise UserError(
+                "A packed micro-batch needs `position_ids` and no `attention_mask`: attention would run across its examples."
+            )
+        return
+    if positions is None:
         return
     starts = example_starts(positions)[:, 1:]  # [B, S - 1], whether an example begins right after another token
     if mask is not None and mask.dim() == 2:

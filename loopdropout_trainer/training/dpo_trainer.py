@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from datasets.fingerprint import Hasher
 from trl import DPOTrainer
 
@@ -15,9 +12,8 @@ from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
-from loopdropout_trainer.training.distributed import EqualShares, EvaluationLossMixin
+from loopdropout_trainer.training.distributed import EqualShares, EvaluationLossMixin, is_filled
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
-from loopdropout_trainer.training.sft_trainer import collate_completely
 
 
 class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossMixin, DPOTrainer):
@@ -35,24 +31,15 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
     _tag_names = ["trl", "dpo", "loop-dropout"]
     args_class = LoopDropoutDPOConfig
 
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
-        super().__init__(*positional, **keywords)
-        self._complete_batches()
-
     @property
     def redraws_states(self) -> bool:
         """Whether policy and reference run side by side; else a random start state is evaluation's for both of them."""
         return not self.precompute_ref_logps and self.ref_model is None
 
-    def _complete_batches(self) -> None:
-        """Give the model all that it reads of a batch."""
-        if getattr(self.data_collator, "func", None) is not collate_completely:
-            self.data_collator = functools.partial(
-                collate_completely, self.data_collator, find_looped_model(self.model)
-            )
+    def compute_ref_log_probs(self, model, inputs):
+        return super().compute_ref_log_probs(model, self.looped.complete_batch(inputs))
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
-        self._complete_batches()  # TRL asks for it in its constructor
         if not isinstance(self._precompute_model_hash, tuple):
             # TRL caches the reference by its weights, and a looped model has more that it depends on: depth, start state.
             reference = find_looped_model(self.ref_model or self.model)
@@ -62,7 +49,7 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
     def get_eval_dataloader(self, eval_dataset=None):
         loader = super().get_eval_dataloader(eval_dataset)
         shard = getattr(loader, "batch_sampler", None)
-        if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1 and not shard.drop_last:
+        if is_filled(shard):
             shard.__class__ = EqualShares  # the loader lets nobody replace its sampler
         return loader
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ from loopdropout_trainer.data.templates import answer_end, check_template_source
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
-from loopdropout_trainer.looped import GatedBatch, Optimisations, find_looped_model
+from loopdropout_trainer.looped import GatedBatch, LoopedModelMixin, Optimisations, find_looped_model
 from loopdropout_trainer.saving.adapter_files import add_end_tokens
 from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.settings.tokenizer import as_in_its_file, read_tokenizer
@@ -56,6 +57,7 @@ class GateSamplingMixin:
         call = inspect.signature(super().__init__).bind(*positional, **keywords)
         given = call.arguments
         model, peft_config = given["model"], given.get("peft_config")
+        formats = not given.get("formatting_func")  # else what the rows become is the user's own affair
         name = model if isinstance(model, str) else model.config.name_or_path
         args = self.args_class.from_arguments(given.get("args"), f"{name.rstrip('/').split('/')[-1]}-LoopDropout")
         config = check_run(model, args, peft_config)
@@ -67,20 +69,20 @@ class GateSamplingMixin:
             if (factor := self.rule.alpha_factor) != 1:
                 peft_config.lora_alpha *= factor
                 peft_config.alpha_pattern = {name: alpha * factor for name, alpha in peft_config.alpha_pattern.items()}
-        if not given.get("formatting_func"):
+        if formats:
             check_dataset(given.get("train_dataset"), self.dataset_formats(args))
-        given["args"], given["peft_config"] = args, peft_config
-        if isinstance(tokenizer := given.get("processing_class"), PreTrainedTokenizerBase):
-            given["processing_class"] = as_in_its_file(tokenizer)
-        elif tokenizer is None:
-            revision = (args.model_init_kwargs or {}).get("revision") if isinstance(model, str) else None
+        tokenizer = given.get("processing_class")
+        if tokenizer is None:
+            revision = (args.model_init_kwargs or {}).get("revision")
             with user_supplied(f"The tokenizer of {name} cannot be loaded"):
-                given["processing_class"] = read_tokenizer(name, revision, trust_remote_code=args.trust_remote_code)
-        chooses_checkpointing = leaves_checkpointing_open(args)
-
-        if isinstance(tokenizer := given["processing_class"], PreTrainedTokenizerBase):
+                tokenizer = read_tokenizer(name, revision, trust_remote_code=args.trust_remote_code)
+        is_text = isinstance(tokenizer, PreTrainedTokenizerBase)
+        if is_text:
+            tokenizer = as_in_its_file(tokenizer)
             check_vocabulary(tokenizer, config)
             check_template_source(getattr(args, "chat_template_path", None), tokenizer, config)  # of SFT
+        given.update(args=args, peft_config=peft_config, processing_class=tokenizer)
+        chooses_checkpointing = leaves_checkpointing_open(args)
         with references_like_the_policy(model, self.rule, getattr(args, "reference_gates", "unit") == "same"):
             super().__init__(*call.args, **call.kwargs)
 
@@ -93,36 +95,36 @@ class GateSamplingMixin:
                 f"The rule {self.rule.name!r} runs {self.rule.passes} backward passes per micro-batch, and DeepSpeed steps "
                 "after each: use DDP or FSDP."
             )
-        self.loop_state = add_gates(
-            self.model,
-            in_activation_dtype=True,
-            rule=self.rule,
-            seed=self.args.seed,
-            fused=self.args.fused_lora and distributed.has_unsharded_weights(self.accelerator),
-        )
-        looped = find_looped_model(self.model)
-        looped.trained_with = {
-            "rule": self.args.rule,
-            "p": self.args.p,
-            "depths": list(self.args.depth_limits(looped.config.num_loops)),
-            "loop_loss": getattr(self.args, "loop_loss", "final"),  # preferences are scored by the final loop
+        fused = args.fused_lora and distributed.has_unsharded_weights(self.accelerator)
+        self.loop_state = add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=args.seed, fused=fused)
+        self.looped.trained_with = {
+            "rule": args.rule,
+            "p": args.p,
+            "depths": list(args.depth_limits(self.num_loops)),
+            "loop_loss": getattr(args, "loop_loss", "final"),  # preferences are scored by the final loop
+            "rule_args": args.rule_args,
         }
-        if isinstance(self.processing_class, PreTrainedTokenizerBase) and not given.get("formatting_func"):
-            row, masked = next(iter(given["train_dataset"])), getattr(self.args, "assistant_only_loss", False)
-            add_end_tokens(looped, [answer_end(self.processing_class, row, masked)])
+        if is_text and formats:
+            row, masked = next(iter(given["train_dataset"])), getattr(args, "assistant_only_loss", False)
+            add_end_tokens(self.looped, [answer_end(self.processing_class, row, masked)])
         self.physical_layers = physical_layers(self.model)  # [M]
         self.step_callback = StepCallback(self)
         self.add_callback(self.step_callback)
         if chooses_checkpointing:
-            choose_checkpointing(self.model, self.train_dataset, self.args)
+            choose_checkpointing(self.model, self.train_dataset, args)
         self._pass_index = 0
         self.optimisations = self._find_optimisations()
         self._compile_layers()
 
     @property
+    def looped(self) -> LoopedModelMixin:
+        """The looped model below adapters and wrappers."""
+        return find_looped_model(self.model)
+
+    @property
     def num_loops(self) -> int:
         """Recurrence depth K of the model."""
-        return find_looped_model(self.model).config.num_loops
+        return self.looped.config.num_loops
 
     @staticmethod
     def dataset_formats(args: TrainingArguments) -> list[set[str]]:
@@ -138,11 +140,12 @@ class GateSamplingMixin:
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         """Draw this micro-batch's gates in training, and leave the rest to TRL."""
+        inputs = dict(self.looped.complete_batch(inputs))
         packed_ids = inputs.pop("example_ids", None)
         if self.model.training:
             if packed_ids is not None or "position_ids" in inputs:
                 distributed.check_packed_batch(inputs, packed_ids)
-            if getattr(find_looped_model(self.model), "is_loaded_in_4bit", False):
+            if getattr(self.looped, "is_loaded_in_4bit", False):
                 distributed.check_quantised_base(self.model, self.accelerator)
             self._draw_gates(inputs, packed_ids)
         else:
@@ -181,7 +184,7 @@ class GateSamplingMixin:
     def _unit_gates(self) -> None:
         """Return to ordinary LoRA at the model's own depth, run as outside of training."""
         if self._own_depth is not None:
-            find_looped_model(self.model).config.num_loops, self._own_depth = self._own_depth, None
+            self.looped.config.num_loops, self._own_depth = self._own_depth, None
         self.loop_state.unit_gates()
 
     def train(self, *args, **kwargs):
@@ -199,8 +202,8 @@ class GateSamplingMixin:
     def create_optimizer(self, model=None):
         args = self.args
         if args.loraplus_lr_ratio is None or self.optimizer is not None:
-            return super().create_optimizer(*() if model is None else (model,))
-        model = self.model if model is None else model
+            return super().create_optimizer(model)
+        model = model or self.model
         optimizer_class, fields = self.get_optimizer_cls_and_kwargs(args, model)
         fields |= {"loraplus_lr_ratio": args.loraplus_lr_ratio, "loraplus_weight_decay": args.weight_decay}
         self.optimizer = create_loraplus_optimizer(model, optimizer_class, **fields)
@@ -217,9 +220,10 @@ class GateSamplingMixin:
         return scheduler
 
     def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_ids: torch.Tensor | None) -> None:
-        ids = self.example_ids_of(inputs) if packed_ids is None else packed_ids.tolist()
-        segments = None
-        if packed_ids is not None:
+        if packed_ids is None:
+            ids, segments = self.example_ids_of(inputs), None
+        else:
+            ids = packed_ids.tolist()
             segments = distributed.example_index(inputs["position_ids"], len(ids))  # [B, S]
         first_row = self._next_row()
         num_loops, loops_to_run = self.draw_depth(self.gate_seed)
@@ -228,7 +232,7 @@ class GateSamplingMixin:
         states = draw if self.redraws_states else None
         self.loop_state.apply(GatedBatch(self._drawn, segments, self.rule.seeds(draw), states, self.optimisations))
         if loops_to_run != self.num_loops:  # until the training step has ended
-            self._own_depth, find_looped_model(self.model).config.num_loops = self.num_loops, loops_to_run
+            self._own_depth, self.looped.config.num_loops = self.num_loops, loops_to_run
         self._log_gates(self._drawn.detach())
 
     redraws_states = True
@@ -258,11 +262,13 @@ class GateSamplingMixin:
 
     def _find_optimisations(self) -> Optimisations:
         """Return how micro-batches may run in training, and say so if they cannot run as they were asked to."""
-        args, parameters = self.args, None
-        packs = args.remove_padding and not args.torch_compile and find_looped_model(self.model).can_pack
-        if packs and args.skip_frozen_loops and distributed.may_skip_loops(self.accelerator, args):
-            parameters = trained_lora_parameters(self.model)
-        if packs and args.skip_frozen_loops and parameters is None:
+        args = self.args
+        packs = args.remove_padding and not args.torch_compile and self.looped.can_pack
+        if not packs or not args.skip_frozen_loops:
+            return Optimisations(packs)
+        may_skip = distributed.may_skip_loops(self.accelerator, args)
+        parameters = trained_lora_parameters(self.model) if may_skip else None
+        if parameters is None:
             logger.warning_once(
                 "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that is "
                 "trained."
@@ -271,8 +277,8 @@ class GateSamplingMixin:
 
     def _compile_layers(self) -> None:
         """Compile what is to be compiled, and say which optimisations are in use."""
-        args, unsharded = self.args, distributed.has_unsharded_weights(self.accelerator)
-        looped, allowed = find_looped_model(self.model), self.optimisations
+        args, looped, allowed = self.args, self.looped, self.optimisations
+        unsharded = distributed.has_unsharded_weights(self.accelerator)
         used = {
             "remove_padding": allowed.packs,
             "skip_frozen_loops": allowed.lora_parameters is not None,
@@ -288,11 +294,8 @@ class GateSamplingMixin:
 
     def _next_row(self) -> int:
         """Return the index of this micro-batch's first row in the optimizer step's global batch."""
-        rows = self._train_batch_size
-        world = self.accelerator.num_processes
-        if self.accelerator.split_batches:
-            rows //= world
-        micro_batch = self.step_callback.micro_batch
+        world, micro_batch = self.accelerator.num_processes, self.step_callback.micro_batch
+        rows = self._train_batch_size // (world if self.accelerator.split_batches else 1)
         self.step_callback.micro_batch += self._pass_index == self.rule.passes - 1
         # Accelerate deals micro-batches to the processes in turn, so that the order of examples is the same for
         # every layout: here it is counted in rows.
@@ -300,12 +303,10 @@ class GateSamplingMixin:
 
     def _log_gates(self, gates: torch.Tensor) -> None:
         active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
-        stats = torch.cat([gates.mean().view(1), active]).to(self.accelerator.device)
-        mean_gate, *active = self.accelerator.reduce(stats, "mean").tolist()
-        metrics = self._metrics["train"]
-        metrics["gate_mean"].append(mean_gate)
-        for loop, fraction in enumerate(active, start=1):
-            metrics[f"active_loop_{loop}"].append(fraction)
+        means = torch.stack([gates.mean(), *active]).to(self.accelerator.device)
+        names = ["gate_mean", *(f"active_loop_{loop}" for loop in range(1, len(means)))]
+        for name, mean in zip(names, self.accelerator.reduce(means, "mean").tolist(), strict=True):
+            self._metrics["train"][name].append(mean)
 
 
 class StepCallback(TrainerCallback):
@@ -317,26 +318,26 @@ class StepCallback(TrainerCallback):
         sensitivity: sum over the running step's examples of |d loss / d g|, by loop, [K].
     """
 
+    micro_batch = 0
+    train_seconds = 0.0
+    sensitivity: torch.Tensor | float = 0.0
+    _step_began = 0.0
+
     def __init__(self, trainer: GateSamplingMixin) -> None:
         self.trainer = trainer
-        self.micro_batch = 0
-        self.train_seconds = 0.0
-        self._step_began = 0.0
-        self.sensitivity: torch.Tensor | float = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.micro_batch = 0
         self._step_began = time.perf_counter()
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
         # A parameter that the step did not use gets a gradient of zero instead of None, so that momentum moves it as in
         # distributed runs, where every parameter has a gradient.
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if self.trainer.accelerator.distributed_type != DistributedType.NO:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        for parameter in self.trainer.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.train_seconds += time.perf_counter() - self._step_began

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import physical_layers
-from loopdropout_trainer.checks import shown_bytes as _gb
+from loopdropout_trainer.checks import shown_bytes, shown_parts
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, shards_weights
@@ -51,6 +52,9 @@ TRAINED_BYTES = 16
 
 # Measured on all families (tests/test_memory.py), and rounded up.
 KEPT, KEPT_OUTSIDE, WIDEST_TENSORS = 1.5, 3, 4
+
+KEPT_PART, WORK_PART = "kept for the backward pass", "for a moment"
+"""Parts of the estimate."""
 
 TILE = (4096, 32768)
 """Tokens and part of the vocabulary that TRL's fused head computes together."""
@@ -87,53 +91,59 @@ def device_name() -> str:
 
 
 def step_memory(
-    model: PeftModel,
-    rows: int,
-    length: int,
-    num_loops: int,
-    checkpointing: bool = False,
+    model: PeftModel, rows: int, length: int, num_loops: int, checkpointing: bool = False
 ) -> dict[str, int]:
-    """Return the bytes that the worst training step holds: of `weights`, `trained`, `kept` and `work`.
+    """Return the bytes that the worst training step holds, by what they are for.
 
     Args:
         model: as it will be trained; it may be on the meta device.
         rows: of the micro-batch, each of `length` tokens.
         num_loops: that the step runs.
     """
-    looped, parameters = find_looped_model(model), list(model.parameters())
-    config, layers, numbers = looped.config, len(set(physical_layers(model))), rows * length * looped.dtype.itemsize
-    inside, head = looped.recurrent_linears(), looped.get_output_embeddings()
-    before, after = linears_around(looped, set(inside))
-    widths = [width for name in inside for width in widths_of(looped.get_submodule(name))]
+    looped, layers = find_looped_model(model), len(set(physical_layers(model)))
+    config, itemsize = looped.config, looped.dtype.itemsize
+    names = looped.recurrent_linears()
+    inside = _widths(map(looped.get_submodule, names))
+    before, after = linears_around(looped, set(names))
     loops = min(num_loops, getattr(config, "backprop_depth", None) or num_loops)
-    one_loop = KEPT * sum(widths)  # for each token
+    # Numbers for each token.
+    one_loop = KEPT * sum(inside)
     if config._attn_implementation == "eager":  # it keeps its scores, in float32
-        one_loop += layers * config.num_attention_heads * length * 4 / looped.dtype.itemsize
-    kept, work = one_loop * loops + sum(map(sum, map(widths_of, after))), WIDEST_TENSORS * max(widths)
+        one_loop += layers * config.num_attention_heads * length * 4 / itemsize
     if checkpointing:
         hidden = looped.get_input_embeddings().embedding_dim
-        outside = len(before + after) * layers / len(inside)  # layers, by their projections
-        kept, work = ((layers + KEPT_OUTSIDE) * loops + outside) * hidden, work + one_loop / layers
+        outside = len(before + after) * layers / len(names)  # layers, by their projections
+        kept = ((layers + KEPT_OUTSIDE) * loops + outside) * hidden
+        work = WIDEST_TENSORS * max(inside) + one_loop / layers
+    else:
+        kept = one_loop * loops + sum(_widths(after))
+        work = WIDEST_TENSORS * max(inside)
+    tokens, parameters = rows * length, list(model.parameters())
+    tile = tile_memory(tokens, looped.get_output_embeddings().out_features, itemsize)
     return {
         "weights": sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad),
-        "trained": sum(p.numel() * TRAINED_BYTES for p in parameters if p.requires_grad),
-        "kept": int(numbers * kept),
-        "work": int(max(numbers * work, tile_memory(rows * length, head.out_features, looped.dtype.itemsize))),
+        "adapter with gradients and Adam's states": sum(
+            p.numel() * TRAINED_BYTES for p in parameters if p.requires_grad
+        ),
+        KEPT_PART: int(tokens * itemsize * kept),
+        WORK_PART: int(max(tokens * itemsize * work, tile)),
     }
 
 
-def widths_of(linear: nn.Module) -> tuple[int, int]:
-    return linear.in_features, linear.out_features
+def _widths(linears: Iterable[nn.Module]) -> list[int]:
+    return [width for linear in linears for width in (linear.in_features, linear.out_features)]
 
 
 def linears_around(looped: LoopedModelMixin, inside: set[str]) -> tuple[list[nn.Linear], list[nn.Linear]]:
     """Return the projections before the loop and those after it, without the head; models register them as they run."""
-    head, passed, before, after = looped.get_output_embeddings(), False, [], []
+    head, before, after = looped.get_output_embeddings(), [], []
+    side = before
     for name, module in looped.named_modules():
         name = name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
-        passed = passed or name in inside
-        if isinstance(module, nn.Linear) and module is not head and name not in inside and ".lora_" not in name:
-            (after if passed else before).append(module)
+        if name in inside:
+            side = after
+        elif isinstance(module, nn.Linear) and module is not head and ".lora_" not in name:
+            side.append(module)
     return before, after
 
 
@@ -153,10 +163,10 @@ def leaves_checkpointing_open(args: TrainingArguments) -> bool:
 
     That is where weights or steps are sharded (DeepSpeed, FSDP), and where a compiler decides what is computed again.
     """
-    said = [value for value in (getattr(args, name) for name in CHECKPOINTING_FIELDS) if value is not None]
+    said = {getattr(args, name) for name in CHECKPOINTING_FIELDS} - {None}
     if not said and (args.deepspeed or shards_weights(args) or args.torch_compile):
-        said = [True]
-    _set_checkpointing(args, any(said) if said else None)
+        said = {True}
+    _set_checkpointing(args, True in said if said else None)
     return not said
 
 
@@ -166,13 +176,15 @@ def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArgume
     shape, usable = row_shape(dataset, args), usable_memory(args)
     if shape is not None and usable is not None:
         depth = args.depth_limits(find_looped_model(model).config.num_loops)[1]
-        needed = sum(step_memory(model, *shape, depth).values())
-        fits = needed <= usable
-        reason = (
-            f"a step of {shape[0]} rows of {shape[1]:,} tokens takes at most {_gb(needed)} of {_gb(usable / USABLE)}"
-        )
+        step = step_memory(model, *shape, depth)
+        fits = sum(step.values()) <= usable
+        reason = f"{_sentence(step, *shape)}, of {shown_bytes(usable / USABLE)}"
     _set_checkpointing(args, not fits)
     logger.info(f"`gradient_checkpointing` is {'off' if fits else 'on'}: {reason}.")
+
+
+def _sentence(step: dict[str, int], rows: int, longest: int) -> str:
+    return f"a step of {rows} rows of {longest:,} tokens takes at most {shown_parts(step)}"
 
 
 def _set_checkpointing(args: TrainingArguments, enabled: bool | None) -> None:
@@ -206,8 +218,9 @@ def usable_memory(args: TrainingArguments) -> float | None:
         return None
     limits = [psutil.virtual_memory().available]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of a container
-        if Path(file).exists() and (text := Path(file).read_text().strip()).isdigit():
-            limits.append(int(text))
+        limit = Path(file).read_text().strip() if Path(file).exists() else ""
+        if limit.isdigit():
+            limits.append(int(limit))
     return USABLE * min(limits) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -222,32 +235,26 @@ def memory_advice(
         longest: tokens of the longest example.
     """
     model = model_to_train(config, peft_config, args.make_rule()).to(getattr(torch, dtype))
-    usable, rows, depth = usable_memory(args), args.per_device_train_batch_size, args.depth_limits(config.num_loops)[1]
-    changes = {"rows": rows, "checkpointing": bool(args.gradient_checkpointing)}
-    step = step_memory(model, length=longest, num_loops=depth, **changes)
-    weights, trained, kept, work = map(_gb, step.values())
-    text = (
-        f"at most {_gb(sum(step.values()))} in a step of {rows} rows of {longest:,} tokens (estimate): weights {weights}, "
-        f"adapter with gradients and Adam's states {trained}, kept for the backward pass {kept}, for a moment {work}"
-    )
+    usable, depth = usable_memory(args), args.depth_limits(config.num_loops)[1]
+    rows, checkpointing = args.per_device_train_batch_size, args.gradient_checkpointing
+    step = step_memory(model, rows, longest, depth, bool(checkpointing))
+    text = _sentence(step, rows, longest)
     if args.device.type == "cpu":
-        text += f"; beside {_gb(psutil.Process().memory_info().rss)} that the process holds already"
+        text += f"; beside {shown_bytes(psutil.Process().memory_info().rss)} that the process holds already"
     if usable is None:
         return text
-    device = f"{device_name()} with {_gb(usable / USABLE)}"
+    device = f"{device_name()} with {shown_bytes(usable / USABLE)}"
     if sum(step.values()) <= usable:
-        open_choice = ", so that `gradient_checkpointing` stays off" if args.gradient_checkpointing is None else ""
+        open_choice = ", so that `gradient_checkpointing` stays off" if checkpointing is None else ""
         return f"{text}\nfits {device}{open_choice}"
-    lines, offers = [text, f"too much for {device}; in this order:"], []  # what costs least time first
-    if not changes["checkpointing"]:
-        offers.append(("`gradient_checkpointing: true`", {"checkpointing": True}))
+    lines = [text, f"too much for {device}; in this order:"]
+    changes = {} if checkpointing else {"`gradient_checkpointing: true`": rows}  # what costs least time first
     while rows := rows // 2:
-        words = f"`per_device_train_batch_size: {rows}`, with more `gradient_accumulation_steps`"
-        offers.append((words, {"rows": rows}))
-    for words, change in offers:
-        changes |= change
-        needed = sum(step_memory(model, length=longest, num_loops=depth, **changes).values())
-        lines.append(f"  {words}: {_gb(needed)}{', which fits' if needed <= usable else ''}")
-        if needed <= usable:
+        changes[f"`per_device_train_batch_size: {rows}`, with more `gradient_accumulation_steps`"] = rows
+    for change, rows in changes.items():
+        needed = sum(step_memory(model, rows, longest, depth, checkpointing=True).values())
+        fits = needed <= usable
+        lines.append(f"  {change}: {shown_bytes(needed)}{', which fits' if fits else ''}")
+        if fits:
             break
     return "\n".join(lines)

@@ -59,9 +59,13 @@ def complete_peft_config(peft_config: PeftConfig | None, model: PreTrainedModel 
     if isinstance(peft_config, LoraConfig) and peft_config.target_modules in (None, "all-linear"):
         names = _recurrent_linears(model)
         if peft_config.layers_to_transform is not None:  # which PEFT does not read for full names
-            names = [name.rpartition(".")[2] for name in names]
+            names = map(_last_part, names)
         peft_config.target_modules = set(names)
     return peft_config
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _recurrent_linears(model: PreTrainedModel | PreTrainedConfig) -> list[str]:
@@ -124,8 +128,8 @@ def _check_targets(peft_config: LoraConfig, model: PreTrainedModel | PreTrainedC
         return
     linears = _recurrent_linears(model)
     for target in sorted(peft_config.target_modules):
-        if not any(name == target or name.endswith(f".{target}") for name in linears):
-            valid = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+        if not any(f".{name}".endswith(f".{target}") for name in linears):
+            valid = ", ".join(dict.fromkeys(map(_last_part, linears)))
             raise UserError(
                 f"`target_modules` (`lora_target_modules`) must name linear projections of the recurrent block ({valid}); got "
                 f"{shown(target)}."
@@ -154,22 +158,21 @@ def _check_parts(args: TrainingArguments) -> None:
                     f"`lr_scheduler_kwargs` {shown(keywords)} raise the rate above `learning_rate`, {args.learning_rate:g}."
                 )
     with user_supplied("The `dataloader_...` fields describe no data loader"):
-        names = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
-        DataLoader([0], **{name: getattr(args, f"dataloader_{name}") for name in names})
-    compiler = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-    with user_supplied(
-        "`torch_compile_backend` {backend}, `torch_compile_mode` {mode} cannot be used".format(**compiler)
-    ):
-        torch.compile(nn.Identity(), **compiler, disable=not args.torch_compile)
+        fields = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+        DataLoader([0], **{name: getattr(args, f"dataloader_{name}") for name in fields})
+    backend, mode = args.torch_compile_backend, args.torch_compile_mode
+    with user_supplied(f"`torch_compile_backend` {backend}, `torch_compile_mode` {mode} cannot be used"):
+        torch.compile(nn.Identity(), backend=backend, mode=mode, disable=not args.torch_compile)
     with user_supplied(f"`report_to` {shown(args.report_to)} cannot be used"):
         for tracker in get_reporting_integration_callbacks(args.report_to):
             tracker()
     names = [f"{name}_kwargs" for name in CHECKPOINTING_FIELDS]  # transformers makes both the same
-    for value in (getattr(args, name) for name in names):
-        with user_supplied(f"`{'` or `'.join(names)}` {shown(value)} cannot be used"):
-            keywords = {**(value or {}), "use_reentrant": False}
-            others = {"every_n_layers", "offload"}  # transformers' own; TRL's `selective` does nothing over PEFT
-            checkpoint(nn.Identity(), torch.zeros(1), **{key: keywords[key] for key in keywords.keys() - others})
+    keywords = getattr(args, names[0])
+    with user_supplied(f"`{'` or `'.join(names)}` {shown(keywords)} cannot be used"):
+        given = {**(keywords or {}), "use_reentrant": False}
+        for name in ("every_n_layers", "offload"):  # transformers' own; TRL's `selective` does nothing over PEFT
+            given.pop(name, None)
+        checkpoint(nn.Identity(), torch.zeros(1), **given)
     kernel = str((args.model_init_kwargs or {}).get("attn_implementation"))
     for refused, reason in (
         (args.use_cpu and args.fp16,
@@ -193,8 +196,6 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
     for name in {"config", "state_dict"} & given.keys():
         raise UserError(f"`model_init_kwargs` cannot hold `{name}`: the model's own is read; leave it out.")
     num_loops = given.pop("num_loops", None)
-    if num_loops is not None:
-        check_num_loops(num_loops)
     with user_supplied(f"The model {model} cannot be loaded"):
         config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code is True, **given)
         if isinstance(config, LoopedConfigMixin):
@@ -205,6 +206,7 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
             "block several times, such as `model_type: ouro`."
         )
     if num_loops is not None:
+        check_num_loops(num_loops)
         config.num_loops = num_loops
     check_num_loops(config.num_loops)
     return config
@@ -221,9 +223,9 @@ def check_dataset(dataset: Any, formats: list[set[str]]) -> None:
     except Exception as error:  # whatever the file format's reader raises
         raise UserError(f"`train_dataset` cannot be read ({type(error).__name__}: {error}).") from error
     if not any(wanted <= columns for wanted in formats):
-        valid = " or ".join(" and ".join(map(repr, sorted(wanted))) for wanted in formats)
-        found = ", ".join(map(repr, sorted(columns)))
-        raise UserError(f"`train_dataset` has the columns {found}; it needs {valid}.")
+        quoted = lambda names: map(repr, sorted(names))
+        valid = " or ".join(" and ".join(quoted(wanted)) for wanted in formats)
+        raise UserError(f"`train_dataset` has the columns {', '.join(quoted(columns))}; it needs {valid}.")
 
 
 def check_labels(dataset: Any, name: str) -> None:

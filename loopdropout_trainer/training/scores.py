@@ -6,9 +6,11 @@ and all batches, and takes a share of the batches: all of them must call these f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -17,15 +19,17 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import nn
 from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback
 
 from loopdropout_trainer.adapters import use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.processes import all_processes
+from loopdropout_trainer.processes import all_processes, random_states_kept
+from loopdropout_trainer.training.distributed import shards_weights
 
 
 Batch = dict[str, torch.Tensor]
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 class Scores(NamedTuple):
@@ -68,7 +72,7 @@ def single_loop_activation(model: PeftModel, batches: Iterable[Batch]) -> Single
 
 def readout_losses(model: nn.Module, batches: Iterable[Batch]) -> list[float]:
     """Return the cross entropy per target token, in nats, of each loop's readout, t = 1..K, under the gates in force."""
-    return [each.loss for each in score_readouts(model, batches)]
+    return [scores.loss for scores in score_readouts(model, batches)]
 
 
 def score(
@@ -110,7 +114,7 @@ def _scores(
     return [Scores(losses / tokens, 100 * most_probable / tokens) for losses, most_probable, tokens in sums.tolist()]
 
 
-def over_batches(model: nn.Module, batches: Iterable[Batch], measure: Callable[[Batch], Found]) -> list[Found]:
+def over_batches(model: nn.Module, batches: Iterable[Batch], measure: Callable[[Batch], Value]) -> list[Value]:
     """Return what `measure` finds in every batch, in their order; it runs in evaluation mode and without gradients."""
     state = all_processes()
     share = list(enumerate(batches))[state.process_index :: state.num_processes]
@@ -118,10 +122,10 @@ def over_batches(model: nn.Module, batches: Iterable[Batch], measure: Callable[[
     model.eval()
     try:
         with torch.no_grad():
-            found = [(place, measure(batch)) for place, batch in share]
+            measured = [(place, measure(batch)) for place, batch in share]
     finally:
         model.train(was_training)
-    return [value for _, value in sorted(gather_object(found), key=lambda pair: pair[0])]
+    return [value for _, value in sorted(gather_object(measured), key=lambda pair: pair[0])]
 
 
 def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch.Tensor]:
@@ -131,3 +135,79 @@ def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch
     inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
     inputs = dict(looped.complete_batch(inputs))  # as in training: what else the model reads of a batch with labels
     return looped, inputs, inputs.pop("labels")[:, 1:]
+
+
+# Live diagnostics: the same while an adapter is trained, on a few fixed rows.
+
+
+class LiveDiagnosticsCallback(TrainerCallback):
+    """Measures every `live_diagnostics_steps` steps and at the end of the training, and logs as the trainer does.
+
+    Training does not notice: gates, random states, gradients and the trainer's own metrics are left as they are. Measured on
+    are the first `live_diagnostics_rows` evaluation rows of the trainer, whose model has an adapter. It logs
+
+        live/rho_loop_t       loss reduction with the adapter in loop t only, in percent of the frozen model's loss
+        live/readout_loop_t   cross entropy of loop t's readout with every loop adapted
+        live/loss_dose_c      cross entropy with the gate c in every loop, c = 0, 0.5, 1, 2
+        live/seconds          that the measurement took
+
+    Raises:
+        ValueError: without evaluation rows, or if the processes hold shards of the weights only.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        if shards_weights(trainer.args):
+            raise UserError(
+                "Live diagnostics need unsharded weights in every process, and ZeRO-3 and FSDP shard them: leave them out, "
+                "and run recipes/diagnose.py on the saved adapter."
+            )
+        self.trainer = trainer
+        with random_states_kept():
+            self.batches = evaluation_batches(trainer, trainer.args.live_diagnostics_rows)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._last_step = -1
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % args.live_diagnostics_steps == 0:
+            self._measure(state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if state.global_step != self._last_step:
+            self._measure(state.global_step)
+
+    def _measure(self, step: int) -> None:
+        began = time.perf_counter()
+        self._last_step = step
+        with random_states_kept(), self.trainer.accelerator.autocast():
+            logs = self._losses()
+        # Past TRL's `log`, which would add and clear the metrics that the trainer has gathered since it logged last; and
+        # without the effect that a log of the trainer's own, due at this step, is taken for done.
+        is_due = self.trainer.control.should_log
+        Trainer.log(self.trainer, {**logs, "live/seconds": round(time.perf_counter() - began, 3)})
+        self.trainer.control.should_log = is_due
+
+    def _losses(self) -> dict[str, float]:
+        model, batches = self.trainer.model, self.batches
+        activation = single_loop_activation(model, batches)
+        num_loops = len(activation.only)
+        logs = {f"live/rho_loop_{t}": rho for t, rho in enumerate(activation.reductions, start=1)}
+        logs |= {f"live/readout_loop_{t}": loss for t, loss in enumerate(readout_losses(model, batches), start=1)}
+        logs |= {"live/loss_dose_0": activation.frozen, "live/loss_dose_1": activation.all_on}
+        for dose in (0.5, 2.0):
+            logs[f"live/loss_dose_{dose:g}"] = score(model, batches, [dose] * num_loops).loss
+        return logs
+
+
+def evaluation_batches(trainer: Trainer, num_rows: int) -> list[Batch]:
+    """Return a trainer's first evaluation rows, each once, collated as the trainer does; the same in each process."""
+    rows = trainer.eval_dataset
+    if isinstance(rows, Mapping):
+        rows = next(iter(rows.values()), None)
+    if rows is None:
+        raise UserError("Diagnostics of a training need evaluation rows: set `num_eval_examples` or `eval_files`.")
+    rows, size = list(islice(iter(rows), num_rows)), trainer.args.per_device_eval_batch_size
+    batches = [trainer.data_collator(rows[start : start + size]) for start in range(0, len(rows), size)]
+    for batch in batches:
+        batch.pop("example_ids", None)  # for the gates of training
+    return batches

@@ -13,15 +13,13 @@ from trl import SFTTrainer
 
 from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutConfig
-from loopdropout_trainer.training.depth import step_uniforms
+from loopdropout_trainer.training.depth import score_loops, step_uniforms
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
-from loopdropout_trainer.training.live import LiveDiagnosticsCallback
-from loopdropout_trainer.training.loop_loss import score_loops
 from loopdropout_trainer.training.preflight import check_labels
+from loopdropout_trainer.training.scores import LiveDiagnosticsCallback
 
 
 logger = logging.get_logger(__name__)
@@ -52,31 +50,28 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
         super().__init__(*positional, **keywords)
         if self.padding_free:
             self.data_collator = functools.partial(_collate_with_example_ids, self.data_collator)
-        self.data_collator = functools.partial(collate_completely, self.data_collator, find_looped_model(self.model))
-        self.depth_sampler = self.args.make_depth_sampler()
-        self.loop_loss = self.args.make_loop_loss()
-        self._check_depth_and_loss()
-        if self.loop_loss.scores_all or self.args.remove_padding:
-            score_loops(find_looped_model(self.model), self.loop_loss)
-        if self.args.live_diagnostics_steps:
-            self.add_callback(LiveDiagnosticsCallback(self))
-
-    def _check_depth_and_loss(self) -> None:
-        looped = find_looped_model(self.model)
-        usual = (self.args.depth_sampling, self.args.loop_loss) == ("fixed", "final")
-        draws = self.args.depth_sampling != "fixed" or self.args.loop_loss == "random"
-        for refused, reason in (
-            (looped.trains_at_one_depth and not usual,
-             f"{type(looped).__name__} trains at the depth that it was built for and on its final loop: leave "
-             "`depth_sampling` at 'fixed' and `loop_loss` at 'final'."),
-            (self.args.ddp_static_graph and draws,
-             "`ddp_static_graph` needs the same graph in every step, and the depth is drawn: leave it out."),
-            (self.loop_loss.scores_all and self.compute_loss_func is not None,
-             f"`compute_loss_func` is given one loop's logits: leave it out with `loop_loss: {self.loop_loss.name}`."),
-        ):  # fmt: skip
-            if refused:
-                raise UserError(reason)
+        args, looped = self.args, self.looped
+        self.depth_sampler, self.loop_loss = args.make_depth_sampler(), args.make_loop_loss()
+        self._is_usual = (args.depth_sampling, args.loop_loss) == ("fixed", "final")
+        self._draws_depth = args.depth_sampling != "fixed" or args.loop_loss == "random"
+        if looped.trains_at_one_depth and not self._is_usual:
+            raise UserError(
+                f"{type(looped).__name__} trains at the depth that it was built for and on its final loop: leave "
+                "`depth_sampling` at 'fixed' and `loop_loss` at 'final'."
+            )
+        if args.ddp_static_graph and self._draws_depth:
+            raise UserError(
+                "`ddp_static_graph` needs the same graph in every step, and the depth is drawn: leave it out."
+            )
+        if self.loop_loss.scores_all and self.compute_loss_func is not None:
+            raise UserError(
+                f"`compute_loss_func` is given one loop's logits: leave it out with `loop_loss: {args.loop_loss}`."
+            )
         self.loop_loss.check_model(looped)
+        if self.loop_loss.scores_all or args.remove_padding:
+            score_loops(looped, self.loop_loss)
+        if args.live_diagnostics_steps:
+            self.add_callback(LiveDiagnosticsCallback(self))
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device):
         num_items = super()._get_num_items_in_batch(batch_samples, device)
@@ -93,12 +88,12 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
     def draw_depth(self, seed: int) -> tuple[int, int]:
-        if (self.args.depth_sampling, self.args.loop_loss) == ("fixed", "final"):
+        if self._is_usual:
             return super().draw_depth(seed)
         step = self.state.global_step
         num_loops = self.depth_sampler.sample(step_uniforms(seed, "depth", step), self.num_loops)
         loops_to_run = self.loop_loss.loops_to_run(step_uniforms(seed, "loop loss", step), num_loops)
-        if self.depth_sampler.name != "fixed" or self.loop_loss.name == "random":
+        if self._draws_depth:
             self._metrics["train"]["depth"].append(float(loops_to_run))
         return num_loops, loops_to_run
 
@@ -133,11 +128,6 @@ def _warn_of_cut_rows(before: Dataset, rows: Dataset, name: str, max_length: int
             f"Of {len(before):,} rows of `{name}_dataset`, {cut:,} are cut at `max_length`, {max_length:,}, and lose their "
             f"end token, so that they do not teach when to stop; {gone:,} are left out, as no target is left of them."
         )
-
-
-def collate_completely(collate, model: LoopedModelMixin, examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a batch with what else the model reads of it."""
-    return model.complete_batch(collate(examples))
 
 
 def _collate_with_example_ids(collate, examples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from loopdropout_trainer.processes import all_processes
 Row = dict[str, Any]
 
 GROUPS = ("subject", "level", "num_steps")
-"""Columns of published rows by which correct answers are counted, where a benchmark has them."""
+"""Columns of published rows that divide their problems, where a benchmark has them."""
 
 
 @dataclass(frozen=True)
@@ -104,24 +104,15 @@ def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str])
             correct=verdicts["correct"][index],
             error=verdicts["error"][index],
             id=str(index),
+            groups=_groups(benchmark.rows[index]) if benchmark.rows else None,
         )
         for index, completion in enumerate(completions)
     ]
-    return BenchmarkResult(benchmark.name, predictions, groups=correct_by_group(benchmark.rows, predictions))
+    return BenchmarkResult(benchmark.name, predictions)
 
 
-def correct_by_group(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str, dict[str, dict[str, int]]]:
-    """Return {column: {group: {"correct", "total"}}} of the columns in `GROUPS` that all published rows have."""
-    counts: dict[str, dict[str, dict[str, int]]] = {}
-    for column in GROUPS:
-        if not rows or any(column not in row for row in rows):
-            continue
-        groups = counts[column] = {}
-        for row, prediction in zip(rows, predictions, strict=True):
-            group = groups.setdefault(str(row[column]), {"correct": 0, "total": 0})
-            group["correct"] += prediction.correct
-            group["total"] += 1
-    return counts
+def _groups(row: Row) -> dict[str, str] | None:
+    return {column: str(row[column]) for column in GROUPS if column in row} or None
 
 
 @dataclass(frozen=True)

@@ -242,10 +242,10 @@ class LmEvalBenchmark(Benchmark):
             if len(values[name]) == len(predictions) and all(0 <= value <= 1 for value in values[name]):
                 metrics[name] = Metric.of(values[name])
             elif key in of_all:  # no share of the problems, such as a perplexity: as lm-eval gives it
-                metrics[name] = Metric(of_all[key], None, None, len(predictions))
+                metrics[name] = Metric(of_all[key])
         if not metrics:
             raise UserError(f"lm-eval gives `{self.name}` no finite number for {', '.join(wanted) or 'any metric'}.")
-        return BenchmarkResult(self.name, predictions, metrics, extra={"lm_eval": table})
+        return BenchmarkResult(self.name, predictions, metrics)
 
 
 def _prediction(sample: dict, scored: dict[str, float], value: float | None, task: str | None) -> Prediction:
@@ -268,7 +268,7 @@ def _prediction(sample: dict, scored: dict[str, float], value: float | None, tas
         correct=bool(value) if is_verdict else None,
         id=place if task is None else f"{task}/{place}",
         values=None if is_verdict and len(scored) == 1 else scored,
-        group=task,
+        groups=None if task is None else {"task": task},
         log_likelihoods=log_likelihoods,
     )
 

@@ -20,8 +20,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.errors import UserError, one_line
-from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.processes import from_main_process
+from loopdropout_trainer.processes import StopSignals, TrainingInterrupted, from_main_process
 from loopdropout_trainer.record.identity import WHOLE_RUN, Difference, Identity, continues, differences, make_identity
 from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_metadata
 from loopdropout_trainer.saving.cards import save_card
@@ -30,7 +29,6 @@ from loopdropout_trainer.saving.hub import PushError, push_error
 from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.checkpoints import sealing
 from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, run_of
-from loopdropout_trainer.training.checkpoints.signals import StopSignals, TrainingInterrupted
 from loopdropout_trainer.training.memory import forget_peak_memory, peak_memory_gb
 
 
@@ -54,17 +52,18 @@ class CheckpointsMixin:
     complete run; the state of the rule; and the patience of `EarlyStoppingCallback`.
     """
 
+    _complete = False  # whether the training has ended
+    _goes_on_changed = False  # whether it goes on from a checkpoint of other settings
+    _stopping: str | None = None  # the signal by which a process was asked to stop
+    _saving: Path | None = None  # the checkpoint that is being written
+
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         self._run_state = RunState(self)
         self.add_callback(self._run_state)
         self._earlier: dict[str, Any] = {}  # totals up to the checkpoint that was resumed from
-        self._began = time.time()
-        self._complete = False  # whether the training has ended
-        self._goes_on_changed = False
         self._signals = StopSignals()
-        self._stopping: str | None = None  # the signal by which a process was asked to stop
-        self._saving: Path | None = None  # the checkpoint that is being written
+        self._began = time.time()
         self._losses: list[torch.Tensor] = []  # of the running step, by micro-batch
 
     @cached_property
@@ -92,7 +91,7 @@ class CheckpointsMixin:
         """
         wanted = resume_from_checkpoint or None
         vars(self).pop("run_identity", None)  # arguments may have been changed since
-        self._complete, self._stopping = False, None
+        self._complete, self._stopping, self._earlier = False, None, {}
         with self.only_run_in_output_dir(wanted):
             if wanted is True and from_main_process(self._is_complete):
                 return self._load_complete_training()
@@ -129,16 +128,15 @@ class CheckpointsMixin:
     def _check_output_dir(self, wanted: str | bool | None) -> None:
         """Refuse to take the place of anything but this run; note whether the folder is another's, and that was asked for."""
         folder = Path(self.args.output_dir)
-        runs = [found for found in map(run_of, (folder, *sealing.checkpoints(folder))) if found is not None]
+        runs = [run for run in map(run_of, (folder, *sealing.checkpoints(folder))) if run is not None]
         weights = [file for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
         if weights and not isinstance(wanted, str) and not any((folder / name).exists() for name in sealing.OURS):
             raise CheckpointError(f"{weights[0]} is of no run of this package: choose another `output_dir`.")
-        others = [found for found in runs if differences(found, self.run_identity, WHOLE_RUN)]
-        self._is_anothers = bool(runs) and not any(continues(found, self.run_identity) for found in runs)
+        others = [run for run in runs if differences(run, self.run_identity, WHOLE_RUN)]
+        self._is_anothers = bool(runs) and not any(continues(run, self.run_identity) for run in runs)
         if self._is_anothers or others and not wanted:
-            self._refuse_unless_asked(
-                f"`output_dir` {folder} holds", differences(others[-1], self.run_identity, WHOLE_RUN)
-            )
+            changed = differences(others[-1], self.run_identity, WHOLE_RUN)
+            self._refuse_unless_asked(f"`output_dir` {folder} holds", changed)
 
     def _what_is_safe(self) -> str:
         """Return a sentence that names the newest complete checkpoint; of any run if `run_identity` is not computed yet."""
@@ -160,12 +158,12 @@ class CheckpointsMixin:
         """
         if self._complete:
             return self._run_state.totals
-        peaks = [peak for peak in (peak_memory_gb(), self._earlier.get("peak_memory_gb")) if peak is not None]
+        peaks = peak_memory_gb(), self._earlier.get("peak_memory_gb")
         return {
             "seconds": self._earlier.get("seconds", 0.0) + time.time() - self._began,
             "step_seconds": self.step_callback.train_seconds,
             "num_tokens": self._total_train_tokens,
-            "peak_memory_gb": max(peaks, default=None),
+            "peak_memory_gb": max(filter(None, peaks), default=None),
             "loss_sum": self._total_loss_scalar,
             "loss_since_log": self.accelerator.reduce(self._tr_loss, "mean").item(),
             "last_logged_step": self._globalstep_last_logged,
@@ -175,17 +173,6 @@ class CheckpointsMixin:
         """Put the totals so far into the trainer's state, which is saved; all processes must make this call."""
         self._run_state.totals = self.progress()
         self.state.stateful_callbacks[RunState.__name__] = self._run_state.state()
-
-    def _begin_leg(self) -> None:
-        """Start the counters from the totals of the checkpoint that was resumed from, if any."""
-        forget_peak_memory()
-        self._began = time.time()
-        if earlier := self._earlier:
-            self._initial_global_step = 0  # the reported loss is the mean over all steps
-            self._total_loss_scalar = earlier["loss_sum"]
-            self._tr_loss += earlier["loss_since_log"]
-            self._globalstep_last_logged = earlier["last_logged_step"]
-            self._total_train_tokens, self.step_callback.train_seconds = earlier["num_tokens"], earlier["step_seconds"]
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         return super()._finalize_training(trial, num_train_samples, start_time - self._earlier.get("seconds", 0.0))
@@ -209,8 +196,9 @@ class CheckpointsMixin:
             place = folder if adapter == "default" else folder / adapter  # as PEFT saves it
             self.model.load_adapter(str(place), adapter, is_trainable=True)
             self.state = TrainerState.load_from_json(str(folder / _STATE))
-            self._restore_callbacks()
-            metrics = {name: self.state.log_history[-1][name] for name in ("train_runtime", "train_loss")}
+            self._load_callback_state()
+            last = self.state.log_history[-1]
+            metrics = {name: last[name] for name in ("train_runtime", "train_loss")}
         self._complete = True
         logger.info(f"The training in {folder} is complete: its adapter is loaded, and nothing is trained.")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
@@ -231,12 +219,11 @@ class CheckpointsMixin:
         changed, versions = differences(own, run, WHOLE_RUN), differences(own, run, ("versions",))
         if own is None:
             logger.warning(f"{wanted} does not say which run it belongs to: resuming from it as it is.")
-        elif changed:
-            if not continues(own, run):
-                self._refuse_unless_asked(f"The checkpoint {wanted} belongs to", changed)
-            logger.warning(f"The run goes on from {wanted} with changed settings: {', '.join(map(str, changed))}.")
-        if versions:
-            logger.warning(f"The run goes on from {wanted} with other libraries: {', '.join(map(str, versions))}.")
+        if changed and not continues(own, run):
+            self._refuse_unless_asked(f"The checkpoint {wanted} belongs to", changed)
+        for differing, what in ((changed, "changed settings"), (versions, "other libraries")):
+            if differing:
+                logger.warning(f"The run goes on from {wanted} with {what}: {', '.join(map(str, differing))}.")
         return str(wanted), bool(changed)
 
     def _refuse_unless_asked(self, what: str, changed: list[Difference]) -> None:
@@ -248,9 +235,8 @@ class CheckpointsMixin:
             )
 
     def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial):
-        place = super()._init_training_state(max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial)
         with _reading(checkpoint):
-            stopped_early = self._restore_callbacks()
+            place = super()._init_training_state(max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is None:
             return place
         if self.state.global_step > max_steps:
@@ -258,15 +244,23 @@ class CheckpointsMixin:
                 f"The checkpoint {checkpoint} is of step {self.state.global_step}, beyond the {max_steps} steps of this run: "
                 "raise `max_steps` (or `num_train_epochs`), or resume from an earlier checkpoint."
             )
+        stopped_early = any(
+            callback.early_stopping_patience_counter >= callback.early_stopping_patience
+            for callback in self.callback_handler.callbacks
+            if isinstance(callback, EarlyStoppingCallback)
+        )
         if self.state.global_step == max_steps or stopped_early:
             logger.info(f"The run is finished at step {self.state.global_step}: nothing is left to train.")
             return num_train_epochs, 0  # transformers would train one more step of an epoch that ended in the middle
         return place
 
-    def _restore_callbacks(self) -> bool:
-        """Give callbacks such as `EarlyStoppingCallback` their state back; return whether one of these had stopped the run."""
+    def _load_callback_state(self):
+        """Give callbacks such as `EarlyStoppingCallback` their state back, by their names, whatever the arguments say.
+
+        transformers makes new callbacks of their arguments, and only if `restore_callback_states_from_checkpoint` is set.
+        """
         self._run_state.totals = {}
-        stateful = [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
+        stateful = [callback for callback in self.callback_handler.callbacks if isinstance(callback, ExportableState)]
         for callback in stateful:
             saved = self.state.stateful_callbacks.get(type(callback).__name__, {})
             for name, value in saved.get("attributes", {}).items():
@@ -276,12 +270,7 @@ class CheckpointsMixin:
             if not isinstance(self._earlier[name], (int, float)):
                 raise TypeError(f"`{name}` is no number")
         # Saving updates the table that was loaded, which may be of other callbacks.
-        self.state.stateful_callbacks = {type(each).__name__: each.state() for each in [*stateful, self.control]}
-        stopping = [each for each in stateful if isinstance(each, EarlyStoppingCallback)]
-        return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in stopping)
-
-    def _load_callback_state(self):
-        """Leave callbacks alone: `_restore_callbacks` does it, whatever `restore_callback_states_from_checkpoint` says."""
+        self.state.stateful_callbacks = {type(state).__name__: state.state() for state in [*stateful, self.control]}
 
     def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
         with _reading(resume_from_checkpoint):
@@ -297,14 +286,14 @@ class CheckpointsMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         scheduler = self.lr_scheduler
-        rates = list(getattr(scheduler, "base_lrs", ()))
-        fields = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        rates = getattr(scheduler, "base_lrs", None)
+        groups = [dict(group) for group in self.optimizer.param_groups]
         with _reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         if not self._goes_on_changed or checkpoint is None or self.is_deepspeed_enabled:
             return
         # What was asked for counts, not what the checkpoint was made with.
-        for group, asked in zip(self.optimizer.param_groups, fields, strict=True):
+        for group, asked in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(asked)
         if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
             scheduler.base_lrs, scheduler.last_epoch = rates, scheduler.last_epoch - 1
@@ -324,29 +313,26 @@ class CheckpointsMixin:
         its gradients.
         """
         returned = super()._get_grad_norm(model, grad_norm)
-        device = self.accelerator.device
-        losses = torch.stack([loss.to(device).float() for loss in self._losses])
         norm = returned.full_tensor() if isinstance(returned, DTensor) else returned
-        norm = torch.as_tensor(0.0 if norm is None else norm, device=device).float()
-        loss_is_broken, gradient_is_broken = self._sum_over_processes(
-            (~torch.isfinite(losses)).any(), ~torch.isfinite(norm)
-        )
+        losses, self._losses = self._losses, []
+        finite_losses = torch.isfinite(torch.stack(losses)).all()
+        finite_norm = torch.isfinite(torch.as_tensor(0.0 if norm is None else norm))
+        broken_losses, broken_norms = self._sum_over_processes(~finite_losses, ~finite_norm)
         scaled = getattr(self.accelerator, "scaler", None) is not None  # float16: it skips such steps and scales less
-        if not self.args.stop_on_nan or not (loss_is_broken or gradient_is_broken and not scaled):
+        if not self.args.stop_on_nan or not (broken_losses or broken_norms and not scaled):
             return returned
         taken = "nothing was saved after it" if self.is_deepspeed_enabled else "the step was not taken"
         raise NonFiniteLossError(
-            f"The {'loss' if loss_is_broken else 'gradient'} of step {self.state.global_step + 1} is not finite; {taken}. "
+            f"The {'loss' if broken_losses else 'gradient'} of step {self.state.global_step + 1} is not finite; {taken}. "
             f"{self._what_is_safe()} Lower `learning_rate` or look for a broken example; `stop_on_nan: false` trains on "
             "regardless."
         )
 
     def _sum_over_processes(self, *facts: torch.Tensor) -> list[float]:
         """Return in how many processes each fact holds, and note the signal that has asked any of them to stop."""
-        device, asked = self.accelerator.device, self._signals.asked
-        signals = [torch.tensor(asked == name, device=device) for name in ("SIGINT", "SIGTERM")]
-        facts = torch.stack([*facts, *signals]).float()
-        *sums, interrupted, terminated = self.accelerator.reduce(facts, "sum").tolist()
+        signals = [self._signals.asked == name for name in ("SIGINT", "SIGTERM")]
+        held = torch.tensor([*facts, *signals], dtype=torch.float32, device=self.accelerator.device)
+        *sums, interrupted, terminated = self.accelerator.reduce(held, "sum").tolist()
         self._stopping = "SIGTERM" if terminated else "SIGINT" if interrupted else None
         return sums
 
@@ -356,7 +342,7 @@ class CheckpointsMixin:
         broken = (~finite).sum().float()
         if not distributed.has_unsharded_weights(self.accelerator):
             broken = self.accelerator.reduce(broken, "sum")
-        if broken.item():
+        if broken:
             raise NonFiniteLossError(
                 f"The weights after step {self.state.global_step} are not finite, so they were not saved. "
                 f"{self._what_is_safe()} Lower `learning_rate` or look for a broken example."
@@ -395,8 +381,8 @@ class CheckpointsMixin:
     def _save_files(self, folder: Path, state_dict: dict | None, name: Path) -> None:
         super()._save(str(folder), state_dict)
         if self.args.should_save:
-            facts = {**find_looped_model(self.model).trained_with, "rule_args": self.args.rule_args}
-            save_adapter_metadata(self.model, folder, num_loops=self.num_loops, gate_seed=self.gate_seed, **facts)
+            facts = {"num_loops": self.num_loops, "gate_seed": self.gate_seed, **self.looped.trained_with}
+            save_adapter_metadata(self.model, folder, **facts)
             save_card(self.model, folder, self.args.hub_model_id, title=name.resolve().name)
 
     def _checkpoint_folder(self, trial=None) -> Path:
@@ -490,10 +476,16 @@ class RunState(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"totals": self.totals, "rule": self.rule}}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer._begin_leg()
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer._losses = []
+        trainer, earlier = self.trainer, self.trainer._earlier
+        forget_peak_memory()
+        trainer._began, trainer._losses = time.time(), []
+        if earlier:
+            trainer._initial_global_step = 0  # the reported loss is the mean over all steps
+            trainer._total_loss_scalar = earlier["loss_sum"]
+            trainer._tr_loss += earlier["loss_since_log"]
+            trainer._globalstep_last_logged = earlier["last_logged_step"]
+            trainer._total_train_tokens = earlier["num_tokens"]
+            trainer.step_callback.train_seconds = earlier["step_seconds"]
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer._stopping:
@@ -509,9 +501,12 @@ _TOTALS = ("seconds", "step_seconds", "num_tokens", "loss_sum", "loss_since_log"
 
 def _check_state(state: TrainerState) -> None:
     """Raise ValueError for a trainer_state.json that no training has written."""
-    for name in ("global_step", "max_steps", "train_batch_size"):
-        if name != "train_batch_size" or state.train_batch_size is not None:
-            check_integer(name, getattr(state, name), 0)
+    for name, number in (
+        ("global_step", state.global_step),
+        ("max_steps", state.max_steps),
+        ("train_batch_size", state.train_batch_size or 0),
+    ):
+        check_integer(name, number, 0)
     if not isinstance(state.log_history, list) or not all(isinstance(log, dict) for log in state.log_history):
         raise UserError("`log_history` must be a list of mappings.")
 

@@ -8,7 +8,6 @@ SHA-256 of all others, and the identity of the run that they belong to.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -39,8 +38,8 @@ def seal(folder: str | Path, run: Identity | None = None, names: Iterable[str | 
         names: of the files that belong to it; default: all that are there.
     """
     folder = Path(folder)
-    found = sorted(folder.rglob("*") if names is None else map(folder.joinpath, names))
-    files = [file for file in found if file.is_file() and not file.name.startswith(MANIFEST)]
+    paths = sorted(folder.rglob("*") if names is None else map(folder.joinpath, names))
+    files = [path for path in paths if path.is_file() and not path.name.startswith(MANIFEST)]
     for path in (*files, *{file.parent for file in files}):
         flush_to_disk(path)
     hashes = {file.relative_to(folder).as_posix(): sha256(file) for file in files}
@@ -58,16 +57,15 @@ def run_of(folder: str | Path) -> Identity | None:
     Raises:
         CheckpointError: if another version of this package has written it.
     """
-    path = Path(folder) / MANIFEST
     try:
-        run, _ = _read_manifest(path.parent)
+        run, _ = _read_manifest(Path(folder))
     except _UNREADABLE:
         return None
     try:
         return None if run is None else read_identity(run)
     except ValueError as error:
         advice = "go on with the version that it was started with, or choose another `output_dir`"
-        raise CheckpointError(f"{path} {error}: {advice}.") from None
+        raise CheckpointError(f"{Path(folder) / MANIFEST} {error}: {advice}.") from None
 
 
 def is_sealed(folder: str | Path, name: str) -> bool:
@@ -86,11 +84,11 @@ def _read_manifest(folder: Path) -> tuple[Identity | None, dict[str, str]]:
     """Return the identity of the run, if it is known, and the hash of each file; one of `_UNREADABLE` for another form."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     run, hashes = manifest.get("run"), manifest["files"]
-    parts = {} if run is None else run
-    numbers = parts.get("length", {}).values()
+    parts = run or {}
+    lengths = parts.get("length", {}).values()
     if not all(isinstance(part, dict) for part in (hashes, *parts.values())):
         raise ValueError("a part is no mapping")
-    if not all(number is None or isinstance(number, (int, float)) for number in numbers):
+    if not all(isinstance(length, (int, float, type(None))) for length in lengths):
         raise ValueError("a length is no number")
     return run, hashes
 
@@ -122,8 +120,10 @@ def fault_of(folder: str | Path, sealed: bool = True) -> str | None:
 def fault_of_checkpoint(folder: str | Path, sealed: bool = True) -> str | None:
     """Return why a run cannot be resumed from a folder, as the end of a sentence, or None if it can."""
     fault = fault_of(folder, sealed)
-    states = ("optimizer*", "global_step*")  # the second of DeepSpeed
-    if fault is None and not any(any(Path(folder).glob(pattern)) for pattern in states):
+    has_state = any(Path(folder).glob("optimizer*")) or any(
+        Path(folder).glob("global_step*")
+    )  # the second of DeepSpeed
+    if fault is None and not has_state:
         return "it holds no optimizer state, as `save_only_model` asks for, and a run cannot go on without"
     if fault is None and not (Path(folder) / "trainer_state.json").is_file():
         return "trainer_state.json is missing"
@@ -139,8 +139,10 @@ def newest_complete_checkpoint(output_dir: str | Path, run: Identity | None = No
     """
     for folder in reversed(checkpoints(output_dir)):
         own = run_of(folder)
-        others = f"it belongs to another run ({', '.join(map(str, differences(own, run, WHOLE_RUN)))})"
-        fault = fault_of_checkpoint(folder) if continues(own, run) else others
+        if continues(own, run):
+            fault = fault_of_checkpoint(folder)
+        else:
+            fault = f"it belongs to another run ({', '.join(map(str, differences(own, run, WHOLE_RUN)))})"
         if fault is None:
             return folder
         logger.warning(f"Passing over {folder}: {fault}.")
@@ -155,15 +157,19 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Collection[str | Pat
     """
     kept = {Path(folder).resolve() for folder in keep}
     folders = [folder for folder in checkpoints(output_dir) if continues(run_of(folder), run)]
-    folders.sort(key=lambda folder: (folder / MANIFEST).exists())
     excess = max(len(folders) - limit, 0) if limit else 0
-    for folder in [folder for folder in folders if folder.resolve() not in kept][:excess]:
+    deletable = [folder for folder in folders if folder.resolve() not in kept]
+    deletable.sort(key=lambda folder: (folder / MANIFEST).exists())
+    for folder in deletable[:excess]:
         unseal(folder)  # killed half-way through, it is not mistaken for a complete one
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the folders `checkpoint-<step>`, by step."""
-    found = [folder for folder in Path(output_dir).glob("checkpoint-*") if folder.is_dir()]
-    steps = {folder: int(match[1]) for folder in found if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name))}
+    steps = {}
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        step = folder.name.removeprefix("checkpoint-")
+        if folder.is_dir() and step.isdecimal():
+            steps[folder] = int(step)
     return sorted(steps, key=steps.get)
