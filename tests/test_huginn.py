@@ -12,8 +12,7 @@ from test_families import assert_close, assert_gradients_agree, example_nll
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from loopdropout_trainer import use_gates
-from loopdropout_trainer.models.huginn import rotate_pairs
-from loopdropout_trainer.models.initial_state import philox, truncated_normals
+from loopdropout_trainer.models.huginn import philox, rotate_pairs, truncated_normals
 
 
 @pytest.fixture(scope="module")

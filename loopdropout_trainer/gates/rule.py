@@ -20,43 +20,26 @@ import torch
 from torch import Tensor
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gates.streams import ExampleId, normals, uniforms
+from loopdropout_trainer.gates.streams import Streams
 
 
 @dataclass(frozen=True)
-class Draw:
+class Draw(Streams):
     """The examples that need gates, and the random numbers that belong to them.
 
-    Attributes:
-        seed: of all streams of the run.
-        step: optimizer step, from 0; `num_steps` is their total number, for rules that follow a schedule.
-        example_ids: of the N examples in the step's global batch.
+    Attributes, besides those of `Streams`:
         num_loops: recurrence depth K.
+        num_steps: total number of optimizer steps, for rules that follow a schedule.
         num_modules: number M of adapted linear maps.
         layers: [M] index of the physical layer that each of them is part of.
         pass_index: of this pass among the rule's `passes` over one micro-batch.
     """
 
-    seed: int
-    step: int
-    example_ids: Sequence[ExampleId]
     num_loops: int
     num_steps: int = 0
     num_modules: int = 1
     layers: Sequence[int] = ()
     pass_index: int = 0
-
-    def uniforms(self, purpose: str, num_draws: int) -> Tensor:
-        """Return [N, num_draws] uniforms of the stream `purpose`."""
-        return uniforms(self.seed, purpose, self.step, self.example_ids, num_draws)
-
-    def normals(self, purpose: str, num_draws: int) -> Tensor:
-        """Return [N, num_draws] standard normals of the stream `purpose`."""
-        return normals(self.seed, purpose, self.step, self.example_ids, num_draws)
-
-    def step_uniforms(self, purpose: str, num_draws: int) -> Tensor:
-        """Return [num_draws] uniforms that are the same for all examples of the optimizer step, on every process."""
-        return uniforms(self.seed, purpose, self.step, [(0, 0)], num_draws)[0]
 
     def event_uniforms(self) -> Tensor:
         """Return the [K, N] uniforms behind every rule's events, so that two rules of one seed see paired masks."""

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
-from loopdropout_trainer.gates.streams import uniforms
+from loopdropout_trainer.gates.streams import Streams
 
 
 COLUMNS = {False: 16, True: 256}
@@ -151,7 +151,7 @@ class _Row:
 
 
 _FREE = _Row(-1, [0])
-"""What compiled steps compute in a free slot: token 0 at position 0, which the next prompt writes over."""
+"""What a free slot holds, and compiled steps compute there: token 0 at position 0, which the next prompt writes over."""
 
 
 class Sampler:
@@ -181,7 +181,7 @@ class Sampler:
         top_p: float = 1.0,
         min_p: float | None = None,
     ) -> None:
-        self.uniforms = uniforms(seed, purpose, step, [(row, 0) for row in rows], length)  # [N, length]
+        self.uniforms = Streams(seed, step, [(row, 0) for row in rows]).uniforms(purpose, length)  # [N, length]
         warpers = (
             (temperature != 1, transformers.TemperatureLogitsWarper, float(temperature)),
             (top_k, transformers.TopKLogitsWarper, top_k),
@@ -228,7 +228,7 @@ class Decoder:
         rows = (_Row(index, prompt) for index, prompt in enumerate(self.prompts))
         self.waiting = deque(sorted(rows, key=lambda row: -row.start))  # what fills memory comes first
         self.num_slots = min(self.num_slots, len(self.prompts))
-        self.slots: list[_Row | None] = [None] * self.num_slots  # fewer when compacted, up to as many when admitting
+        self.slots = [_FREE] * self.num_slots  # fewer when compacted, up to as many when admitting
         self.cache = SlotCache(self.num_slots, self.device, self.model.dtype)
 
     @torch.no_grad()
@@ -237,7 +237,7 @@ class Decoder:
         # Each turn admits what fits, then adds one token to every row. It returns as soon as a completion has ended, so that
         # the caller can write it down before anything else can go wrong.
         ended: list[_Row] = []
-        while not ended and (self.waiting or any(self.slots)):
+        while not ended and (self.waiting or self._used()):
             if self._admit():  # a completion may end with its first token
                 ended = self._evict()
             if not ended:
@@ -245,11 +245,15 @@ class Decoder:
                 ended = self._evict()
         return [(row.index, row.completion) for row in ended]
 
+    def _used(self) -> list[int]:
+        """Return the slots that hold a row."""
+        return [slot for slot, row in enumerate(self.slots) if row is not _FREE]
+
     def _admit(self) -> bool:
         """Admit waiting prompts to free slots, with the first token of their completions; return whether there were any."""
         waiting = len(self.waiting)
-        self.slots += [None] * (self.num_slots - len(self.slots))
-        free = [slot for slot, row in enumerate(self.slots) if row is None]
+        self.slots += [_FREE] * (self.num_slots - len(self.slots))
+        free = [slot for slot, row in enumerate(self.slots) if row is _FREE]
         if 4 * len(free) < self.num_slots:
             free = []  # not to each one alone, since reading a prompt takes a call of its own
         while free and self.waiting:
@@ -264,9 +268,10 @@ class Decoder:
     def _compact(self) -> None:
         """Move the last rows to the free slots before them, and leave out the slots behind."""
         # Slots [a, -, c, -, e]: three rows, so that e moves to slot 1, and slots 3 and 4 are left out.
-        size = sum(row is not None for row in self.slots)
-        targets = [slot for slot in range(size) if self.slots[slot] is None]
-        sources = [slot for slot in range(size, len(self.slots)) if self.slots[slot] is not None]
+        used = self._used()
+        size = len(used)
+        targets = [slot for slot in range(size) if slot not in used]
+        sources = [slot for slot in used if slot >= size]
         if targets:
             self.cache.move(sources, targets)
             for source, target in zip(sources, targets, strict=True):
@@ -276,7 +281,7 @@ class Decoder:
     def _fit(self) -> None:
         """Make the cache as large as the rows."""
         # Rounded up, so that a cache is not resized with every token: each length costs a new view, or a new CUDA graph.
-        longest = max(len(row.tokens) for row in self.slots if row is not None)
+        longest = max(len(row.tokens) for row in self.slots)
         num_columns = rounded_up(longest, COLUMNS[self.compiled])
         if self.compiled:
             num_columns = max(num_columns, len(self.cache.columns))
@@ -305,13 +310,12 @@ class Decoder:
     def _step(self) -> None:
         """Add a token to every row."""
         self._fit()
-        computed = [_FREE if row is None else row for row in self.slots]
-        ids = torch.tensor([[row.tokens[-1]] for row in computed], device=self.device)  # [B, 1]
-        positions = torch.tensor([[len(row.tokens) - 1] for row in computed])
+        ids = torch.tensor([[row.tokens[-1]] for row in self.slots], device=self.device)  # [B, 1]
+        positions = torch.tensor([[len(row.tokens) - 1] for row in self.slots])
         self._set(list(range(len(self.slots))), positions, is_prefill=False)
         step = _compiled(self.device.type) if self.compiled else _logits
         logits = step(self.model, self.cache, ids)  # [B, V]
-        used = [slot for slot, row in enumerate(self.slots) if row is not None]
+        used = self._used()
         rows = [self.slots[slot] for slot in used]
         self._extend(rows, logits[used])
 
@@ -325,12 +329,13 @@ class Decoder:
 
     def _evict(self) -> list[_Row]:
         """Evict the rows whose completions have ended, and return them."""
-        running = [row for row in self.slots if row is not None]
-        ends = self.have_ended([row.completion for row in running])
-        ended = [
-            row for row, end in zip(running, ends, strict=True) if end or len(row.completion) >= self.max_new_tokens
-        ]
-        self.slots = [None if row in ended else row for row in self.slots]
+        used = self._used()
+        completions = [self.slots[slot].completion for slot in used]
+        ended = []
+        for slot, completion, has_ended in zip(used, completions, self.have_ended(completions), strict=True):
+            if has_ended or len(completion) >= self.max_new_tokens:
+                ended.append(self.slots[slot])
+                self.slots[slot] = _FREE
         return ended
 
 

@@ -16,6 +16,8 @@ What the checkpoint calls `transformer.adapter` is the projection that mixes sta
 from __future__ import annotations
 
 import copy
+import hashlib
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +29,6 @@ from transformers import initialization as init
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.forward_pass import LoopInputs
 from loopdropout_trainer.models.huginn_config import HuginnConfig, drop_huginn_ids
-from loopdropout_trainer.models.initial_state import stream_key, truncated_normals
 from loopdropout_trainer.models.layers import Attention, ExactRotaryEmbedding, RMSNorm, project
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
@@ -51,8 +52,69 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    first = even * cos - odd * sin
+    second = odd * cos + even * sin
+    rotated = torch.stack((first, second), dim=-1)
     return rotated.flatten(-2).type_as(x)
+
+
+# Random start states without a random state: a pure function of (key, position, channel), on any device. The source is
+# Philox-4x32-10 (Salmon et al. 2011): 64-bit key, counter (channel // 4, position, 0, 0). A token's state depends on nothing
+# but its key and its position, so that decoding with a cache, another batch size, padding, another number of processes or a
+# resumed run start from the same states; and the global random stream is never touched.
+
+_WORD = 0xFFFFFFFF
+
+
+@torch.compiler.assume_constant_result
+def stream_key(*parts: str | int) -> int:
+    """Return the 64-bit key, as a signed number, of the stream that `parts` name: a purpose, a seed, an optimizer step."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the four 32-bit words of Philox-4x32-10, as int64 tensors, for broadcastable counter and key words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = (k0 + 0x9E3779B9) & _WORD
+        k1 = (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Return the high and the low word of a 32 x 32 bit product."""
+    product = word * factor  # of 64 bits, the highest of which int64 takes for a sign
+    return (product >> 32) & _WORD, product & _WORD
+
+
+def truncated_normals(keys: Tensor, positions: Tensor, width: int) -> Tensor:
+    """Return standard normals, truncated at 3 sigma, [..., width] float32; a longer request starts with the shorter one's.
+
+    Args:
+        keys: int64 of 64-bit stream keys, of any shape that broadcasts with positions [...] int64.
+    """
+    blocks = torch.arange(math.ceil(width / 4), device=positions.device)
+    positions = positions.unsqueeze(-1)
+    keys = keys.unsqueeze(-1)
+    zero = torch.zeros_like(positions)
+    counter = (blocks, positions, zero, zero)
+    key = (keys & _WORD, (keys >> 32) & _WORD)
+    words = philox(counter, key)
+    words = torch.stack(torch.broadcast_tensors(*words), dim=-1)  # [..., width / 4, 4]
+    words = words.flatten(-2)[..., :width]
+    cells = (words >> 8).to(torch.float32)  # 24 bits
+    uniforms = (cells + 0.5) * 2.0**-24
+    inside = math.erf(3 / math.sqrt(2))  # probability of |z| < 3
+    quantiles = torch.erfinv(inside * (2 * uniforms - 1))
+    return math.sqrt(2) * quantiles
 
 
 class RavenAttention(Attention):
@@ -81,7 +143,8 @@ class RavenAttention(Attention):
         qkv = projected.unflatten(-1, (-1, self.head_dim))  # [B, S, all heads, d]
         query, key, value = qkv.split(self.num_heads, dim=2)
         if hasattr(self, "qk_bias"):
-            query, key = query + self.qk_bias[0], key + self.qk_bias[1]
+            query = query + self.qk_bias[0]
+            key = key + self.qk_bias[1]
         if hasattr(self, "q_norm"):
             query = self.q_norm(query.flatten(-2)).view_as(query)
             key = self.k_norm(key.flatten(-2)).view_as(key)
@@ -142,7 +205,8 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
         if not isinstance(config, PreTrainedConfig):
             config, kwargs = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         config = copy.deepcopy(config)
-        config.complete(lambda: kwargs.get("state_dict") or checkpoint_names(name, **download))
+        weight_names = lambda: kwargs.get("state_dict") or checkpoint_names(name, **download)
+        config.complete(weight_names)
         loaded = super().from_pretrained(name, *args, config=config, **{**kwargs, **download})
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if config.block_layout != "huginn" and getattr(model, "generation_config", None) is not None:
@@ -227,7 +291,8 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         keys = torch.tensor(keys, device=state.device)
         keys = self.loop_state.per_token(keys, state).squeeze(-1)  # [B or 1, S or 1]
         scale = config.init_values["std"] * config.init_values["embed_scale"]
-        return scale * truncated_normals(keys, positions, config.n_embd)
+        normals = truncated_normals(keys, positions, config.n_embd)
+        return scale * normals
 
 
 class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
@@ -251,21 +316,25 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         if initial_state is None:
             return inputs
         tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
-        total = input_ids.shape[1] + (0 if inputs_embeds is None else inputs_embeds.shape[1])
+        total = input_ids.shape[1]
+        if inputs_embeds is not None:
+            total += inputs_embeds.shape[1]
         if initial_state.shape[1] < total:
             raise UserError(
                 f"`initial_state` has {initial_state.shape[1]} columns, but generation has reached {total} tokens: give one "
                 "for each token of the prompt and of the answer."
             )
-        return {**inputs, "initial_state": initial_state[:, total - tokens.shape[1] : total]}
+        columns = slice(total - tokens.shape[1], total)
+        return {**inputs, "initial_state": initial_state[:, columns]}
 
     # The checkpoint holds a table of rotations. It is recomputed in float32, never read: a model cast to bfloat16 would
     # cast its table as well, and every position would be off. The published file holds the tied head twice, and readers
     # other than transformers want it there; it may be left out all the same.
 
     def hub_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.config.tie_word_embeddings:  # a copy: safetensors refuses tensors that share memory
-            weights = {**weights, "lm_head.weight": weights["transformer.wte.weight"].clone()}
+        if self.config.tie_word_embeddings:
+            head = weights["transformer.wte.weight"].clone()  # safetensors refuses tensors that share memory
+            weights = {**weights, "lm_head.weight": head}
         if self.config.block_layout != "huginn":
             return weights
         angles = rotary_angles(self.config, torch.arange(self.config.block_size))

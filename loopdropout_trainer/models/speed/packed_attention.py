@@ -46,7 +46,8 @@ class Lengths:
     @functools.cached_property
     def offsets(self) -> Tensor:
         """Where each example begins and where the last one ends, int32 [N + 1] on the device."""
-        ends = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
+        lengths = torch.tensor([0, *self.lengths])
+        ends = lengths.cumsum(0, dtype=torch.int32)
         return ends.to(self.device, non_blocking=True)
 
     def mask(self, chunk: int, dtype: torch.dtype) -> Tensor:
@@ -102,7 +103,8 @@ def _one_by_one(
 def _at_once(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scaling: float) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
     inputs = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, d]
     ends = lengths.offsets
     longest = max(lengths.lengths)
@@ -113,8 +115,9 @@ def _at_once(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scalin
 
 def _takes_all_at_once(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether torch has a kernel for variable lengths here, which computes what it should."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and half and _at_once_agrees(device, dtype, head_dim)
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return _at_once_agrees(device, dtype, head_dim)
 
 
 @functools.cache
@@ -128,7 +131,8 @@ def _at_once_agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             lengths = Lengths([37, 5, 64], device)
             generator = torch.Generator(device).manual_seed(0)
-            drawn = torch.randn(4, 1, 2, sum(lengths.lengths), head_dim, generator=generator, device=device).to(dtype)
+            shape = (4, 1, 2, sum(lengths.lengths), head_dim)
+            drawn = torch.randn(shape, generator=generator, device=device).to(dtype)
             for attention in (_at_once, _one_by_one):
                 inputs = [x.detach().requires_grad_() for x in drawn[:3]]
                 output = attention(*inputs, lengths, head_dim**-0.5)
