@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from loopdropout_trainer.checks import check_number
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.streams import Streams
 
@@ -130,13 +131,12 @@ def field_names(cls: type[GateRule]) -> list[str]:
 
 def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
     """Return p as a float or a tuple of floats; raise ValueError if one is not a number in [0, 1)."""
-    values = list(p) if isinstance(p, Sequence) and not isinstance(p, str) else [p]
+    values = p if isinstance(p, (list, tuple)) else [p]
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise UserError(f"`{name}` is a drop probability and must lie in [0, 1); got {value!r}.")
+        check_number(name, value, 0, 1, below=True)
     if not values:
         raise UserError(f"`{name}` must be one drop probability, or one for each loop; got an empty list.")
-    return float(values[0]) if len(values) == 1 else tuple(float(value) for value in values)
+    return float(values[0]) if len(values) == 1 else tuple(map(float, values))
 
 
 def check_one_p(p: float | Sequence[float], name: str = "p") -> float:

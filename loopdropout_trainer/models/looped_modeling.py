@@ -404,8 +404,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             labels: [B, S], -100 for tokens without a loss; shifted inside.
             logits_to_keep: number of last positions (0: all), or their indices, to compute logits [B, S', V] for.
         """
-        inputs = {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
-        outputs = self.base_model(input_ids, attention_mask, **inputs, **kwargs)
+        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        outputs = self.base_model(*inputs, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])
         if self.float32_logits:
