@@ -143,7 +143,9 @@ class PackedPass(PlainPass):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not part.frozen):
                 states.append(recurrent_step(inputs))
             order += part.order
-        state = torch.cat(states, dim=1) if len(states) > 1 else states[0]
+        # Autocast to bfloat16 knows no float16 here, as the states of a float16 base are.
+        with torch.autocast(states[0].device.type, enabled=False):
+            state = torch.cat(states, dim=1) if len(states) > 1 else states[0]
         self.state = self._reordered(state, order, self.all)
 
     def result(self) -> LoopInputs:
