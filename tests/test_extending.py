@@ -39,8 +39,8 @@ def test_the_example_is_short_and_announces_every_loop():
     assert len(names) == 2 * 8 and all(name.startswith(("model.L_module.", "model.H_module.")) for name in names)
     twin = copy.deepcopy(model)
     twin.config.num_loops = 2
-    for each in (model, twin, model):
-        check_loops(each, input_ids=ids)
+    for looped in (model, twin, model):
+        check_loops(looped, input_ids=ids)
     assert find_looped_model(with_adapter(model, scale=0.1)).recurrent_linears() == names
 
 

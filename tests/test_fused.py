@@ -103,8 +103,8 @@ def test_what_changes_between_two_passes_is_followed(change, gates, num_fused):
 
 def test_nothing_outlives_a_forward_pass_and_gates_of_single_modules_are_not_fused(num_fused):
     models = twins()
-    each = torch.rand(4, 4, 14, generator=torch.Generator().manual_seed(0)) * 2
-    with use_gates(models[0], each), use_gates(models[1], each):
+    by_module = torch.rand(4, 4, 14, generator=torch.Generator().manual_seed(0)) * 2
+    with use_gates(models[0], by_module), use_gates(models[1], by_module):
         assert_same_loss_and_gradients(*models)
     assert num_fused() == 0
     state = find_looped_model(models[0]).loop_state

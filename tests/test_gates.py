@@ -105,8 +105,8 @@ def test_module_wise_masks_are_independent_over_loops_and_modules():
 )
 def test_support_and_mass_at_zero(name, fields, support, at_zero):
     gates = make_rule(name, **fields).sample(draw(MANY // 3))
-    found = set(gates.unique().tolist())
-    assert found == {float(torch.tensor(value, dtype=torch.float32)) for value in support}
+    values = set(gates.unique().tolist())
+    assert values == {float(torch.tensor(value, dtype=torch.float32)) for value in support}
     assert (gates == 0).double().mean(dim=1).tolist() == pytest.approx(at_zero, abs=0.008)
 
 

@@ -155,7 +155,9 @@ def test_advice_names_the_first_change_that_fits(config, monkeypatch):
         monkeypatch.setattr(memory, "usable_memory", lambda args: usable)
         return memory_advice(model.config, "float32", adapter, config(per_device_train_batch_size=8), longest=256)
 
-    plain, layers = (sum(step_memory(peft_model, 8, 256, 2, each).values()) for each in (False, True))
+    plain, layers = (
+        sum(step_memory(peft_model, 8, 256, 2, checkpointing).values()) for checkpointing in (False, True)
+    )
     assert layers < plain
     assert "8 rows of 256 tokens" in advice(plain)
     assert "so that `gradient_checkpointing` stays off" in advice(plain)

@@ -134,8 +134,8 @@ def sparse_update(seeds, p):
 
 def draw_of(trainer, num_examples, **fields):
     layers, ids = physical_layers(trainer.model), [(row, 0) for row in range(num_examples)]
-    known = {"seed": 101, "step": 0, "num_steps": trainer.state.max_steps, "num_loops": K}
-    return Draw(**known, example_ids=ids, num_modules=len(layers), layers=layers, **fields)
+    common = {"seed": 101, "step": 0, "num_steps": trainer.state.max_steps, "num_loops": K}
+    return Draw(**common, example_ids=ids, num_modules=len(layers), layers=layers, **fields)
 
 
 CHECKPOINTED = ("weight_noise", "module_wise", "independent + loop mask", "lora_dropout", "adaptive")
@@ -154,7 +154,7 @@ def test_loss_and_gradients_are_those_of_full_matrices(case, checkpointing, make
     trainer.state.max_steps = 4
     loss = trainer.training_step(model, dict(batch), num_items)
     # An adapter that is switched off for the step is left out; its gradient is zero.
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
     model.zero_grad()
 
     updates = []
@@ -172,7 +172,7 @@ def test_loss_and_gradients_are_those_of_full_matrices(case, checkpointing, make
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, p in parameters.items():
         wanted = torch.zeros_like(p) if p.grad is None else p.grad
-        assert (found[name] - wanted).norm() <= 1e-5 * max(1.0, float(wanted.norm())), name
+        assert (gradients[name] - wanted).norm() <= 1e-5 * max(1.0, float(wanted.norm())), name
 
 
 # --- The life of a run -----------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_trains_saves_resumes_and_evaluates(case, make_trainer, tmp_path, refere
 
     # The same start and the same data as every other rule.
     first = {name: tensor[0] if tensor.dim() == 3 else tensor for name, tensor in initial.items() if "lora_A" in name}
-    seen = [each.batch["input_ids"] for each in trainer.seen if each.gradients is not None]
+    seen = [micro_batch.batch["input_ids"] for micro_batch in trainer.seen if micro_batch.gradients is not None]
     num_tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
     if not reference:
         reference.update(first=first, seen=seen, num_tokens=num_tokens)

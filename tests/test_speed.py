@@ -99,11 +99,11 @@ def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, seconds, l
 
 
 def test_optimisations_are_exact_with_a_float_mask_gates_for_each_module_and_truncated_backpropagation():
-    each = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
+    by_module = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
     for attention, layout, gates, depth, tolerance in (
         ("eager", "right", MIXED, None, 1e-5),  # this kernel's softmax is float32
         ("eager", "packed", MIXED, None, 1e-5),
-        ("sdpa", "left", each, None, 1e-9),
+        ("sdpa", "left", by_module, None, 1e-9),
         ("sdpa", "left", MIXED, 2, 1e-9),
     ):
         model, (inputs, segments) = adapted(tiny_ouro(attn_implementation=attention)), batch(layout)
