@@ -14,7 +14,7 @@ An example with two slots, the cache as it lies in memory (a letter: a token; .:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -232,18 +232,17 @@ class Decoder:
         self.cache = SlotCache(self.num_slots, self.device, self.model.dtype)
 
     @torch.no_grad()
-    def advance(self) -> list[tuple[int, list[int]]]:
-        """Decode until one or more completions have ended, and return them with their prompts' indices; [] at the end."""
-        # Each turn admits what fits, then adds one token to every row. It returns as soon as a completion has ended, so that
-        # the caller can write it down before anything else can go wrong.
-        ended: list[_Row] = []
-        while not ended and (self.waiting or self._used()):
-            if self._admit():  # a completion may end with its first token
-                ended = self._evict()
+    def __iter__(self) -> Iterator[list[tuple[int, list[int]]]]:
+        """Yield the completions that end together, with their prompts' indices."""
+        # Each turn admits what fits, then adds one token to every row. A completion is handed on as soon as it has ended, so
+        # that the caller can write it down before anything else can go wrong.
+        while self.waiting or self._used():
+            ended = self._evict() if self._admit() else []  # a completion may end with its first token
             if not ended:
                 self._step()
                 ended = self._evict()
-        return [(row.index, row.completion) for row in ended]
+            if ended:
+                yield [(row.index, row.completion) for row in ended]
 
     def _used(self) -> list[int]:
         """Return the slots that hold a row."""

@@ -13,7 +13,7 @@ The work is that of reading prompts: a few tensors as wide as the widest project
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, takewhile
@@ -166,29 +166,30 @@ def sample_completions(
 
 
 def _advancing(
-    decoder: Decoder | _Generate,
+    decoder: Iterable[list[tuple[int, list[int]]]],
     model: torch.nn.Module,
     looped: PreTrainedModel,
     prepared: PreparedProjections | None,
 ):
-    """Yield (index of the prompt, completion) pairs as they come; while the caller has them, the model is as it was.
+    """Yield lists of (index of the prompt, completion) as they come; while the caller has them, the model is as it was.
 
     `prepared` is None for compiled steps, which read the weights where they are, and join the products by themselves.
     """
     gates = looped.loop_state.gates
     if gates is not None and gates.shape[1] > 1:
         raise UserError(f"Generation applies the same gates to all prompts; those of {gates.shape[1]} are in force.")
+    batches = iter(decoder)
     while True:
         was_training, generation_config = model.training, looped.generation_config
         model.eval()
         looped.generation_config = GenerationConfig()  # `generate` fills unset fields from it, such as penalties
         try:
             with nullcontext() if prepared is None else prepared.in_use():
-                finished = decoder.advance()
+                finished = next(batches, None)
         finally:
             looped.generation_config = generation_config
             model.train(was_training)
-        if not finished:
+        if finished is None:
             return
         yield finished
 
@@ -224,37 +225,30 @@ class _Ends:
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-class _Generate:
-    """transformers' own greedy generation, in left-padded batches: the arguments and the results of `Decoder`."""
-
-    def __init__(
-        self, looped: PreTrainedModel, prompts: list, max_new_tokens: int, batch_size: int, ends: _Ends
-    ) -> None:
-        self.looped, self.ends, self.prompts = looped, ends, prompts
-        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        self.batches = iter([order[at : at + batch_size] for at in range(0, len(order), batch_size)])  # of indices
-        # Padding is masked before a prompt, and cut off behind a completion: any token will do.
-        options = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": ends.end_ids or None}
-        self.config = GenerationConfig(max_new_tokens=max_new_tokens, **options)
-
-    @torch.no_grad()
-    def advance(self) -> list[tuple[int, list[int]]]:
-        indices = next(self.batches, [])
-        batch = [self.prompts[index] for index in indices]
-        if not batch:
-            return []
-        device, left = self.looped.device, {"batch_first": True, "padding_side": "left"}
-        ids = pad_sequence([torch.tensor(row) for row in batch], **left)  # [B, S]
-        mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in batch], **left)
+@torch.no_grad()
+def _generate(
+    looped: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, batch_size: int, ends: _Ends
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """Yield transformers' own greedy completions, in left-padded batches: arguments and results as of `Decoder`."""
+    # Padding is masked before a prompt, and cut off behind a completion: any token will do.
+    options = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": ends.end_ids or None}
+    config = GenerationConfig(max_new_tokens=max_new_tokens, **options)
+    device, left = looped.device, {"batch_first": True, "padding_side": "left"}
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    for first in range(0, len(order), batch_size):
+        indices = order[first : first + batch_size]
+        rows = [torch.tensor(prompts[index]) for index in indices]
+        ids = pad_sequence(rows, **left)  # [B, S]
+        mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
         length = ids.shape[1]
-        have_ended = lambda ids, scores, **kwargs: torch.tensor(self.ends(ids[:, length:].tolist()), device=device)
-        rows = self.looped.generate(
+        ended = lambda ids, *_, start=length, **kwargs: torch.tensor(ends(ids[:, start:].tolist()), device=device)
+        answers = looped.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
-            generation_config=self.config,
-            stopping_criteria=StoppingCriteriaList([] if self.ends.stops is None else [have_ended]),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([ended]),
         )
-        return list(zip(indices, rows[:, length:].tolist(), strict=True))
+        yield list(zip(indices, answers[:, length:].tolist(), strict=True))
 
 
-DECODINGS = {"eager": Decoder, "compiled": partial(Decoder, compiled=True), "generate": _Generate}
+DECODINGS = {"eager": Decoder, "compiled": partial(Decoder, compiled=True), "generate": _generate}
