@@ -233,7 +233,8 @@ def warped(logits, temperature, top_k, top_p, min_p):
 def test_sampled_tokens_are_those_of_one_row_at_a_time_without_a_cache(cut, tokenizer):
     model, stops = with_adapter(scale=0.4).train(), [0, 40, 41]
     prompts = [[5, 6, 7, 8], [9, 10], [11] * 7, [12, 13, 14], [15]]
-    sampler = Sampler(3, "completions, train", 5, range(20, 25), 8, *cut)
+    streams = Streams(3, 5, [(row, 0) for row in range(20, 25)])
+    sampler = Sampler(streams.uniforms("completions, train", 8), *cut)
     got = sample_completions(model, prompts, sampler, 8, stops, num_slots=2)
     assert model.training and got == sample_completions(model, prompts, sampler, 8, stops, num_slots=5)
     model.eval()

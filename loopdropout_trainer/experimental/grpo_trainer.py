@@ -18,7 +18,7 @@ from trl.trainer.utils import RepeatSampler
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
-from loopdropout_trainer.gates.streams import ExampleId
+from loopdropout_trainer.gates.streams import ExampleId, Streams
 from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
 from loopdropout_trainer.looped import GatedBatch
@@ -114,8 +114,9 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         length, generation = self.max_completion_length, self._round if mode == "train" else self._eval_batch
         self._eval_batch += mode == "eval"
         cut = (self.temperature, self.top_k, self.top_p, self.min_p)
-        rows = self._new_rows(len(prompt_ids))
-        sampler = Sampler(self.args.seed, f"completions, {mode}", generation, rows, length, *cut)
+        rows = [(row, 0) for row in self._new_rows(len(prompt_ids))]
+        uniforms = Streams(self.args.seed, generation, rows).uniforms(f"completions, {mode}", length)
+        sampler = Sampler(uniforms, *cut)
         slots = self.args.completion_slots or len(prompt_ids)
         model = self.accelerator.unwrap_model(self.model)
         compiled = self._decoding == "compiled"

@@ -25,8 +25,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
-from loopdropout_trainer.gates.streams import Streams
-
 
 COLUMNS = {False: 16, True: 256}
 """By whether steps are compiled: the cache's length is a multiple of it, since each length costs a view or a CUDA graph."""
@@ -157,31 +155,25 @@ _FREE = _Row(-1, [0])
 class Sampler:
     """Draws tokens from softmax(logits / temperature), cut by top-k, top-p and min-p in this order, as transformers does.
 
-    The token at position n of row i is the one at which the cumulative probability, in the order of the vocabulary, passes
-    a uniform number that is a function of (seed, step, row i, n). So a row has the same completion in any batch, process
-    and order, and again after a resume, up to the rounding of its logits.
+    A token is the one at which the cumulative probability, in the order of the vocabulary, passes a uniform number that
+    belongs to its row and its place. So a row has the same completion in any batch, process and order, and again after a
+    resume, up to the rounding of its logits.
 
     Args:
-        seed, purpose, step: key of the stream.
-        rows: index of each prompt in that stream.
-        length: maximum number of tokens of a completion.
+        uniforms: [N, tokens of a completion] of the rows, in [0, 1).
         temperature: above 0. top_k: number of tokens that may be drawn, 0 for all. top_p: their least joint probability.
         min_p: least probability relative to the most probable token, or None.
     """
 
     def __init__(
         self,
-        seed: int,
-        purpose: str,
-        step: int,
-        rows: Sequence[int],
-        length: int,
+        uniforms: Tensor,
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float | None = None,
     ) -> None:
-        self.uniforms = Streams(seed, step, [(row, 0) for row in rows]).uniforms(purpose, length)  # [N, length]
+        self.uniforms = uniforms
         warpers = (
             (temperature != 1, transformers.TemperatureLogitsWarper, float(temperature)),
             (top_k, transformers.TopKLogitsWarper, top_k),
@@ -191,7 +183,7 @@ class Sampler:
         self.warpers = transformers.LogitsProcessorList([make(value) for wanted, make, value in warpers if wanted])
 
     def __call__(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Return the tokens [B] that rows, counted as in `rows` of the constructor, draw at positions from logits [B, V]."""
+        """Return the tokens [B] that rows of `uniforms` draw at positions from logits [B, V]."""
         probabilities = self.warpers(None, logits).softmax(dim=-1)
         cumulated = probabilities.double().cumsum(dim=-1)
         u = self.uniforms[list(rows), list(positions)].to(logits.device)  # [B]
