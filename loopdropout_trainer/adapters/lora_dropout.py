@@ -38,16 +38,8 @@ class SparseLora(GatedLora, kind="lora_dropout"):
         return F.linear(low_rank, thinned.to(low_rank.dtype))
 
     def _masks(self, module: LoraLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-<<<<<<< HEAD
-        """Return [d_in] and [d_out] masks of the pass; all its loops, and their recomputation, share them."""
-        seed = int(self.loop_state.batch.seeds[self.module])
-        if self._expanded[0] != seed:
-            size = (module.in_features, module.out_features)
-            drawn = torch.rand(sum(size), generator=torch.Generator(device).manual_seed(seed), device=device)
-            self._expanded = (seed, (drawn >= self.rule.p).to(torch.float32).split(size))
-=======
         """Return [d_in] and [d_out] masks of the pass, rescaled; all its loops, and their recomputation, share them."""
-        seed = int(self.loop_state.plan.seeds[self.module])
+        seed = int(self.loop_state.batch.seeds[self.module])
         if self._expanded[0] == seed:
             return self._expanded[1]
         p = self.rule.p
@@ -57,5 +49,4 @@ class SparseLora(GatedLora, kind="lora_dropout"):
         drawn = torch.rand(d_in + d_out, generator=generator, device=device)
         masks = (drawn >= p).to(torch.float32) / (1 - p)
         self._expanded = (seed, masks.split((d_in, d_out)))
->>>>>>> main
         return self._expanded[1]

@@ -62,12 +62,8 @@ class PreparedProjections:
 
     def __call__(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
         """Return the outputs [..., out_i] of x [..., in], or what would be returned without this."""
-<<<<<<< HEAD
-        state, running = self.state, self.state.running
-=======
         state = self.state
-        step = self.state.step
->>>>>>> main
+        running = self.state.running
         without_gradient = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if without_gradient and not (running.frozen or running.tokens is not None or state.batch.per_module):
             unit = state.gates is None
