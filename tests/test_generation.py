@@ -150,7 +150,7 @@ def test_prompts_in_any_order_are_read_in_batches_of_bounded_size(monkeypatch):
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 50)
     model.model.register_forward_hook(lambda module, args, output: read.append(output.last_hidden_state.shape[:2]))
     prompts = [*[[2, 3]] * 8, [2] * 40]
-    assert len(sample_completions(model, prompts, decoding.Sampler(0, "test", 0, range(9), 4), 4, [0], 9)) == 9
+    assert len(sample_completions(model, prompts, decoding.Sampler(torch.rand(9, 4)), 4, [0], 9)) == 9
     assert max(rows * length for rows, length in read) <= 50
 
 

@@ -195,8 +195,7 @@ class LoopState:
             return None
         if gate.shape[1] > 1:
             gate = gate[:, module : module + 1]
-        if gate.device != hidden_states.device:  # a model spread over several devices
-            gate = gate.to(hidden_states.device)
+        gate = gate.to(hidden_states.device)  # another one in a model that is spread over several devices
         return gate.unsqueeze(0) if self.running.tokens is not None else self.per_token(gate, hidden_states)
 
     def per_token(self, values: Tensor, hidden_states: Tensor) -> Tensor:

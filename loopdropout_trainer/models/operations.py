@@ -30,11 +30,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
     """Return silu(a) * b for a and b of one shape."""
-    if torch.compiler.is_compiling():
-        return F.silu(a) * b
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _SwiGLU.apply(a, b)
-    return _swiglu(a, b)
+    return F.silu(a) * b
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,10 +62,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     reciprocal = torch.add(eps, norm.square_(), alpha=1 / x.shape[-1]).rsqrt_()
     quotient = (x * reciprocal).to(x.dtype)
     return quotient.mul_(weight) if weight.dtype == x.dtype else quotient * weight, reciprocal
-
-
-def _swiglu(a: Tensor, b: Tensor) -> Tensor:
-    return F.silu(a).mul_(b)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int = 1) -> Tensor:
@@ -114,7 +108,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
-        return _swiglu(a, b)
+        return F.silu(a).mul_(b)
 
     @staticmethod
     @once_differentiable
