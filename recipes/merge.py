@@ -18,7 +18,7 @@ from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_t
 from loopdropout_trainer.checks import check_folder
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import run_command, user_supplied
-from loopdropout_trainer.evaluation.loading import load_model
+from loopdropout_trainer.evaluation.subject import load_model
 from loopdropout_trainer.runs.printing import show_log
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
 from loopdropout_trainer.secrets import hide_secrets

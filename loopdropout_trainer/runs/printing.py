@@ -14,7 +14,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
 
-from loopdropout_trainer.evaluation.metrics import last_integer
+from loopdropout_trainer.evaluation.results import same_last_number
 from loopdropout_trainer.settings.recipe import method_title
 from loopdropout_trainer.training.scores import reduction
 
@@ -114,8 +114,7 @@ def _cells(name: str, result: Results) -> list[tuple[str, str]]:
 
 def correct_by_last_number(result: Results) -> int:
     """Count the completions whose last number is the reference's, whatever stands before it."""
-    numbers = [(last_integer(p["completion"]), last_integer(p["reference"])) for p in result["predictions"]]
-    return sum(number == wanted is not None for number, wanted in numbers)
+    return sum(same_last_number(each["completion"], each["reference"]) for each in result["predictions"])
 
 
 # While it runs.

@@ -28,7 +28,7 @@ from loopdropout_trainer.diagnostics.losses import Readouts, SingleLoop, readout
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, facts_of_batches
 from loopdropout_trainer.errors import one_line, user_supplied
 from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
-from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
+from loopdropout_trainer.evaluation.benchmark import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.processes import from_main_process
