@@ -133,10 +133,10 @@ def _find_model(model: ComparedModel) -> ComparedModel:
     if model.kind == "adapter":
         folder, pattern = adapter_folder(model.path), WEIGHTS_FILE
         model.training = training_of(model.path)
-    results = folder / "results.json"
-    if results.is_file():
-        with user_supplied(f"{results} is not the results file of a training"):
-            model.trained_on = _trained_on(dict(json.loads(results.read_bytes())["run_info"]["settings"]))
+    run = folder / "run.json"
+    if run.is_file():
+        with user_supplied(f"{run} is not the file of a training"):
+            model.trained_on = _trained_on(dict(json.loads(run.read_bytes())["settings"]))
     model.weights = sha256_of_weights(folder.glob(pattern)) if folder.is_dir() else model.path
     return model
 
