@@ -50,7 +50,7 @@ def saved(tmp_path_factory, tokenizer):
         facts = {"num_loops": 4, "rule": rule, "p": None if name == "lora" else 0.5}
         (folder / name / ADAPTER_METADATA).write_text(json.dumps(facts))
         trained = {**yaml.safe_load(settings), "seed": seed}
-        (folder / name / "results.json").write_text(json.dumps({"run_info": {"settings": trained}}))
+        (folder / name / "run.json").write_text(json.dumps({"settings": trained}))
         seal(folder / name, trained_with(rule, seed=seed), ["adapter_model.safetensors"])
     adapted(copy.deepcopy(base), 1).merge_and_unload().save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder / "merged")
@@ -147,14 +147,14 @@ def test_a_killed_run_goes_on_and_other_rows_or_another_base_are_measured_anew(d
     assert values(other, metric="loss") != pytest.approx(values(before, metric="loss"), abs=1e-3)
 
 
-NOT_RESULTS = "results.json is not the results file"
+NO_RUN = "run.json is not the file of a training"
 INCOMPARABLE = [
     (9, {"num_train_examples": 40}, "`num_train_examples` was 20 .* 40"),
     (9, {"model_name_or_path": "ByteDance/Ouro-1.4B"}, "`model_name_or_path`.*Ouro-1.4B"),
     (9, {"learning_rate": 3e-3, "seed": 9}, "no two seeds of one method .`learning_rate` was 0.001 and is 0.003"),
     (9, {}, "the seed of both is 1"),
     (1, {"seed": 7}, "`LoRA` .* and `LoRA` .* hold the same weights"),
-    *((9, content, NOT_RESULTS) for content in ("{", '{"run_info": {"settings": 3}}')),
+    *((9, content, NO_RUN) for content in ("{", '{"settings": 3}')),
 ]
 
 
@@ -163,10 +163,10 @@ def test_adapters_that_cannot_be_compared_are_refused(diagnose, saved, tmp_path,
     shutil.copytree(saved / "lora", saved / "copy", dirs_exist_ok=True)
     adapted(tiny_ouro(), seed).save_pretrained(saved / "copy")
     if isinstance(results, dict):
-        trained = json.loads((saved / "lora" / "results.json").read_text())["run_info"]["settings"]
+        trained = json.loads((saved / "lora" / "run.json").read_text())["settings"]
         seal(saved / "copy", trained_with(**{"seed": 1, **results}), ["adapter_model.safetensors"])
-        results = json.dumps({"run_info": {"settings": trained | results}})
-    (saved / "copy" / "results.json").write_text(results)
+        results = json.dumps({"settings": trained | results})
+    (saved / "copy" / "run.json").write_text(results)
     with pytest.raises(ValueError, match=message) as caught:
         diagnose(tmp_path / "out", "--diagnostics", "dose", adapters=("LoRA=lora", "LoRA=copy"))
     assert "\n" not in str(caught.value)

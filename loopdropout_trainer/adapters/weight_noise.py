@@ -19,19 +19,19 @@ from loopdropout_trainer.errors import UserError
 class NoisyLora(GatedLora, kind="weight_noise"):
     """A gated layer with noise on its weight for the examples that have an event in the running loop.
 
-    It reads `GatePlan.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
+    It reads `GatedBatch.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
     """
 
     def forward(
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        plan = self.loop_state.plan
+        batch = self.loop_state.batch
         loop = self.loop_state.loop
-        rank = self.rule.noise_rank
-        if plan.seeds is None:
+        noise_rank = self.rule.noise_rank
+        if batch.seeds is None:
             return updated
-        seeds = plan.seeds[loop, :, self.module]  # [N]
+        seeds = batch.seeds[loop, :, self.module]  # [N]
         events = seeds.nonzero().flatten().tolist()
         if not events:
             return updated
@@ -44,17 +44,17 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         drawn = []
         for seed in seeds[events].tolist():
             generator = torch.Generator(x.device).manual_seed(seed)
-            drawn.append(torch.randn(rank, d_in + d_out, generator=generator, device=x.device))
+            drawn.append(torch.randn(noise_rank, d_in + d_out, generator=generator, device=x.device))
         g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
-        scales = self.rule.noise_scales(len(plan.seeds))
-        scale = scales[loop].item() / (d_out * d_in * rank) ** 0.5
+        scales = self.rule.noise_scales(len(batch.seeds))
+        scale = scales[loop].item() / (d_out * d_in * noise_rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
         # Each token takes the noise of its own example: E times the thin products, and no loop over examples.
         is_mine = F.one_hot(torch.tensor(events, device=x.device), len(seeds)).T.float()  # [N, E]
         is_mine = self.loop_state.per_token(is_mine, x)  # [B, 1 or S, E]
         g_in = g_in.flatten(0, 1).to(x.dtype)
         g_out = g_out.flatten(0, 1).T.to(x.dtype)
-        low_rank = F.linear(x, g_in).unflatten(-1, (len(events), rank))  # [B, S, E, r_n]
+        low_rank = F.linear(x, g_in).unflatten(-1, (len(events), noise_rank))  # [B, S, E, r_n]
         low_rank = low_rank * (is_mine * scale).unsqueeze(-1)
         low_rank = low_rank.to(x.dtype).flatten(-2)
         return updated + F.linear(low_rank, g_out)

@@ -20,7 +20,7 @@ from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.checks import check_folder, check_list
 from loopdropout_trainer.data import DataArguments, load_tokenizer
-from loopdropout_trainer.data.arguments import LossArguments
+from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, RowArguments, load_rows_to_score
 from loopdropout_trainer.errors import UserError, one_line, user_supplied
@@ -133,10 +133,10 @@ def _find_model(model: ComparedModel) -> ComparedModel:
     if model.kind == "adapter":
         folder, pattern = adapter_folder(model.path), WEIGHTS_FILE
         model.training = training_of(model.path)
-    results = folder / "results.json"
-    if results.is_file():
-        with user_supplied(f"{results} is not the results file of a training"):
-            model.trained_on = _trained_on(dict(json.loads(results.read_bytes())["run_info"]["settings"]))
+    run = folder / "run.json"
+    if run.is_file():
+        with user_supplied(f"{run} is not the file of a training"):
+            model.trained_on = _trained_on(dict(json.loads(run.read_bytes())["settings"]))
     model.weights = sha256_of_weights(folder.glob(pattern)) if folder.is_dir() else model.path
     return model
 

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas as pd
-
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.record.measurement import Measurement
+from loopdropout_trainer.record.measurement import mean_sd as mean_sd  # handed on
 from loopdropout_trainer.saving.files import write_atomically
 
 
@@ -264,13 +263,3 @@ def _average(column: Mapping[str, Measurement], metrics: Sequence[str]) -> str:
     if not all(metric in column for metric in metrics):
         return "-"
     return f"{sum(column[metric].value for metric in metrics) / len(metrics):.2f}"
-
-
-def mean_sd(values: Sequence[float], decimals: int = 2) -> str:
-    """Return `mean ± SD` (n - 1) of one value for each training seed, the mean alone for a single one; a NaN makes both NaN.
-
-    Give it rates of counts: of rounded percentages the standard deviation can come out 0.01 off.
-    """
-    values = pd.Series(values, dtype=float)
-    spread = f" ± {values.std(skipna=False):.{decimals}f}" if len(values) > 1 else ""
-    return f"{values.mean(skipna=False):.{decimals}f}{spread}"

@@ -13,21 +13,16 @@ import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
-
-import datasets
-import pyarrow
-import pyarrow.compute
-import torch
-from peft import PeftModel
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json
 
+
+if TYPE_CHECKING:  # sweeps compare identities, and wait for no model to be imported
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 Identity = dict[str, dict[str, Any]]
 """Fields by part, as JSON values."""
@@ -159,13 +154,17 @@ def make_identity(
     """
     identity: dict[str, dict[str, Any]] = {"versions": _versions()}
     if model is not None:
+        from peft import PeftModel
+
+        from loopdropout_trainer.looped import find_looped_model
+
         looped = find_looped_model(model)
         identity |= {"base": _base(looped, tokenizer, unsharded), "loops": {"num_loops": looped.config.num_loops}}
-    if isinstance(model, PeftModel):
-        config = model.peft_config[model.active_adapters[0]].to_dict()
-        identity["adapter"] = {
-            key: value for key, value in config.items() if key not in _OF_NO_ADAPTER and value is not None
-        }
+        if isinstance(model, PeftModel):
+            config = model.peft_config[model.active_adapters[0]].to_dict()
+            identity["adapter"] = {
+                key: value for key, value in config.items() if key not in _OF_NO_ADAPTER and value is not None
+            }
     if data is not None:
         identity["data"] = dict(data) if isinstance(data, Mapping) else _data(data)
     if settings is not None:
@@ -185,6 +184,8 @@ def model_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
 
 def trained_weights(model: nn.Module | None) -> dict[str, str | None]:
     """Return the part `weights`: the hash of a model's adapter as it is now; None for the model alone."""
+    from loopdropout_trainer.looped import find_looped_model
+
     named = () if model is None else find_looped_model(model).named_parameters()
     trained = {name: weight for name, weight in named if ".lora_" in name}
     return {"adapter": _weights_sha256(trained) if trained else None}
@@ -304,6 +305,8 @@ def _plain(value: Any) -> Any:
 
 def _weights_sha256(parameters: Mapping[str, nn.Parameter]) -> str:
     """Return a hash of the names, shapes and all numbers of weights."""
+    import torch
+
     digest = hashlib.sha256()
     by_name = {name.replace(".base_layer.", "."): parameter for name, parameter in parameters.items()}
     for name, parameter in sorted(by_name.items()):
@@ -314,6 +317,9 @@ def _weights_sha256(parameters: Mapping[str, nn.Parameter]) -> str:
 
 def _data(rows: Any) -> dict[str, Any]:
     """Return the number of rows and a hash of all of them in their order; of streamed ones what they are called."""
+    import datasets
+    import pyarrow.compute
+
     if not isinstance(rows, datasets.Dataset):
         info = getattr(rows, "info", None)
         name = {"name": getattr(info, "dataset_name", None), "version": getattr(info, "version", None)}

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 from filelock import FileLock
 
 from loopdropout_trainer.checks import shown
@@ -112,6 +113,15 @@ _TYPES = {
 }
 PLACES = ("depth", "gates", "loop", "other_loop", "readout", "dose", "group", "step")
 """The fields that say where in a measurement a number is."""
+
+
+def mean_sd(values: Sequence[float], decimals: int = 2) -> str:
+    """Return `mean ± SD` (n - 1) of one value for each training seed, the mean alone for a single one; a NaN makes both NaN.
+
+    Give it rates of counts: of rounded percentages the standard deviation can come out 0.01 off.
+    """
+    spread = f" ± {np.std(values, ddof=1):.{decimals}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{decimals}f}{spread}"
 
 
 def gates_text(gates: Sequence[float] | None) -> str:
