@@ -416,7 +416,7 @@ def test_methods_are_rules_recipes_or_fields(lab):
 
 def test_a_method_is_trained_with_the_text_that_its_recipe_has(lab):
     """Quoted text that looks like a number stays text, in what a training reads and in what is refused as another's."""
-    texts = {"prompt_end": "1e3", "model_revision": "86e1234", "system_instruction": "12:30"}
+    texts = {"prompt_end": "1e3", "project": "86e1234", "system_instruction": "12:30"}
     lab.recipe.write_text(settings_yaml({**RECIPE, **texts}))
     lab.queue(methods={"x": {"rule": "lora", "hub_revision": "null"}}, print_commands=True).commands()
     written = [load_recipe(path) for path in (lab.out / "recipes").iterdir()]
