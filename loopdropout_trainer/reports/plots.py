@@ -300,27 +300,30 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     Each metric, and each way in which a benchmark was evaluated, is a panel. What cannot be drawn is left out, and said.
     """
     figures: dict[str, p9.ggplot] = {}
+    drawn = set()
     for family, x, rows in _what_to_draw(table):
-        if not len(rows):
+        if not len(rows) or (x == "metric" and family in drawn):
             continue
         name = family if x == "metric" else f"{family}_{x}"
         try:
             figures[re.sub(r"[^\w-]", "_", name)] = _figure(family, x, rows)  # a part of a file's name
+            drawn.add(family)
         except ReportError as error:
             table.attrs["skipped"].append(f"the figure {name}: {error}")
     return figures
 
 
 def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yield families of numbers, what to draw them over, and their rows: those that stand at several places of it."""
+    """Yield families of numbers, what to draw them over, and their rows: those that stand at several places of it.
+
+    `metric` is for families that nothing else has been drawn of.
+    """
     rows = table[table["family"] != "cost"]
-    single = rows["step"].isna()
     for (family, axis), part in rows.groupby(["family", axis_of(rows)], sort=False):
-        part = _at_several_places(part if axis == "depth" else at_own_depth(part), axis, ["metric"])
-        if len(part):
-            single &= rows["family"] != family
-        yield family, axis, part
-    for family, part in rows[single].groupby("family", sort=False):
+        part = part if axis == "depth" else at_own_depth(part)
+        yield family, axis, _at_several_places(part, axis, ["metric"])
+    single = rows[rows["step"].isna()]
+    for family, part in single.groupby("family", sort=False):
         yield family, "metric", _at_several_places(at_own_depth(part), "metric", ["family"])
     accuracies = select(table, {"family": "accuracy", "gates": ALL, "readout": None})
     for setting in (name for name in OF_TRAINING if name in table):
