@@ -1,4 +1,4 @@
-"""Teacher-forced scores of target tokens: of the final loop under any gates, and of each loop's readout.
+"""Teacher-forced scores of target tokens, also live in training: of the final loop under any gates, and of each readout.
 
 A batch is model inputs with `labels` [B, S], -100 where no target is. Of several processes each holds the complete model
 and all batches, and takes a share of the batches: all of them must call these functions, and get the same results.
