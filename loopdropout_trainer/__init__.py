@@ -7,8 +7,7 @@ The model families register with transformers' Auto classes: at once if transfor
 
 from typing import TYPE_CHECKING
 
-import loopdropout_trainer.announcement
-from loopdropout_trainer.lazy import import_with_transformers, late_names
+from loopdropout_trainer.startup import import_with_transformers, late_names
 
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below

@@ -32,7 +32,8 @@ def _is_number(value: Any, *kinds: type) -> bool:
 
 def check_integer(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
     """Raise ValueError unless a setting is an integer in [least, most], and at most LARGEST if `most` is infinite."""
-    is_integer, is_open = _is_number(value, int), math.isinf(most)
+    is_integer = _is_number(value, int)
+    is_open = math.isinf(most)
     if is_integer and least <= value <= (LARGEST if is_open else most):
         return
     valid = f"of at least {least}" if is_open else f"from {least:,} to {most:,}"
@@ -48,26 +49,31 @@ def check_number(
     is_left_out = (above and value == least) or (below and value == most)
     if _is_number(value, int, float) and least <= value <= most and not is_left_out:
         return
-    valid = f"number in {'(' if above else '['}{least:g}, {most:g}{')' if below else ']'}"
+    start = "(" if above else "["
+    end = ")" if below else "]"
+    valid = f"number in {start}{least:g}, {most:g}{end}"
+    if math.isinf(most):
+        valid = f"number above {least:g}" if above else f"number of at least {least:g}"
     if math.isinf(least):
         valid = "finite number"
-    elif math.isinf(most):
-        valid = f"number above {least:g}" if above else f"number of at least {least:g}"
     raise UserError(f"`{name}` must be a {valid}; got {shown(value)}.")
 
 
 def check_choice(name: str, value: Any, valid: Sequence[str | None]) -> None:
     """Raise ValueError unless a setting is one of the valid values; None among them: it may be left out."""
     if value not in valid:
-        raise UserError(f"`{name}` must be one of {', '.join(filter(None, valid))}; got {shown(value)}.")
+        names = ", ".join(filter(None, valid))
+        raise UserError(f"`{name}` must be one of {names}; got {shown(value)}.")
 
 
 def check_list(name: str, value: Any) -> None:
     """Raise ValueError unless a setting is None or a list of different strings."""
-    good = isinstance(value, (list, tuple)) and all(isinstance(item, str) and item.strip() for item in value)
-    if value is not None and not good:
+    if value is None:
+        return
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
         raise UserError(f"`{name}` must be a list of strings, such as [a, b]; got {shown(value)}.")
-    check_distinct(name, value or ())
+    check_distinct(name, value)
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:
@@ -79,9 +85,12 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
 
 def check_folder(name: str, value: Any) -> None:
     """Raise ValueError if a setting names no folder that files can be written to; nothing is made."""
-    if not isinstance(value, (str, os.PathLike)) or not str(value).strip() or "\0" in str(value):
+    is_path = isinstance(value, (str, os.PathLike))
+    if not is_path or not str(value).strip() or "\0" in str(value):
         raise UserError(f"`{name}` must be the path of a folder; got {shown(value)}.")
-    folder = next(folder for folder in (Path(value), *Path(value).parents) if os.path.lexists(folder))
+    folder = Path(value)
+    while not os.path.lexists(folder):
+        folder = folder.parent
     if not folder.is_dir():
         what = "a file" if folder.exists() else "a link that leads to nothing"
         raise UserError(f"`{name}` must be the path of a folder; {folder} is {what}.")
@@ -140,16 +149,13 @@ def check_numbers(settings: Any, **own: Range) -> None:
     ranges = {**RANGES, **own}
     kinds_of = _field_kinds(type(settings))
     for field in dataclasses.fields(settings):
-        value, kinds = getattr(settings, field.name), kinds_of[field.name]
+        value = getattr(settings, field.name)
         if isinstance(value, Mapping):
-            inside = ranges if field.name == "lr_scheduler_kwargs" else {}
-            other = Range() if inside else Range(-math.inf)
-            for name, number in nested(value):
-                if isinstance(number, (int, float)) and not isinstance(number, bool):
-                    check_number(f"{name}` in `{field.name}", number, **vars(inside.get(name, other)))
+            _check_mapping(field.name, value, ranges)
             continue
-        numbers = value if isinstance(value, (list, tuple)) else [value]
+        kinds = kinds_of[field.name]
         valid = ranges.get(field.name, Range())
+        numbers = value if isinstance(value, (list, tuple)) else [value]
         for number in numbers if {int, float} & kinds else ():
             if number == field.default or type(number) in kinds - {int, float}:
                 continue
@@ -159,6 +165,14 @@ def check_numbers(settings: Any, **own: Range) -> None:
                 check_integer(field.name, number, valid.least, valid.most)
         if field.name in _WEIGHTS and value is not None and not any(numbers):
             raise UserError(f"`{field.name}` must hold a number other than 0; got {shown(value)}.")
+
+
+def _check_mapping(name: str, settings: Mapping[str, Any], ranges: Mapping[str, Range]) -> None:
+    is_schedule = name == "lr_scheduler_kwargs"
+    for key, value in nested(settings):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            valid = ranges.get(key, Range()) if is_schedule else Range(-math.inf)
+            check_number(f"{key}` in `{name}", value, **vars(valid))
 
 
 def nested(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
@@ -181,15 +195,19 @@ def _field_kinds(cls: type) -> dict[str, set[Any]]:
 
 def _kinds(hint: Any) -> set[Any]:
     """Return the types that a hint is made of: int and NoneType of `list[int] | None`."""
-    return {kind for part in typing.get_args(hint) for kind in _kinds(part)} or {hint}
+    parts = typing.get_args(hint)
+    return set().union(*map(_kinds, parts)) or {hint}
 
 
 def shown_bytes(size: float) -> str:
     """Return a number of bytes as people read it: 12 MB, 2.87 GB, in powers of ten."""
-    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    if size >= 1e8:
+        return f"{size / 1e9:.3g} GB"
+    return f"{size / 1e6:.3g} MB"
 
 
 def shown_parts(sizes: Mapping[str, float]) -> str:
     """Return an estimate in bytes by parts as people read it: their sum, and each one that is not 0."""
-    parts = ", ".join(f"{name} {shown_bytes(size)}" for name, size in sizes.items() if size)
-    return f"{shown_bytes(sum(sizes.values()))} (estimate): {parts}"
+    total = sum(sizes.values())
+    parts = [f"{name} {shown_bytes(size)}" for name, size in sizes.items() if size]
+    return f"{shown_bytes(total)} (estimate): {', '.join(parts)}"

@@ -10,6 +10,7 @@ same command in every process.
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import shutil
 import sys
@@ -17,9 +18,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from loopdropout_trainer.announcement import announce
 from loopdropout_trainer.errors import SetupError, run_command
 from loopdropout_trainer.settings.recipe import recipe_path, recipes_folder
+from loopdropout_trainer.startup import announce
 
 
 USAGE = """usage: loopdropout COMMAND [RECIPE.yaml] [--field value ...]
@@ -52,19 +53,19 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def recipe_paths() -> list[Path]:
-    """Return every shipped recipe, those at the top first."""
-    return sorted(recipes_folder().rglob("*.yaml"), key=lambda path: (len(path.parts), path))
+def recipe_names() -> list[str]:
+    """Return the path of every shipped recipe in their folder, those at the top first."""
+    folder = recipes_folder()
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml")]
+    return sorted(names, key=lambda name: (name.count("/"), name))
 
 
 def list_recipes() -> None:
     """Print every shipped recipe, with the first line of its comment that is not a command."""
-    folder = recipes_folder()
-    for path in recipe_paths():
-        header = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-        texts = [line.lstrip("# ") for line in header if line.startswith("#") and line.strip("# ")]
-        about = [text for text in texts if not text.startswith(("accelerate ", "python ", "loopdropout "))]
-        print(f"{path.relative_to(folder).as_posix():<48} {''.join(about[:1]).rstrip(' :')}".rstrip())
+    for name in recipe_names():
+        header = (recipes_folder() / name).read_text(encoding="utf-8").split("\n\n")[0]
+        texts = re.findall(r"^# *(?!accelerate |python |loopdropout )(\S.*)", header, re.MULTILINE)
+        print(f"{name:<48} {''.join(texts[:1]).rstrip(' :')}".rstrip())
 
 
 def copy_recipes(destination: Path) -> None:
@@ -78,25 +79,25 @@ def copy_recipes(destination: Path) -> None:
 
 def run(arguments: Sequence[str]) -> None:
     """Do what a command line asks for; an unknown command raises SetupError."""
-    known = commands()
+    scripts = commands()
     match arguments:
         case [] | ["-h" | "--help" | "help", *_]:
             print(f"{__doc__}\n{USAGE}\n\ncommands:")
-            for name, script in known.items():
+            for name, script in scripts.items():
                 print(f"  {name:<10} {summary(script)}")
             print(f"  {'recipes':<10} List the recipes that ship with the package, or copy them with the scripts.")
         case ["--version", *_]:
             print(version("loopdropout-trainer"))
         case ["--words"]:
-            print(*known, "recipes", *(path.relative_to(recipes_folder()).as_posix() for path in recipe_paths()))
+            print(*scripts, "recipes", *recipe_names())
         case ["recipes"]:
             list_recipes()
         case ["recipes", "copy", destination]:
             copy_recipes(Path(destination))
-        case [name, *rest] if name in known:
-            run_script(known[name], rest)
+        case [name, *rest] if name in scripts:
+            run_script(scripts[name], rest)
         case _:
-            valid = ", ".join([*known, "recipes"])
+            valid = ", ".join([*scripts, "recipes"])
             raise SetupError(f"There is no command `{' '.join(arguments[:3])}`; valid are {valid}.")
 
 

@@ -63,7 +63,7 @@ def run_command(main: Callable[[], None], name: str | None = None, interrupted: 
     The exit code is 2, 130 if the user interrupted it, or 143 if it was asked to terminate. The sentence goes to standard
     error (once, however many processes were launched), after `name`: what the user typed.
     """
-    if not gc.isenabled():  # while the script's imports ran (announcement.py)
+    if not gc.isenabled():  # while the script's imports ran (startup.py)
         gc.freeze()  # what they made stays: nobody need look through it again
         gc.enable()
     name = program_name() if name is None else name

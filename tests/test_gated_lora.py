@@ -16,7 +16,7 @@ from peft.tuners.lora import layer as lora_layer
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, VeloraConfig
 
 from loopdropout_trainer import default_peft_config, use_gates
-from loopdropout_trainer.adapters import adapted_layers, add_gates, check_peft_config, has_gates, remove_gates
+from loopdropout_trainer.adapters import adapted_layers, add_gates, check_peft_config, gated_layers, remove_gates
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 
@@ -65,17 +65,17 @@ def test_use_gates_puts_back_what_was_there_also_after_an_exception():
     model = adapted()
     state = find_looped_model(model).loop_state
     with pytest.raises(RuntimeError, match="stop"), use_gates(model, torch.zeros(4)):
-        assert has_gates(model)
+        assert gated_layers(model)
         raise RuntimeError("stop")
-    assert state.gates is None and not has_gates(model)
+    assert state.gates is None and not gated_layers(model)
     add_gates(model)
     with use_gates(model, torch.full((4,), 2.0)):
         with use_gates(model, torch.zeros(4)):
             assert not state.gates.any()
         assert bool((state.gates == 2).all())
-    assert state.gates is None and has_gates(model)
+    assert state.gates is None and gated_layers(model)
     remove_gates(model)
-    assert not has_gates(model)
+    assert not gated_layers(model)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_whatever_adapter_is_switched_on_is_gated(active, gated_first, fields):
         frozen = logits(model)
     assert torch.equal(logits(model, torch.zeros(4)), frozen)
     assert not torch.equal(logits(model, torch.eye(4)[3]), frozen)
-    assert has_gates(model) == gated_first
+    assert bool(gated_layers(model)) == gated_first
     assert not torch.allclose(logits(model), plain)  # outside of the block the adapter is as PEFT runs it
 
     scaled = copy.deepcopy(model.double())

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.data.load import LoadedData
-from loopdropout_trainer.data.preparations import DataReport
+from loopdropout_trainer.data.rows import DataReport
 from loopdropout_trainer.evaluation import BENCHMARKS
 from loopdropout_trainer.models import OuroConfig
 from loopdropout_trainer.runs.plan import plan_run

@@ -6,7 +6,7 @@ from loopdropout_trainer.adapters.gated import (
     ADAPTER_KINDS,
     adapted_layers,
     add_gates,
-    has_gates,
+    gated_layers,
     merged_update,
     physical_layers,
     remove_gates,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.tuners.lora import LoraLayer
@@ -14,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from loopdropout_trainer.checks import check_integer, check_number
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 
@@ -38,13 +38,10 @@ def check_peft_config(config: PeftConfig) -> None:
         name = type(config).__name__
         raise UserError(f"Loop Dropout gates LoRA adapters; got a configuration of another kind, {name}.")
     for rank in (config.r, *config.rank_pattern.values()):
-        if not isinstance(rank, int) or rank < 1:
-            raise UserError(f"The adapter's rank `r` must be an integer of at least 1; got {rank!r}.")
+        check_integer("r", rank)
     for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
-        if not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-            raise UserError(f"The adapter's `lora_alpha` must be a number above 0; got {alpha!r}.")
-    if not isinstance(config.lora_dropout, (int, float)) or not 0 <= config.lora_dropout < 1:
-        raise UserError(f"The adapter's `lora_dropout` must lie in [0, 1); got {config.lora_dropout!r}.")
+        check_number("lora_alpha", alpha, above=True)
+    check_number("lora_dropout", config.lora_dropout, most=1, below=True)
     # PEFT marks the fields that give a layer another forward, such as `use_dora`: also those that it adds later.
     variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     own_forward = dict.fromkeys(variants, "it gives the layer a forward of its own, which a gate would not multiply")
@@ -60,8 +57,8 @@ def check_peft_config(config: PeftConfig) -> None:
         )
 
 
-def check_variant(variant: LoraVariant) -> None:
-    """Raise ValueError if a layer's forward by PEFT is more than W x + s B A x, which a gate could multiply."""
+def check_variant(variant: LoraVariant | None) -> None:
+    """Raise ValueError if a layer's forward by PEFT is more than W x + s B A x, which a gate could scale; None: it is not."""
     if type(variant).__module__.startswith("peft.") and not isinstance(variant, _PLAIN_VARIANTS):
         raise UserError(f"PEFT's {type(variant).__name__} has its own forward, whose gated meaning is not defined.")
 

@@ -16,6 +16,7 @@ as blocks on the diagonal of one matrix: they are one map then.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -49,31 +50,41 @@ class Projections(NamedTuple):
 
     @classmethod
     @torch.enable_grad()  # the first to ask for them may be a loop without gradient
-    def prepare(
-        cls,
-        weights: list[torch.Tensor],
-        biases: list[torch.Tensor | None],
-        lora_parameters: Sequence[torch.Tensor],
-        scalings: Sequence[float],
-        stacked: bool = False,
-    ) -> Projections:
-        """Cast and stack the trained A_1, B_1, A_2, B_2, ..., once for all loops of a forward pass; `stacked`: as one map."""
-        dtype, down, up = weights[0].dtype, lora_parameters[::2], lora_parameters[1::2]  # A_i, B_i
+    def prepare(cls, x: torch.Tensor, layers: Sequence[LoraLayer]) -> Projections:
+        """Cast and stack the A_i and B_i in use, once for all loops of a forward pass whose input is like x."""
+        bases, downs, ups = zip(*map(linear_maps, layers), strict=True)
+        weights = [base.weight for base in bases]
+        biases = [base.bias for base in bases]
+        down = [linear.weight for linear in downs]
+        up = [linear.weight for linear in ups]
         widths = [len(weight) for weight in weights]
+        scalings = [layer.scaling[layer.active_adapters[0]] for layer in layers]
         scaling: float | torch.Tensor = scalings[0]
         if len(set(scalings)) > 1:  # one number for each channel of z, [sum of r]
             ranks = torch.tensor([len(a) for a in down])
-            scaling = torch.tensor(scalings).repeat_interleave(ranks).to(weights[0].device)
-        if stacked:  # W [sum of out, in], B [sum of out, sum of r] with zeros beside the blocks: one map, I = 1
-            if any(bias is not None for bias in biases):
-                pairs = zip(weights, biases, strict=True)
-                biases = [torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs])]
-            weights, biases = [torch.cat(weights)], biases[:1]
+            scaling = torch.tensor(scalings).repeat_interleave(ranks)
+            scaling = scaling.to(x.device)
+        if len(layers) > 1 and _stacking_pays(x, weights, down):
+            # W [sum of out, in], B [sum of out, sum of r] with zeros beside the blocks: one map, I = 1
+            biases = [stacked_bias(weights, biases)]
+            weights = [torch.cat(weights)]
             up = [torch.block_diag(*up)]
         # The factors stay in the graph of the parameters, their casts do not: `FusedUpdate` returns gradients of the factors.
         factors = [torch.cat(down) if len(down) > 1 else down[0], *up]
-        down, *up = (factor.detach().to(dtype) for factor in factors)
-        return cls(weights, biases, factors, down, up, scaling, widths)
+        cast_down, *cast_up = (factor.detach().to(x.dtype) for factor in factors)
+        return cls(weights, biases, factors, cast_down, cast_up, scaling, widths)
+
+
+def stacked_bias(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the bias [sum of out_i] of maps as one, with zeros where a map has none; None if none has."""
+    if all(bias is None for bias in biases):
+        return None
+    pairs = zip(weights, biases, strict=True)
+    return torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs])
+
+
+def _first(x: torch.Tensor, number: int) -> torch.Tensor:
+    return x if number == len(x) else x[:number]
 
 
 class FusedUpdate(torch.autograd.Function):
@@ -88,18 +99,20 @@ class FusedUpdate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale, num_active, maps, *factors):
         rows = x.reshape(-1, x.shape[-1])  # [n, in]
-        first = rows if num_active == len(rows) else rows[:num_active]  # [m, in], the tokens with an update
-        # In float32: a gate such as 1/0.7 rounded to bfloat16 would be 0.2% off for every token alike.
-        low = (first @ maps.down.T) * scale
-        low = low if low.dtype == x.dtype else low.to(x.dtype)
+        # Of the tokens with an update, [m, in]. In float32: a gate such as 1/0.7 rounded to bfloat16 would be 0.2% off for
+        # every token alike.
+        low = _first(rows, num_active) @ maps.down.T
+        low = (low * scale).to(x.dtype)
         updates = low.split([b.shape[1] for b in maps.up], dim=1)  # u_i = g s_i A_i x, each [m, r_i]
         outputs = []
         for weight, bias, b, update in zip(maps.weights, maps.biases, maps.up, updates, strict=True):
             y = F.linear(rows, weight, bias)  # [n, out_i], a new tensor: its first m rows get the update in place
-            (y if num_active == len(y) else y[:num_active]).addmm_(update, b.T)
+            _first(y, num_active).addmm_(update, b.T)
             outputs.append(y.view(*x.shape[:-1], len(weight)))
         ctx.save_for_backward(x, *updates)
-        ctx.maps, ctx.num_active, ctx.scale = maps, num_active, scale
+        ctx.maps = maps
+        ctx.num_active = num_active
+        ctx.scale = scale
         return tuple(outputs)
 
     @staticmethod
@@ -107,31 +120,36 @@ class FusedUpdate(torch.autograd.Function):
     def backward(ctx, *grads):
         # grads: dy_i [..., out_i]. Only the first m rows have reached A and B.
         x, *updates = ctx.saved_tensors
-        maps, m, shape = ctx.maps, ctx.num_active, x.shape
+        maps = ctx.maps
+        m = ctx.num_active
+        shape = x.shape
         x = x.reshape(-1, shape[-1])
         grads = [grad.reshape(len(x), -1) for grad in grads]  # [n, out_i]
-        needs_x, _, _, _, needs_a, *needed = ctx.needs_input_grad
-        first = grads if m == len(x) else [grad[:m] for grad in grads]  # [m, out_i]
-        # dz = g s B' dy, side by side for all maps. It is rounded to the dtype of x, as autograd would round it.
-        low = [grad @ b for grad, b in zip(first, maps.up, strict=True)]
-        low = (torch.cat(low, dim=1) if len(low) > 1 else low[0]) * ctx.scale
-        low = low if low.dtype == x.dtype else low.to(x.dtype)  # [m, sum of r]
+        needs_x, _, _, _, needs_a, *needs_b = ctx.needs_input_grad
+        low = []
+        grad_b = []
+        _, *factors = maps.factors
+        for grad, b, update, factor, need in zip(grads, maps.up, updates, factors, needs_b, strict=True):
+            grad = _first(grad, m)  # [m, out_i]
+            low.append(grad @ b)
+            # dB_i = dy_i' u_i, [out_i, r_i]; u holds gate and scaling already
+            grad_b.append((grad.T @ update).to(factor.dtype) if need else None)
+        # dz = g s B' dy, side by side for all maps, [m, sum of r]; rounded to the dtype of x, as autograd would round it.
+        low = torch.cat(low, dim=1) if len(low) > 1 else low[0]
+        low = (low * ctx.scale).to(x.dtype)
         grad_a = grad_x = None
         if needs_a:  # dA = dz' x, one product for all maps, [sum of r, in]
-            grad_a = (low.T @ (x if m == len(x) else x[:m])).to(maps.factors[0].dtype)
-        grad_b = [  # dB_i = dy_i' u_i, [out_i, r_i]; u holds gate and scaling already
-            (grad.T @ update).to(b.dtype) if need else None
-            for grad, update, b, need in zip(first, updates, maps.factors[1:], needed, strict=True)
-        ]
+            grad_a = (low.T @ _first(x, m)).to(maps.factors[0].dtype)
         if needs_x:  # dx = sum of dy_i W_i, [n, in]; dz A is added to its first rows in place
             grad_x = grads[0] @ maps.weights[0]
             for grad, weight in zip(grads[1:], maps.weights[1:], strict=True):
                 grad_x.addmm_(grad, weight)
-            (grad_x if m == len(x) else grad_x[:m]).addmm_(low, maps.down)
+            _first(grad_x, m).addmm_(low, maps.down)
             grad_x = grad_x.view(shape)
         return grad_x, None, None, None, grad_a, *grad_b
 
 
+@dataclass(eq=False)
 class FusedProjection:
     """Computes adapted layers with the same input together, unless one has hooks, dropout or a forward of its own.
 
@@ -143,18 +161,20 @@ class FusedProjection:
         adapter: name of the gated adapter.
     """
 
-    def __init__(self, loop_state: LoopState, adapter: str) -> None:
-        self.loop_state = loop_state
-        self.adapter = adapter
+    loop_state: LoopState
+    adapter: str
 
     def __call__(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
         """Return the outputs [..., out_i] of x [..., in], or None if the layers must run one by one."""
         if torch.compiler.is_compiling():
             return None
-        state, step = self.loop_state, self.loop_state.step
+        state = self.loop_state
+        step = self.loop_state.step
         # The maps must share one gate. Without gradient PEFT's own expression is evaluated, bit for bit, except in loops that
         # run as the frozen model, which have no update at all.
-        if state.plan.per_module or layers[0].disable_adapters or not (torch.is_grad_enabled() or step.frozen):
+        if state.plan.per_module or layers[0].disable_adapters:
+            return None
+        if not (torch.is_grad_enabled() or step.frozen):
             return None
         if step.gate is not None and step.gate.requires_grad:
             return None
@@ -162,20 +182,28 @@ class FusedProjection:
         if maps is None:
             return None
         if step.skips_updates:
-            outputs = [F.linear(x, weight, bias) for weight, bias in zip(maps.weights, maps.biases, strict=True)]
+            frozen = zip(maps.weights, maps.biases, strict=True)
+            outputs = [F.linear(x, weight, bias) for weight, bias in frozen]
         else:
-            n = x.numel() // x.shape[-1]
-            m = n if step.gate is None or step.num_active is None else step.num_active
-            outputs = FusedUpdate.apply(x, self._scale(x, step, maps), m, maps, *maps.factors)
-        return outputs if len(outputs) == len(maps.widths) else outputs[0].split(maps.widths, dim=-1)
+            num_active = step.num_active
+            if step.gate is None or num_active is None:
+                num_active = x.shape[:-1].numel()
+            scale = self._scale(x, step, maps)
+            outputs = FusedUpdate.apply(x, scale, num_active, maps, *maps.factors)
+        if len(outputs) < len(maps.widths):  # stacked
+            outputs = outputs[0].split(maps.widths, dim=-1)
+        return outputs
 
     def _scale(self, x: torch.Tensor, step: LoopStep, maps: Projections) -> float | torch.Tensor:
         """Return gate times scaling of the tokens with an update, made once for all layers of a loop."""
         if step.gate is None:
             return maps.scaling
-        key = (maps.scaling if isinstance(maps.scaling, float | int) else id(maps), x.shape[:-1], x.device)
+        shape = x.shape[:-1]
+        own = id(maps) if isinstance(maps.scaling, torch.Tensor) else maps.scaling
+        key = (own, shape, x.device)
         if key not in step.scales:
-            gate = self.loop_state.gate_for(x).expand(*x.shape[:-1], 1).reshape(-1, 1)  # [n, 1], of each token
+            gate = self.loop_state.gate_for(x)
+            gate = gate.expand(*shape, 1).reshape(-1, 1)  # [n, 1], of each token
             step.scales[key] = gate[: step.num_active] * maps.scaling  # all of them where their number is not known
         return step.scales[key]
 
@@ -183,45 +211,66 @@ class FusedProjection:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         # `prepared` lives as long as the forward pass, all K loops of it: no weight changes meanwhile.
-        prepared, key = self.loop_state.step.prepared, (id(layers[0]), dtype)
+        prepared = self.loop_state.step.prepared
+        key = (id(layers[0]), dtype)
         if prepared is None:
             return None
         if key not in prepared:
             prepared[key] = None
-            if dtype == x.dtype and all(self._is_plain(layer, dtype) for layer in layers):
-                bases, name = [layer.get_base_layer() for layer in layers], self.adapter
-                weights, biases = [base.weight for base in bases], [base.bias for base in bases]
-                factors = [linear[name].weight for layer in layers for linear in (layer.lora_A, layer.lora_B)]
-                stacked = len(layers) > 1 and _stacking_pays(x, weights, factors[::2])
-                scalings = [layer.scaling[name] for layer in layers]
-                prepared[key] = Projections.prepare(weights, biases, factors, scalings, stacked)
+            if dtype == x.dtype and all(self._is_mine(layer, dtype) for layer in layers):
+                prepared[key] = Projections.prepare(x, layers)
         return prepared[key]
 
-    def _is_plain(self, layer: nn.Module, dtype: torch.dtype) -> bool:
+    def _is_mine(self, layer: nn.Module, dtype: torch.dtype) -> bool:
         """Return whether the layer does nothing but multiply by frozen weights and by this adapter's A and B."""
-        if not isinstance(layer, LoraLayer) or layer.active_adapters != [self.adapter]:
+        maps = linear_maps(layer)
+        if maps is None or len(maps) == 1 or layer.active_adapters != [self.adapter]:
             return False
-        if layer.disable_adapters or layer.merged or getattr(layer, "project_together", None) is not self:
-            return False
-        base = layer.get_base_layer()
-        frozen = base.weight.dtype == dtype and not any(p.requires_grad for p in base.parameters())
-        return frozen and only_multiplies(layer, self.adapter)
+        base = maps[0]
+        is_trained = any(parameter.requires_grad for parameter in base.parameters())
+        return base.weight.dtype == dtype and not is_trained and layer.project_together is self
 
 
-def only_multiplies(layer: LoraLayer, adapter: str) -> bool:
-    """Return whether a layer's forward is y = W x + s B A x without bias in B, dropout or hooks."""
-    linears = [layer.get_base_layer(), layer.lora_A[adapter], layer.lora_B[adapter]]
-    hooked = any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in (layer, *linears))
-    dropped = layer.training and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0
-    plain = all(type(linear) is nn.Linear for linear in linears) and linears[2].bias is None
-    return plain and not (hooked or dropped or layer.fan_in_fan_out)
+def linear_maps(layer: nn.Module) -> list[nn.Linear] | None:
+    """Return [W], or [W, A, B] with a LoRA adapter in use, of a layer whose forward is these products alone; else None.
+
+    None, then, for a layer with hooks, dropout, several adapters at once, quantised weights or a bias in B.
+    """
+    maps = [layer]
+    if isinstance(layer, LoraLayer):
+        maps = [layer.get_base_layer()]
+        if not (layer.disable_adapters or layer.merged):
+            maps += _factors_in_use(layer)
+    if any(type(linear) is not nn.Linear for linear in maps):
+        return None
+    for part in (layer, *maps):
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks:
+            return None
+    return maps
 
 
-def _stacking_pays(x: torch.Tensor, weights: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> bool:
+def _factors_in_use(layer: LoraLayer) -> list[nn.Module | None]:
+    """Return A and B of the one active adapter, [None] if they are not all that it does."""
+    if len(layer.active_adapters) != 1 or layer.fan_in_fan_out:
+        return [None]
+    (adapter,) = layer.active_adapters
+    if adapter not in layer.lora_A:
+        return [None]
+    up = layer.lora_B[adapter]
+    dropout = layer.lora_dropout[adapter]
+    is_dropped = layer.training and getattr(dropout, "p", 0.0) > 0
+    has_bias = getattr(up, "bias", None) is not None
+    return [None] if is_dropped or has_bias else [layer.lora_A[adapter], up]
+
+
+def _stacking_pays(x: torch.Tensor, weights: list[torch.Tensor], down: list[torch.Tensor]) -> bool:
     """Return whether one map instead of I takes less time for tokens x: fewer launches, but a copy of W and zeros in B."""
     # Each map after the first saves 10 launches. But of the products in z B', [tokens, sum of r] by [sum of r, sum of out],
     # all but a share of 1 / I are with zeros of B. A product counts 2 FLOP forward and 4 backward.
-    others, tokens = len(weights) - 1, x.numel() // x.shape[-1]
-    width, rank = sum(map(len, weights)), sum(map(len, down))
-    zeros = 6 * tokens * width * rank * others // len(weights)  # FLOP with the zeros in B, forward and backward
-    return launches_pay(10 * others, zeros, copied=sum(weight.numel() for weight in weights), like=x)
+    others = len(weights) - 1
+    tokens = x.shape[:-1].numel()
+    width = sum(map(len, weights))
+    lora_ranks = sum(map(len, down))
+    copied = sum(weight.numel() for weight in weights)
+    zeros = 6 * tokens * width * lora_ranks * others // len(weights)  # FLOP with the zeros in B, forward and backward
+    return launches_pay(10 * others, zeros, copied=copied, like=x)

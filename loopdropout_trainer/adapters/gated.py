@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix, find_looped_model
 
 
+@dataclass(eq=False)
 class GatedLora(LoraVariant):
     """PEFT variant of one LoRA layer that multiplies its update by the running loop's gate.
 
@@ -44,29 +46,22 @@ class GatedLora(LoraVariant):
         in_activation_dtype: compute the update in the dtype of the layer's output, with the float32 factors cast to it,
             as the paper does. False: in the factors' dtype, as PEFT does. Under autocast the two agree.
         shared: what `prepare` returned.
+        replaced: PEFT's own variant, in whose place this one is.
     """
 
     description = "a shared adapter"
     one_depth = False
-    replaced: LoraVariant | None = None  # PEFT's own, in whose place this one is
+
+    loop_state: LoopState
+    module: int
+    rule: Any = None
+    in_activation_dtype: bool = False
+    shared: Any = None
+    replaced: LoraVariant | None = None
 
     def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         ADAPTER_KINDS[kind] = cls
-
-    def __init__(
-        self,
-        loop_state: LoopState,
-        module: int,
-        rule: Any = None,
-        in_activation_dtype: bool = False,
-        shared: Any = None,
-    ) -> None:
-        self.loop_state = loop_state
-        self.module = module
-        self.rule = rule
-        self.in_activation_dtype = in_activation_dtype
-        self.shared = shared
 
     @classmethod
     def is_plain(cls) -> bool:
@@ -182,14 +177,13 @@ class GatedVariants(dict[str, LoraVariant]):
         return True
 
     def __missing__(self, adapter: str) -> GatedLora:
-        self[adapter] = variant = GatedLora(*self.options)
-        return variant
+        self[adapter] = None
+        return self[adapter]
 
-    def __setitem__(self, adapter: str, variant: LoraVariant) -> None:
+    def __setitem__(self, adapter: str, variant: LoraVariant | None) -> None:
         if not isinstance(variant, GatedLora):
             check_variant(variant)
-            replaced, variant = variant, GatedLora(*self.options)
-            variant.replaced = replaced
+            variant = GatedLora(*self.options, replaced=variant)
         super().__setitem__(adapter, variant)
 
 
@@ -214,18 +208,17 @@ def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
 def trained_lora_parameters(model: PeftModel) -> tuple[nn.Parameter, ...] | None:
     """Return the trained A and B of a gated adapter, or None if anything else is trained or it has dropout on its input."""
     layers = adapted_layers(model)
-    parameters = tuple(
-        linears[adapter].weight
+    dropouts = [part for layer in layers for part in layer.lora_dropout.modules() if isinstance(part, nn.Dropout)]
+    factors = [
+        id(linears[adapter].weight)
         for layer in layers
         for linears in (layer.lora_A, layer.lora_B)
         for adapter in layer.active_adapters
-        if adapter in linears and linears[adapter].weight.requires_grad
-    )
-    dropped = any(
-        module.p > 0 for layer in layers for module in layer.lora_dropout.modules() if isinstance(module, nn.Dropout)
-    )
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    return parameters if parameters and trained == set(map(id, parameters)) and not dropped else None
+        if adapter in linears
+    ]
+    trained = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+    is_more = any(dropout.p > 0 for dropout in dropouts) or not set(map(id, trained)) <= set(factors)
+    return None if is_more or not trained else trained
 
 
 def physical_layers(model: nn.Module) -> list[int]:
@@ -234,9 +227,9 @@ def physical_layers(model: nn.Module) -> list[int]:
     Modules whose names agree up to the first number (`layers.3`) form one; a module without a number is one by itself.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-    owners = [match.group() if (match := re.match(r".*?\.\d+(?=\.)", name)) else name for name in names]
-    order = {owner: index for index, owner in enumerate(dict.fromkeys(owners))}
-    return [order[owner] for owner in owners]
+    owners = [re.sub(r"(\.\d+)\..*", r"\1", name) for name in names]
+    order = list(dict.fromkeys(owners))
+    return [order.index(owner) for owner in owners]
 
 
 def add_gates(
@@ -265,8 +258,10 @@ def add_gates(
     looped = find_looped_model(model)
     trained = None if rule is None else check_adapter(model)
     _check_gates_reach(model)
-    num_loops, state = looped.config.num_loops, looped.loop_state
-    kinds = {adapter: _kind_of(model, adapter, rule if adapter == trained else None) for adapter in model.peft_config}
+    num_loops = looped.config.num_loops
+    state = looped.loop_state
+    rules = {adapter: rule if adapter == trained else None for adapter in model.peft_config}
+    kinds = {adapter: kind_of(model, adapter, own_rule) for adapter, own_rule in rules.items()}
     shared = {adapter: kind.prepare(model, adapter, num_loops, seed) for adapter, kind in kinds.items()}
     active = model.active_adapters
     together = FusedProjection(state, active[0]) if fused and kinds[active[0]].is_plain() else None
@@ -276,9 +271,8 @@ def add_gates(
         for adapter in layer.lora_A:
             if adapter not in active and isinstance(before.get(adapter), GatedLora):
                 continue  # such as a trainer's reference, whose gates are its own
-            own_rule = rule if adapter == trained else None
-            variant = kinds[adapter](state, module, own_rule, in_activation_dtype, shared[adapter])
-            variant.replaced = layer.lora_variant[adapter].replaced
+            replaced = layer.lora_variant[adapter].replaced
+            variant = kinds[adapter](state, module, rules[adapter], in_activation_dtype, shared[adapter], replaced)
             layer.lora_variant[adapter] = variant
         layer.project_together = together
     hooks = model.base_model._load_state_dict_pre_hooks.values()
@@ -299,7 +293,7 @@ def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str,
             )
 
 
-def _kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:
+def kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:
     """Return the kind that an adapter has already, or that a rule gives it."""
     present = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
     kind = present if rule is None else ADAPTER_KINDS[rule.adapter]
@@ -313,14 +307,12 @@ def _kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora
 
 def _gate_layer(layer: LoraLayer, loop_state: LoopState, module: int, in_activation_dtype: bool) -> None:
     """Gate every adapter that a layer has and will have."""
-    before = layer.lora_variant
-    layer.lora_variant = GatedVariants(loop_state, module, in_activation_dtype)
-    layer.cast_input_dtype_enabled = not in_activation_dtype
+    variants = GatedVariants(loop_state, module, in_activation_dtype)
     for adapter in layer.lora_A:
-        if (variant := before.get(adapter)) is None:
-            variant = layer.lora_variant[adapter]  # which makes one
-        layer.lora_variant[adapter] = variant
-        layer.lora_variant[adapter].in_activation_dtype = in_activation_dtype
+        variants[adapter] = layer.lora_variant.get(adapter)
+        variants[adapter].in_activation_dtype = in_activation_dtype
+    layer.lora_variant = variants
+    layer.cast_input_dtype_enabled = not in_activation_dtype
 
 
 def _check_gates_reach(model: PeftModel) -> None:
@@ -334,24 +326,22 @@ def _check_gates_reach(model: PeftModel) -> None:
 
 def remove_gates(model: PeftModel) -> None:
     """Give PEFT its own LoRA layers back."""
-    for layer in adapted_layers(model):
-        if isinstance(layer.lora_variant, GatedVariants):
-            replaced = {adapter: variant.replaced for adapter, variant in layer.lora_variant.items()}
-            layer.lora_variant = {adapter: variant for adapter, variant in replaced.items() if variant is not None}
-            layer.cast_input_dtype_enabled = True
-            layer.project_together = None
+    for layer in gated_layers(model):
+        variants = layer.lora_variant.items()
+        layer.lora_variant = {adapter: own.replaced for adapter, own in variants if own.replaced is not None}
+        layer.cast_input_dtype_enabled = True
+        layer.project_together = None
 
 
-def has_gates(model: nn.Module) -> bool:
-    """Return whether the model's LoRA layers are gated."""
-    return any(isinstance(layer.lora_variant, GatedVariants) for layer in adapted_layers(model))
+def gated_layers(model: nn.Module) -> list[LoraLayer]:
+    """Return those of a model's LoRA layers that are gated."""
+    return [layer for layer in adapted_layers(model) if isinstance(layer.lora_variant, GatedVariants)]
 
 
 @contextmanager
 def _all_gated(model: PeftModel) -> Iterator[None]:
     """Gate every layer inside the block; if some were gated before it, the others also stay gated after it."""
-    layers, state = adapted_layers(model), find_looped_model(model).loop_state
-    gated = [layer for layer in layers if isinstance(layer.lora_variant, GatedVariants)]
+    gated = gated_layers(model)
     if not gated:
         add_gates(model)
         try:
@@ -360,7 +350,8 @@ def _all_gated(model: PeftModel) -> Iterator[None]:
             remove_gates(model)
         return
     _check_gates_reach(model)
-    for module, layer in enumerate(layers):
+    state = find_looped_model(model).loop_state
+    for module, layer in enumerate(adapted_layers(model)):
         if layer not in gated:
             _gate_layer(layer, state, module, in_activation_dtype=not gated[0].cast_input_dtype_enabled)
         for variant in layer.lora_variant.values():

@@ -34,17 +34,17 @@ class LearnedGatesLora(GatedLora, kind="learned"):
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> tuple[nn.ParameterDict, str]:
         tuner = model.base_model  # where PEFT saves and loads them, and FSDP gathers them for a forward
-        if _NAME not in dict(tuner.named_children()):
-            tuner.register_module(_NAME, nn.ParameterDict())
-        gates = tuner.get_submodule(_NAME)
+        if not hasattr(tuner, _NAME):
+            setattr(tuner, _NAME, nn.ParameterDict())
+        gates = getattr(tuner, _NAME)
         if adapter not in gates:
             layer = next(layer for layer in adapted_layers(model) if adapter in layer.lora_A)
             gates[adapter] = nn.Parameter(torch.ones(num_loops, device=layer.lora_A[adapter].weight.device))
-        return tuner.get_submodule(_NAME), adapter
+        return gates, adapter
 
     @classmethod
     def is_on(cls, model: PeftModel, adapter: str) -> bool:
-        return adapter in dict(model.base_model.named_children()).get(_NAME, ())
+        return adapter in getattr(model.base_model, _NAME, ())
 
     @classmethod
     def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -54,23 +54,28 @@ class LearnedGatesLora(GatedLora, kind="learned"):
     def is_own(cls, name: str) -> bool:
         return _NAME in name.split(".")
 
-    def gate(self, x: torch.Tensor) -> torch.Tensor:
-        drawn, loop = super().gate(x), self.loop_state.loop
+    def _gates(self) -> torch.Tensor:
+        """Return the gates [K] that are there now."""
         parameters, adapter = self.shared
-        if loop >= len(parameters[adapter]):
+        return parameters[adapter]
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = super().gate(x)
+        loop = self.loop_state.loop
+        gates = self._gates()
+        if loop >= len(gates):
             raise UserError(
-                f"The adapter learned gates for {len(parameters[adapter])} loops, but loop {loop + 1} runs: set "
-                "`config.num_loops` back."
+                f"The adapter learned gates for {len(gates)} loops, but loop {loop + 1} runs: set `config.num_loops` back."
             )
-        learned = parameters[adapter][loop].to(x.device)
+        learned = gates[loop].to(x.device)
         return learned if drawn is None else drawn * learned
 
     def merged_update(self, module: LoraLayer, adapter: str) -> torch.Tensor:
-        parameters, key = self.shared
-        gates = parameters[key].detach()  # [K]
-        if not bool((gates == gates[0]).all()):
+        gates = self._gates().detach()
+        if (gates != gates[0]).any():
+            rounded = [round(gate, 4) for gate in gates.tolist()]
             raise UserError(
-                f"An adapter with learned gates {[round(gate, 4) for gate in gates.tolist()]} cannot be merged: each loop "
-                "scales the update differently, and one weight serves all loops."
+                f"An adapter with learned gates {rounded} cannot be merged: each loop scales the update differently, and one "
+                "weight serves all loops."
             )
         return super().merged_update(module, adapter) * gates[0]

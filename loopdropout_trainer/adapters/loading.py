@@ -33,14 +33,14 @@ def attach_adapter(
     weights = load_peft_weights(str(files), device="cpu")
     if not weights:
         raise UserError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
-    if broken := next((name for name, weight in weights.items() if not weight.is_floating_point()), None):
-        raise UserError(f"The adapter in {folder} is damaged: `{broken}` holds {weights[broken].dtype} numbers.")
-    if broken := next((name for name, weight in weights.items() if not torch.isfinite(weight).all()), None):
-        raise UserError(f"The adapter in {folder} is damaged: `{broken}` holds numbers that are NaN or infinite.")
+    for name, weight in weights.items():
+        if not weight.is_floating_point():
+            raise UserError(f"The adapter in {folder} is damaged: `{name}` holds {weight.dtype} numbers.")
+        if not torch.isfinite(weight).all():
+            raise UserError(f"The adapter in {folder} is damaged: `{name}` holds numbers that are NaN or infinite.")
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     depths = {kind: kind.saved_num_loops(shapes) for kind in ADAPTER_KINDS.values()}
-    depths = {kind: depth for kind, depth in depths.items() if depth is not None}
-    if not depths:
+    if set(depths.values()) == {None}:
         peft_model = PeftModel.from_pretrained(model, str(files), is_trainable=is_trainable, config=config)
         _check_complete(peft_model, weights, folder)
         return peft_model
@@ -49,6 +49,8 @@ def attach_adapter(
     config.inference_mode = not is_trainable
     peft_model = PeftModel(model, config)
     for kind, trained_for in depths.items():
+        if trained_for is None:
+            continue
         if trained_for != num_loops:
             raise UserError(
                 f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}: set "

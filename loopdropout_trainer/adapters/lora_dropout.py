@@ -25,21 +25,28 @@ class SparseLora(GatedLora, kind="lora_dropout"):
         if self.loop_state.plan.seeds is None:
             return super().down(module, adapter, x)
         mask_in, _ = self._masks(module, x.device)
-        rescaled = module.lora_A[adapter].weight * (mask_in / (1 - self.rule.p))
-        return F.linear(x, rescaled.to(x.dtype))
+        weight = module.lora_A[adapter].weight
+        thinned = weight * mask_in
+        return F.linear(x, thinned.to(x.dtype))
 
     def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
         if self.loop_state.plan.seeds is None:
             return super().up(module, adapter, low_rank)
         _, mask_out = self._masks(module, low_rank.device)
-        rescaled = module.lora_B[adapter].weight * (mask_out / (1 - self.rule.p)).unsqueeze(1)
-        return F.linear(low_rank, rescaled.to(low_rank.dtype))
+        weight = module.lora_B[adapter].weight
+        thinned = weight * mask_out.unsqueeze(1)
+        return F.linear(low_rank, thinned.to(low_rank.dtype))
 
     def _masks(self, module: LoraLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [d_in] and [d_out] masks of the pass; all its loops, and their recomputation, share them."""
+        """Return [d_in] and [d_out] masks of the pass, rescaled; all its loops, and their recomputation, share them."""
         seed = int(self.loop_state.plan.seeds[self.module])
-        if self._expanded[0] != seed:
-            size = (module.in_features, module.out_features)
-            drawn = torch.rand(sum(size), generator=torch.Generator(device).manual_seed(seed), device=device)
-            self._expanded = (seed, (drawn >= self.rule.p).to(torch.float32).split(size))
+        if self._expanded[0] == seed:
+            return self._expanded[1]
+        p = self.rule.p
+        d_in = module.in_features
+        d_out = module.out_features
+        generator = torch.Generator(device).manual_seed(seed)
+        drawn = torch.rand(d_in + d_out, generator=generator, device=device)
+        masks = (drawn >= p).to(torch.float32) / (1 - p)
+        self._expanded = (seed, masks.split((d_in, d_out)))
         return self._expanded[1]

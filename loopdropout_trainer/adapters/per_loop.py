@@ -8,7 +8,7 @@ pair is computed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from peft import PeftModel
@@ -23,7 +23,7 @@ from loopdropout_trainer.errors import UserError
 class LoopFactors(nn.Module):
     """The A or the B of every loop: `weight` [K, out, in]."""
 
-    def __init__(self, factors: list[torch.Tensor], requires_grad: bool) -> None:
+    def __init__(self, factors: Sequence[torch.Tensor], requires_grad: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.stack(factors), requires_grad)
 
@@ -60,19 +60,20 @@ class PerLoopLora(GatedLora, kind="per_loop"):
             raise UserError(
                 f"`init_lora_weights` must be True or 'gaussian' with a pair of factors for each loop; got {init!r}."
             )
-        layers = [layer for layer in adapted_layers(model) if adapter in layer.lora_A]
-        layers = [layer for layer in layers if not isinstance(layer.lora_A[adapter], LoopFactors)]
         digest = hashlib.blake2b(f"independent adapters {seed}".encode(), digest_size=7).digest()
         with torch.random.fork_rng():
             torch.manual_seed(int.from_bytes(digest, "little"))
-            for layer in layers:  # its own factors are the first loop's; the others' are drawn as PEFT draws them
-                factors, drawn = (layer.lora_A, layer.lora_B), []
+            for layer in adapted_layers(model):
+                if adapter not in layer.lora_A or isinstance(layer.lora_A[adapter], LoopFactors):
+                    continue
+                factors = (layer.lora_A, layer.lora_B)
+                drawn = []  # its own factors are the first loop's; the others' are drawn as PEFT draws them
                 for loop in range(num_loops):
                     if loop:
                         layer.reset_lora_parameters(adapter, init)
                     drawn.append([factor[adapter].weight.detach().clone() for factor in factors])
                 for factor, loops in zip(factors, zip(*drawn, strict=True), strict=True):
-                    factor[adapter] = LoopFactors(list(loops), factor[adapter].weight.requires_grad)
+                    factor[adapter] = LoopFactors(loops, factor[adapter].weight.requires_grad)
 
     def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
         return module.lora_A[adapter](x, self.loop_state.loop)

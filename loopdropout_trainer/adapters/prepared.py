@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+from torch.nn import functional as F
 
-from loopdropout_trainer.adapters.fused import only_multiplies
+from loopdropout_trainer.adapters.fused import linear_maps, stacked_bias
 from loopdropout_trainer.adapters.gated import GatedLora
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState
 
@@ -62,15 +62,17 @@ class PreparedProjections:
 
     def __call__(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
         """Return the outputs [..., out_i] of x [..., in], or what would be returned without this."""
-        state, step = self.state, self.state.step
+        state = self.state
+        step = self.state.step
         without_gradient = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if without_gradient and not (step.frozen or step.tokens is not None or state.plan.per_module):
             unit = state.gates is None
-            if (key := (layers[0], unit)) not in self._made:
+            key = (layers[0], unit)
+            if key not in self._made:
                 self._made[key] = _Matrix.of(layers, state, unit)
             matrix = self._made[key]
             if matrix is not None and matrix.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
-                return matrix(x, None if unit or matrix.up is None else state.gate_for(x))
+                return matrix(x, state.gate_for(x))
         former = self._former[layers[0]]
         return None if former is None else former(x, layers)
 
@@ -93,14 +95,13 @@ class _Matrix:
 
     def __call__(self, x: torch.Tensor, gate: torch.Tensor | None) -> Sequence[torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1])
-        y = torch.mm(rows, self.weight) if self.bias is None else torch.addmm(self.bias, rows, self.weight)
+        y = F.linear(rows, self.weight.T, self.bias)
         if self.up is not None:
             y, low_rank = y.tensor_split([sum(self.widths)], dim=1)
             if gate is not None:  # in float32, as in training
                 low_rank = (low_rank * gate.flatten(0, -2)).to(x.dtype)
             y.addmm_(low_rank, self.up)
-        y = y.view(*x.shape[:-1], y.shape[-1])
-        return (y,) if len(self.widths) == 1 else torch.split_with_sizes(y, self.widths, dim=-1)
+        return y.view(*x.shape[:-1], -1).split(self.widths, dim=-1)
 
     @classmethod
     @torch.no_grad()
@@ -108,65 +109,50 @@ class _Matrix:
         """Return the matrix of some layers, or None if one of them does something else, or memory does not suffice."""
         if not all(_is_plain(layer, state, unit) for layer in layers):
             return None
-        bases = [layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in layers]
-        parts, up = [base.weight for base in bases], None
-        widths, dtype = list(map(len, parts)), parts[0].dtype
+        bases = [linear_maps(layer)[0] for layer in layers]
+        weights = [base.weight for base in bases]
+        biases = [base.bias for base in bases]
+        widths = [len(weight) for weight in weights]
+        up = None
         try:
-            factors = [_factors(layer, base) for layer, base in zip(layers, bases, strict=True)]
-            if unit and dtype in (torch.float32, torch.float64):
-                parts = [torch.addmm(w, b, a) for w, (a, b) in zip(parts, factors, strict=True)]
-            elif any(len(a) for a, _ in factors):
-                parts = parts + [a for a, _ in factors]
-                up = torch.block_diag(*(b.T for _, b in factors))
-            weight, bias = torch.cat(parts).T.contiguous(), None
-            if any(base.bias is not None for base in bases):
-                biases = [w.new_zeros(len(w)) for w in parts]
-                biases[: len(bases)] = [
-                    zeros if b.bias is None else b.bias for zeros, b in zip(biases, bases, strict=False)
-                ]
-                bias = torch.cat(biases)
-            return cls(weight, bias, up, widths)
+            downs, ups = zip(*map(_factors, layers), strict=True)
+            if unit and weights[0].dtype in (torch.float32, torch.float64):
+                weights = list(map(torch.addmm, weights, ups, downs))
+            elif any(map(len, downs)):
+                up = torch.block_diag(*(b.T for b in ups))
+                weights += downs
+                biases += [None] * len(downs)
+            return cls(torch.cat(weights).T.contiguous(), stacked_bias(weights, biases), up, widths)
         except torch.OutOfMemoryError:
             return None
 
 
 def _copied_bytes(weights: Sequence[torch.Tensor]) -> int:
-    numbers, dtype = sum(weight.numel() for weight in weights), weights[0].dtype
+    numbers = sum(weight.numel() for weight in weights)
+    dtype = weights[0].dtype
     if weights[0].device.type == "cpu" and dtype.itemsize == 2 and numbers >= LARGE:
         return 0
     return numbers * dtype.itemsize
 
 
-def _factors(layer: nn.Module, base: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A [r, in] and s B [out, r] of a layer in its dtype; r = 0 where it has no adapter in use."""
-    if layer is base or layer.disable_adapters or layer.merged:
+    base, *factors = linear_maps(layer)
+    if not factors:
         return base.weight.new_empty(0, base.in_features), base.weight.new_empty(base.out_features, 0)
-    (adapter,) = layer.active_adapters
-    scaled = layer.lora_B[adapter].weight * layer.scaling[adapter]
-    return layer.lora_A[adapter].weight.to(base.weight.dtype), scaled.to(base.weight.dtype)
+    down, up = factors
+    scaled = up.weight * layer.scaling[layer.active_adapters[0]]
+    return down.weight.to(base.weight.dtype), scaled.to(base.weight.dtype)
 
 
 def _is_plain(layer: nn.Module, state: LoopState, unit: bool) -> bool:
     """Return whether a layer is a linear map with at most one shared LoRA pair, in the same precision and of these gates."""
-    if not isinstance(layer, LoraLayer):
-        return type(layer) is nn.Linear and not _is_hooked(layer)
-    if layer.disable_adapters or layer.merged:
-        base = layer.get_base_layer()
-        return type(base) is nn.Linear and not _is_hooked(base) and not _is_hooked(layer)
-    return len(layer.active_adapters) == 1 and _is_plain_adapter(layer, layer.active_adapters[0], state, unit)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _is_plain_adapter(layer: LoraLayer, adapter: str, state: LoopState, unit: bool) -> bool:
-    """Return whether a layer's adapter is a LoRA pair that PEFT applies by itself, or this package under these gates."""
-    if adapter not in layer.lora_A or not only_multiplies(layer, adapter):
+    maps = linear_maps(layer)
+    if maps is None or len(maps) == 1:
+        return maps is not None
+    if layer.cast_input_dtype_enabled and maps[1].weight.dtype != layer.weight.dtype:
         return False
-    if layer.cast_input_dtype_enabled and layer.lora_A[adapter].weight.dtype != layer.weight.dtype:
-        return False
-    variant = layer.lora_variant.get(adapter)
+    variant = layer.lora_variant.get(layer.active_adapters[0])
     if variant is None:
         return unit  # PEFT's own forward, which knows no gates
     return isinstance(variant, GatedLora) and variant.is_plain() and variant.loop_state is state

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from loopdropout_trainer.adapters.gated import ADAPTER_KINDS, GatedLora, adapted_layers
+from loopdropout_trainer.adapters.gated import adapted_layers, kind_of
 from loopdropout_trainer.looped import UNIT_GATES, LoopState, find_looped_model
 
 
@@ -47,8 +47,10 @@ def references_like_the_policy(model: Any, rule: Any, shares_gates: bool = False
 
     def add_adapter(name: str, config: Any, *args: Any, **kwargs: Any) -> None:
         PeftModel.add_adapter(model, name, config, *args, **kwargs)
-        source, looped, layers = model.active_adapters[0], find_looped_model(model), adapted_layers(model)
-        kind = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, source)), GatedLora)
+        source = model.active_adapters[0]
+        looped = find_looped_model(model)
+        layers = adapted_layers(model)
+        kind = kind_of(model, source)
         for layer in layers:
             for factors in (layer.lora_A, layer.lora_B):
                 factors[name] = copy.deepcopy(factors[source]).requires_grad_(False)

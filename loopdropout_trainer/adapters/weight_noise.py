@@ -26,39 +26,50 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        if self.loop_state.plan.seeds is None:
+        plan = self.loop_state.plan
+        loop = self.loop_state.loop
+        rank = self.rule.noise_rank
+        if plan.seeds is None:
             return updated
-        num_loops = len(self.loop_state.plan.seeds)
-        seeds = self.loop_state.plan.seeds[self.loop_state.loop, :, self.module].tolist()  # [N]
-        events = [example for example, seed in enumerate(seeds) if seed]
+        seeds = plan.seeds[loop, :, self.module]  # [N]
+        events = seeds.nonzero().flatten().tolist()
         if not events:
             return updated
 
         x = self._cast(x, result)
-        rank, (d_out, d_in) = self.rule.noise_rank, (module.out_features, module.in_features)
+        d_out = module.out_features
+        d_in = module.in_features
         # Too large to be drawn beforehand and passed in: 460 million normals for 8 examples of Ouro-1.4B. From the same seed
         # they come out the same, so that recomputation is exact; CPUs and GPUs expand a seed differently.
-        generators = [torch.Generator(x.device).manual_seed(seeds[example]) for example in events]
-        drawn = [torch.randn(rank, d_in + d_out, generator=generator, device=x.device) for generator in generators]
+        drawn = []
+        for seed in seeds[events].tolist():
+            generator = torch.Generator(x.device).manual_seed(seed)
+            drawn.append(torch.randn(rank, d_in + d_out, generator=generator, device=x.device))
         g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
-        scale = self.rule.noise_scales(num_loops)[self.loop_state.loop].item() / (d_out * d_in * rank) ** 0.5
+        scales = self.rule.noise_scales(len(plan.seeds))
+        scale = scales[loop].item() / (d_out * d_in * rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
         # Each token takes the noise of its own example: E times the thin products, and no loop over examples.
         is_mine = F.one_hot(torch.tensor(events, device=x.device), len(seeds)).T.float()  # [N, E]
         is_mine = self.loop_state.per_token(is_mine, x)  # [B, 1 or S, E]
-        low_rank = F.linear(x, g_in.flatten(0, 1).to(x.dtype)).unflatten(-1, (len(events), rank))  # [B, S, E, r_n]
-        low_rank = (low_rank * (is_mine * scale).unsqueeze(-1)).to(x.dtype).flatten(-2)
-        return updated + F.linear(low_rank, g_out.flatten(0, 1).T.to(x.dtype))
+        g_in = g_in.flatten(0, 1).to(x.dtype)
+        g_out = g_out.flatten(0, 1).T.to(x.dtype)
+        low_rank = F.linear(x, g_in).unflatten(-1, (len(events), rank))  # [B, S, E, r_n]
+        low_rank = low_rank * (is_mine * scale).unsqueeze(-1)
+        low_rank = low_rank.to(x.dtype).flatten(-2)
+        return updated + F.linear(low_rank, g_out)
 
 
 @torch.no_grad()
 def update_norm(module: LoraLayer, adapter: str) -> torch.Tensor:
     """Return the Frobenius norm of (alpha / r) B A, from the factors alone."""
-    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    a = module.lora_A[adapter].weight
+    b = module.lora_B[adapter].weight
     if a.dim() != 2 or b.dim() != 2:
         raise UserError("Weight noise needs unsharded factors on every process; it does not run under ZeRO-3.")
     with torch.autocast(a.device.type, enabled=False):
         dtype = torch.promote_types(a.dtype, torch.float32)
-        a, b = a.to(dtype), b.to(dtype)
+        a = a.to(dtype)
+        b = b.to(dtype)
         energy = ((b.T @ b) * (a @ a.T)).sum()
     return energy.clamp(min=0).sqrt() * module.scaling[adapter]

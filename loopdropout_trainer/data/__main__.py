@@ -41,16 +41,15 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"`index` must be below {len(examples or ())}, the number of examples; got {show.index}.")
     with user_supplied("The example cannot be prepared"):
         one = examples[show.index : show.index + 1]
-        found = tokenise(one, tokenizer, loss.completion_only_loss, loss.assistant_only_loss)
-    tokens, labels = found["input_ids"][0], found["labels"][0]
-    marked, num_trained = Text(), 0
-    for trained, run in groupby(zip(tokens, labels, strict=True), key=lambda pair: pair[1] != -100):  # -100: no loss
-        ids = [token for token, _ in run]
-        piece = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        tokenised = tokenise(one, tokenizer, loss.completion_only_loss, loss.assistant_only_loss)
+    (tokens,) = tokenised["input_ids"]
+    is_trained = [label != -100 for label in tokenised["labels"][0]]  # -100: no loss
+    marked = Text()
+    for trained, places in groupby(range(len(tokens)), key=is_trained.__getitem__):
+        piece = tokenizer.decode([tokens[place] for place in places], clean_up_tokenization_spaces=False)
         marked.append(f"⟦{piece}⟧" if trained else piece, style="bold green" if trained else "dim")
-        num_trained += len(ids) if trained else 0
     console = Console(highlight=False, soft_wrap=True)
-    counts = f"{len(tokens)} tokens, of which {num_trained} are trained on, between ⟦ and ⟧"
+    counts = f"{len(tokens)} tokens, of which {sum(is_trained)} are trained on, between ⟦ and ⟧"
     console.print(f"{data.report}\n\nExample {show.index} of {len(examples):,}: {counts}\n", markup=False)
     console.print(marked)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.checks import check_choice, check_integer, check_list, shown
+from loopdropout_trainer.checks import Range, check_choice, check_list, check_numbers, shown
 from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError
+
+
+_HUB = ("dataset_name", "dataset_config", "dataset_revision", "dataset_split")
 
 
 @dataclass
@@ -63,31 +66,16 @@ class DataArguments:
         check_list("eval_files", self.eval_files)
         check_choice("preparation", self.preparation, (None, *PREPARATIONS))
         check_choice("bad_rows", self.bad_rows, ("error", "skip"))
-        generates = str(self.preparation).startswith("arithmetic")
         if self.dataset_name and Path(self.dataset_name).is_file():
             raise UserError(
                 f"`dataset_name` must be a dataset of the Hub or its folder; {self.dataset_name} is a file: give it "
                 "as `train_files`."
             )
-        source = "train_files" if self.train_files else "dataset_name"
-        source = f"preparation: {self.preparation}" if generates else source
-        if not (self.train_files or self.dataset_name or generates):
-            raise UserError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
-        unread = (
-            [] if source == "dataset_name" else ["dataset_name", "dataset_config", "dataset_revision", "dataset_split"]
-        )
-        unread += ["train_files", "eval_files", "column_mapping"] if generates else []
-        for field in fields(self):
-            if field.name in unread and getattr(self, field.name) != field.default:
-                raise UserError(f"`{field.name}` and `{source}` exclude each other: the rows come from one of them.")
+        self._check_source()
         if self.eval_files and self.num_eval_examples:
             raise UserError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
-        for name, least in (("num_train_examples", 1), ("num_eval_examples", 0)):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), least)
-        check_integer("split_seed", self.split_seed, -(2**63), 2**63 - 1)
-        if self.example_token_limit is not None:
-            check_integer("example_token_limit", self.example_token_limit)
+        seeds = Range(-(2**63), 2**63 - 1)
+        check_numbers(self, num_train_examples=Range(1), example_token_limit=Range(1), split_seed=seeds)
         if self.preparation != "metamath_gsm" and self.example_token_limit != type(self).example_token_limit:
             raise UserError(
                 "`example_token_limit` belongs to `preparation: metamath_gsm`; `max_length` drops the long examples of others."
@@ -99,7 +87,27 @@ class DataArguments:
         steps = list(self.arithmetic_steps)
         if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= MOST_TRAINED_STEPS:
             valid = f"the fewest and the most steps, from 1 to {MOST_TRAINED_STEPS}, such as [1, 3]"
-            raise UserError(f"`arithmetic_steps` must be {valid}; got {shown(self.arithmetic_steps)}.")
+            raise UserError(f"`arithmetic_steps` must be {valid}; got {shown(steps)}.")
+
+    def _check_source(self) -> None:
+        """Raise UserError unless the rows come from one place."""
+        if str(self.preparation).startswith("arithmetic"):
+            source = f"preparation: {self.preparation}"
+            unread = (*_HUB, "train_files", "eval_files", "column_mapping")
+        elif self.train_files:
+            source = "train_files"
+            unread = _HUB
+        elif self.dataset_name:
+            source, unread = "dataset_name", ()
+            if self.dataset_revision and Path(self.dataset_name).is_dir():
+                raise UserError(
+                    f"`dataset_revision` is of a dataset on the Hub; {self.dataset_name} is a folder: leave it out."
+                )
+        else:
+            raise UserError("No training rows: give `dataset_name` (Hub) or `train_files` (local files).")
+        for name in unread:
+            if getattr(self, name) != getattr(type(self), name):
+                raise UserError(f"`{name}` and `{source}` exclude each other: the rows come from one of them.")
 
 
 @dataclass

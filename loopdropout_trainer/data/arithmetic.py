@@ -5,15 +5,17 @@ The answers have GSM8K's form: one line of working for each step, then `#### N`.
 
 from __future__ import annotations
 
+import math
 import operator as operators
 import zlib
 from collections.abc import Mapping
+from itertools import product
 from random import Random
 from typing import NamedTuple
 
 from datasets import Dataset
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.checks import check_choice
 
 
 NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Noah", "Omar", "Ruth", "Sam", "Zoe")
@@ -21,7 +23,6 @@ OBJECTS = ("apples", "books", "cards", "coins", "cookies", "pens", "shells", "st
 CONTAINERS = ("bags", "boxes", "jars", "baskets")
 LARGEST = 60
 OPERATIONS = {"+": operators.add, "-": operators.sub, "*": operators.mul}
-
 
 WORDING = {  # the sentences of a story: its first one, and those for each operator
     "start": ("{name} has {number} {what}.",),
@@ -32,6 +33,11 @@ WORDING = {  # the sentences of a story: its first one, and those for each opera
     ),
     "-": ("{name} loses {number} {what}.", "{name} gives {friend} {number} {what}.", "{name} sells {number} {what}."),
     "*": ("Then {name} gets {number} times as many.",),
+}
+COMPARISONS = {
+    "+": "{number} more {what} than",
+    "-": "{number} fewer {what} than",
+    "*": "{number} times as many {what} as",
 }
 OTHER_WORDING = {
     "start": ("At first {name} keeps {number} {what}.",),
@@ -94,17 +100,17 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0, steps: tup
     Raises:
         ValueError: for another split.
     """
-    if split not in SPLITS:
-        raise UserError(f"`split` must be one of {', '.join(SPLITS)}; got {split!r}.")
+    check_choice("split", split, list(SPLITS))
     kind = SPLITS[split]
-    steps = kind.steps if steps is None else tuple(steps)
-    rng = Random(f"arithmetic/{split}/{seed}" + ("" if steps == kind.steps else f"/{steps[0]} to {steps[1]} steps"))
+    fewest, most = kind.steps if steps is None else steps
+    own_steps = "" if (fewest, most) == kind.steps else f"/{fewest} to {most} steps"
+    rng = Random(f"arithmetic/{split}/{seed}{own_steps}")
     problems: dict[str, dict] = {}
     while len(problems) < num_examples:
-        question, worked = make_problem(rng, rng.randint(*steps), kind)
-        if kind.is_test is None or is_test_question(question) == kind.is_test:
-            answer = "\n".join(map(str, worked)) + f"\n#### {worked[-1].result}"
-            problems[question] = {"question": question, "answer": answer, "num_steps": len(worked)}
+        question, worked = make_problem(rng, rng.randint(fewest, most), kind)
+        if kind.is_test in (None, is_test_question(question)):
+            lines = [*map(str, worked), f"#### {worked[-1].result}"]
+            problems[question] = {"question": question, "answer": "\n".join(lines), "num_steps": len(worked)}
     return Dataset.from_list(list(problems.values()))
 
 
@@ -115,49 +121,50 @@ def is_test_question(question: str) -> bool:
 
 def make_problem(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
     """Return the text of a problem of the given number of steps, and the steps."""
-    if split.words is not None:
-        return _changes(rng, num_steps, split)
-    return rng.choice((_changes, _comparisons, _containers))(rng, num_steps, split)
+    kind = _changes if split.words is not None else rng.choice((_changes, _comparisons, _containers))
+    sentences, steps = kind(rng, num_steps, split)
+    return " ".join(sentences), steps
 
 
-def _changes(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
+def _changes(rng: Random, num_steps: int, split: Split) -> tuple[list[str], list[Step]]:
     name, friend = rng.sample(NAMES, 2)
     what = rng.choice(OBJECTS)
     start = rng.randint(*split.start)
     words = split.words or WORDING
-    sentences = [words["start"][0].format(name=name, number=start, what=what)]
     steps = random_steps(rng, start, num_steps, "+-*")
-    sentences += [change_sentence(rng, name, friend, what, step, words) for step in steps]
-    return " ".join([*sentences, f"How many {what} does {name} have now?"]), steps
+    first = words["start"][0].format(name=name, number=start, what=what)
+    changes = [change_sentence(rng, name, friend, what, step, words) for step in steps]
+    return [first, *changes, f"How many {what} does {name} have now?"], steps
 
 
 def change_sentence(rng: Random, name: str, friend: str, what: str, step: Step, words: Mapping = WORDING) -> str:
     return rng.choice(words[step.operator]).format(name=name, friend=friend, what=what, number=step.right)
 
 
-def _comparisons(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
+def _comparisons(rng: Random, num_steps: int, split: Split) -> tuple[list[str], list[Step]]:
     people = rng.sample(NAMES, num_steps + 1)
     what = rng.choice(OBJECTS)
     start = rng.randint(*split.start)
-    sentences = [WORDING["start"][0].format(name=people[0], number=start, what=what)]
     steps = random_steps(rng, start, num_steps, "+-*")
-    words = {"+": "{n} more {what} than", "-": "{n} fewer {what} than", "*": "{n} times as many {what} as"}
-    for before, after, step in zip(people, people[1:], steps, strict=False):
-        sentences.append(f"{after} has {words[step.operator].format(n=step.right, what=what)} {before}.")
-    return " ".join([*sentences, f"How many {what} does {people[-1]} have?"]), steps
+    sentences = [WORDING["start"][0].format(name=people[0], number=start, what=what)]
+    for index, step in enumerate(steps):
+        words = COMPARISONS[step.operator].format(number=step.right, what=what)
+        sentences.append(f"{people[index + 1]} has {words} {people[index]}.")
+    return [*sentences, f"How many {what} does {people[-1]} have?"], steps
 
 
-def _containers(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
+def _containers(rng: Random, num_steps: int, split: Split) -> tuple[list[str], list[Step]]:
     name, friend = rng.sample(NAMES, 2)
-    what, container = rng.choice(OBJECTS), rng.choice(CONTAINERS)
-    low, high = split.start
-    pairs = [(count, each) for count in range(2, 7) for each in range(2, 10) if low <= count * each <= max(high, 54)]
-    count, each = rng.choice(pairs)
-    steps = random_steps(rng, each * count, num_steps - 1, "+-")
-    sentences = [f"{name} has {count} {container} with {each} {what} each."]
-    sentences += [change_sentence(rng, name, friend, what, step) for step in steps]
-    first = Step(count, "*", each, count * each)
-    return " ".join([*sentences, f"How many {what} does {name} have now?"]), [first, *steps]
+    what = rng.choice(OBJECTS)
+    container = rng.choice(CONTAINERS)
+    smallest, _ = split.start
+    counts = product(range(2, 7), range(2, 10))
+    count, size = rng.choice([pair for pair in counts if math.prod(pair) >= smallest])
+    first = Step(count, "*", size, count * size)
+    steps = random_steps(rng, first.result, num_steps - 1, "+-")
+    start = f"{name} has {count} {container} with {size} {what} each."
+    changes = [change_sentence(rng, name, friend, what, step) for step in steps]
+    return [start, *changes, f"How many {what} does {name} have now?"], [first, *steps]
 
 
 def random_steps(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]:
@@ -165,21 +172,29 @@ def random_steps(rng: Random, start: int, num_steps: int, operators: str) -> lis
     steps: list[Step] = []
     value = start
     for _ in range(num_steps):
-        largest = {"+": LARGEST - value, "-": value, "*": min(3, LARGEST // value) if value else 0}
-        operator = rng.choice([each for each in operators if largest[each] >= 2])
+        most_times = min(3, LARGEST // value) if value else 0
+        largest = {"+": LARGEST - value, "-": value, "*": most_times}
+        operator = rng.choice([name for name in operators if largest[name] >= 2])
         number = rng.randint(2, min(largest[operator], 9))
-        steps.append(Step(value, operator, number, OPERATIONS[operator](value, number)))
-        value = steps[-1].result
+        result = OPERATIONS[operator](value, number)
+        steps.append(Step(value, operator, number, result))
+        value = result
     return steps
 
 
 def with_a_mistake(answer: str, seed: int) -> str:
     """Return a worked answer of `arithmetic_problems` with one wrong result, and every later step worked out from it."""
     rng = Random(f"arithmetic/mistake/{seed}")
-    steps = [line.split() for line in answer.splitlines()[:-1]]  # left operator right = result
-    place, off = rng.randrange(len(steps)), rng.choice((-2, -1, 1, 2))
-    lines, value = [], int(steps[0][0])
-    for number, (_, operator, right, _, _) in enumerate(steps):
-        left, value = value, OPERATIONS[operator](value, int(right)) + (off if number == place else 0)
-        lines.append(str(Step(left, operator, int(right), value)))
-    return "\n".join(lines) + f"\n#### {value}"
+    *working, _ = answer.splitlines()  # left operator right = result
+    wrong_line = rng.randrange(len(working))
+    mistake = rng.choice((-2, -1, 1, 2))
+    lines = []
+    value = int(working[0].split()[0])
+    for number, line in enumerate(working):
+        _, operator, right, *_ = line.split()
+        result = OPERATIONS[operator](value, int(right))
+        if number == wrong_line:
+            result += mistake
+        lines.append(f"{value} {operator} {right} = {result}")
+        value = result
+    return "\n".join([*lines, f"#### {value}"])

@@ -7,7 +7,8 @@ a token is a target.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os.path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,90 +38,87 @@ def tokenise(
         completion_only_loss: whether targets are the completion alone; default: for rows that have one.
         assistant_only_loss: whether targets are what the chat template marks as the assistant's.
     """
-    tokenizer, prompts = as_in_its_file(tokenizer), batch.get("prompt")
+    tokenizer = as_in_its_file(tokenizer)
+    prompts = batch.get("prompt")
     texts = next(batch[name] for name in ("completion", "messages", "text") if name in batch)
-    if prompts is not None and all(batch.get("is_one_text", [False])):
-        ids, lengths = one_text_ids(tokenizer, prompts, texts)
-        labels = ids
-    elif isinstance(texts[0], str):
-        texts = [text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token for text in texts]
-        if prompts is None:
-            ids = labels = tokenizer(texts, verbose=False)["input_ids"]
-        else:
-            ids, lengths = prompt_completion_ids(tokenizer, prompts, texts)
-            labels = ids
+    is_chat = not isinstance(texts[0], str)
+    is_one_text = prompts is not None and all(batch.get("is_one_text", [False]))
+    if not (is_chat or is_one_text):
+        end = tokenizer.eos_token
+        texts = [text if text.endswith(end) else text + end for text in texts]
+    whole = texts if prompts is None else [first + rest for first, rest in zip(prompts, texts, strict=True)]
+    if is_chat:
+        ids, labels = _chat_ids(tokenizer, whole, assistant_only_loss)
     else:
-        if tokenizer.chat_template is None:
-            raise DataError("The rows are conversations, and the tokenizer has no chat template: set `chat_template`.")
-        options: dict[str, Any] = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
-        if assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
-            options["chat_template"] = get_training_chat_template(tokenizer)
-        turns = texts if prompts is None else [first + rest for first, rest in zip(prompts, texts, strict=True)]
-        found = apply_chat_template(tokenizer, turns, return_assistant_tokens_mask=assistant_only_loss, **options)
-        ids = labels = found["input_ids"]
-        if assistant_only_loss:
-            pairs = [zip(*pair, strict=True) for pair in zip(ids, found["assistant_masks"], strict=True)]
-            labels = [[token if marked else -100 for token, marked in pair] for pair in pairs]
-        if prompts is not None:
-            of_prompts = apply_chat_template(tokenizer, prompts, add_generation_prompt=True, **options)["input_ids"]
-            lengths = list(map(common_prefix, of_prompts, ids))
-    if prompts is not None and completion_only_loss is not False:
+        ids = labels = _text_ids(tokenizer, whole)
+    if prompts is None:
+        return {"input_ids": ids, "labels": labels}
+
+    if is_chat:
+        of_prompts, _ = _chat_ids(tokenizer, prompts, assistant_only_loss, add_generation_prompt=True)
+    else:
+        of_prompts = _text_ids(tokenizer, prompts)
+    if is_one_text:
+        ids = labels = [[*row, tokenizer.eos_token_id] for row in ids]
+    elif not is_chat:
+        rows = zip(of_prompts, texts, ids, strict=True)
+        ids = labels = [_parted(tokenizer, *row) for row in rows]
+    if completion_only_loss is not False:
+        lengths = map(_common_prefix, of_prompts, ids)
         labels = [[-100] * length + row[length:] for row, length in zip(labels, lengths, strict=True)]
     return {"input_ids": ids, "labels": labels}
 
 
-def prompt_completion_ids(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str]
-) -> tuple[list[list[int]], list[int]]:
-    """Return the token ids of each prompt with its completion (and its end token's text), and how many are the prompt's.
+def _text_ids(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], **options: Any) -> list:
+    return tokenizer(texts, verbose=False, **options)[
+        "input_ids"
+    ]  # verbose: of texts that are longer than the model's
 
-    Where both halves cannot be written one after the other (a tokenizer that begins every text with a space of its own),
-    the ids are those of the joined text.
+
+def _chat_ids(
+    tokenizer: PreTrainedTokenizerBase, turns: list, assistant_only_loss: bool, **options: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the token ids of conversations, and the labels: those of the assistant's turns, or of everything."""
+    if tokenizer.chat_template is None:
+        raise DataError("The rows are conversations, and the tokenizer has no chat template: set `chat_template`.")
+    if assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
+        options["chat_template"] = get_training_chat_template(tokenizer)
+    options |= {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+    encoded = apply_chat_template(tokenizer, turns, return_assistant_tokens_mask=assistant_only_loss, **options)
+    ids = encoded["input_ids"]
+    if not assistant_only_loss:
+        return ids, ids
+    masks = encoded["assistant_masks"]
+    return ids, [np.where(mask, row, -100).tolist() for row, mask in zip(ids, masks, strict=True)]
+
+
+def _parted(
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], completion: str, joined: list[int]
+) -> list[int]:
+    """Return the token ids of a prompt followed by those of its completion.
+
+    Where these cannot be written one after the other (a tokenizer that begins every text with a space of its own), they are
+    those of the joined text.
     """
-    if not prompts:
-        return [], []
-    # verbose: no warning that a text is longer than the model's
-    of_prompts = tokenizer(list(prompts), verbose=False)["input_ids"]
-    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    joined = tokenizer(texts, verbose=False)["input_ids"]
-    decode = lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    ids, lengths = [], []
-    for prompt_ids, text_ids, completion in zip(of_prompts, joined, completions, strict=True):
-        if text_ids[: len(prompt_ids)] != prompt_ids:
-            apart = prompt_ids + tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
-            if decode(apart) == decode(text_ids):
-                text_ids = apart
-        ids.append(text_ids)
-        lengths.append(common_prefix(prompt_ids, text_ids))
-    return ids, lengths
+    if joined[: len(prompt_ids)] == prompt_ids:
+        return joined
+    parted = prompt_ids + _text_ids(tokenizer, completion, add_special_tokens=False)
+    text, joined_text = tokenizer.batch_decode([parted, joined], clean_up_tokenization_spaces=False)
+    return parted if text == joined_text else joined
 
 
-def one_text_ids(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str]
-) -> tuple[list[list[int]], list[int]]:
-    """Return the token ids of each prompt and its completion as one text, then the end token; and how many are the prompt's.
-
-    Those are the ones up to which the prompt alone has the same: a token that spans both is none of them.
-    """
-    of_prompts = tokenizer(list(prompts), verbose=False)["input_ids"]
-    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(texts, verbose=False)["input_ids"]]
-    return ids, list(map(common_prefix, of_prompts, ids))
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix(first: list[int], second: list[int]) -> int:
     """Return how many tokens two texts begin with alike."""
-    alike = [one == other for one, other in zip(first, second, strict=False)]
-    return alike.index(False) if False in alike else len(alike)
+    return len(os.path.commonprefix([first, second]))  # of any lists, item by item
 
 
-def token_lengths(examples: Dataset, tokenizer: PreTrainedTokenizerBase, batch_size: int = 512) -> np.ndarray:
+def token_lengths(examples: Dataset, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the number of tokens [N] of each example; of a preference pair, that of the longer of its two answers."""
     lengths: list[int] = []
-    for start in tqdm(range(0, len(examples), batch_size), "Counting tokens", unit="batch", disable=None):
-        batch = examples[start : start + batch_size]
+    for start in tqdm(range(0, len(examples), 512), "Counting tokens", unit="batch", disable=None):
+        batch = examples[start : start + 512]
         answers = [batch[name] for name in ("chosen", "rejected") if name in batch]
-        batches = [{**batch, "completion": each} for each in answers] or [batch]
-        found = [map(len, tokenise(each, tokenizer)["input_ids"]) for each in batches]
-        lengths += map(max, *found) if answers else found[0]
+        batches = [{**batch, "completion": answer} for answer in answers] or [batch]
+        counts = [list(map(len, tokenise(part, tokenizer)["input_ids"])) for part in batches]
+        lengths += np.max(counts, axis=0).tolist()
     return np.array(lengths, dtype=np.int64)

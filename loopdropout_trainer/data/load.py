@@ -20,13 +20,18 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.boundary import token_lengths
-from loopdropout_trainer.data.preparations import PREPARATIONS, DataReport, Preparation, Unwanted, random_order
-from loopdropout_trainer.data.rows import BadRow, DataError, Row, present, read_files
+from loopdropout_trainer.data.preparations import (
+    PREPARATIONS,
+    Preparation,
+    Unwanted,
+    random_order,
+)
+from loopdropout_trainer.data.rows import BadRow, DataError, DataReport, Row, present, read_files
 from loopdropout_trainer.errors import user_supplied, writing
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
-_CACHE_VERSION = 6  # to be raised when the same settings give other examples
+_CACHE_VERSION = 7  # to be raised when the same settings give other examples
 
 
 @dataclass
@@ -52,8 +57,9 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
     Raises:
         OSError, ValueError: if the data cannot be used; it names the file and row.
     """
-    preparation = PREPARATIONS.get(args.preparation, Preparation)(args)
-    name, fingerprint, rows = _source(args, preparation)
+    preparation = PREPARATIONS.get(args.preparation, Preparation)(args, tokenizer)
+    report = preparation.report
+    report.source, fingerprint, rows = _source(args, preparation)
     backend = getattr(as_in_its_file(tokenizer), "backend_tokenizer", None)
     tokens = (backend.to_str() if backend else tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token)
     key = Hasher.hash([_CACHE_VERSION, asdict(args), fingerprint, tokens, max_length])
@@ -61,8 +67,7 @@ def load_data(args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_lengt
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # the processes of one machine prepare the data once
         if not folder.is_dir():
-            report = DataReport(name)
-            prepared = _prepare(rows, preparation, tokenizer, max_length, report)
+            prepared = _prepare(rows, preparation, max_length)
             with tempfile.TemporaryDirectory(dir=folder.parent) as work:
                 ready = Path(work) / "ready"
                 with writing(folder):
@@ -101,43 +106,41 @@ def _source(args: DataArguments, preparation: Preparation) -> tuple[str, Any, It
     return name, [dataset._fingerprint, digests], rows
 
 
-def _prepare(
-    rows: Iterable[Row],
-    preparation: Preparation,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    report: DataReport,
-) -> DatasetDict:
-    """Return the examples, `train` and `eval` if there are any, and fill in the report."""
-    examples, given = _examples(rows, preparation, report), None
-    if preparation.args.eval_files:
-        given = _examples(read_files(preparation.args.eval_files), preparation, report)
-        kept = np.flatnonzero(~np.isin(examples["rank"], given["rank"]))
-        report.dropped.update(["repeats a held-out row"] * (len(examples) - len(kept)))
+def _prepare(rows: Iterable[Row], preparation: Preparation, max_length: int | None) -> DatasetDict:
+    """Return the examples, `train` and `eval` if there are any, and fill in the preparation's report."""
+    args = preparation.args
+    report = preparation.report
+    examples, orders = _examples(rows, preparation)
+    if args.eval_files:
+        held_out, held_orders = _examples(read_files(args.eval_files), preparation)
+        kept = preparation.without_repeats(np.arange(len(orders)), orders, held_orders)
         examples = examples.select(kept)
-    ranks, examples = np.array(examples["rank"], dtype=np.int64), examples.remove_columns("rank")
-    dropped_before = report.dropped.total()
-    train, held_out = preparation.split(examples, ranks, tokenizer, report)
-    report.train, report.held_out, asked = len(train), len(held_out), preparation.args.num_train_examples
-    if report.train < (asked or 0) or report.held_out < preparation.num_held_out:
+        orders = orders[kept]
+    train_rows, held_rows = preparation.split(examples, orders)
+    asked = args.num_train_examples
+    if len(train_rows) < (asked or 0) or len(held_rows) < preparation.num_held_out:
+        report.train = len(train_rows)
+        report.held_out = len(held_rows)
         wanted = f"`num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`"
-        raise DataError(f"Too few rows for {wanted}: {len(train):,} and {len(held_out):,} are left.\n{report}")
-    report.unused = len(examples) - len(train) - len(held_out) - (report.dropped.total() - dropped_before)
-    train, held_out = examples.select(train), examples.select(held_out)
-    held_out = held_out if given is None else given.remove_columns("rank")
-    train, lengths = _drop_long(train, tokenizer, max_length, report)
-    held_out, _ = _drop_long(held_out, tokenizer, max_length, report)
-    report.lengths = lengths.tolist()
-    report.train, report.held_out = len(train), len(held_out)
-    if not len(train):
+        raise DataError(f"Too few rows for {wanted}: {report.train:,} and {report.held_out:,} are left.\n{report}")
+    if not args.eval_files:
+        held_out = examples.select(held_rows)
+    train, report.lengths = _drop_long(examples.select(train_rows), preparation, max_length)
+    held_out, _ = _drop_long(held_out, preparation, max_length)
+    report.train = len(train)
+    report.held_out = len(held_out)
+    if not report.train:
         raise DataError(f"No example is left to train on.\n{report}")
-    return DatasetDict({"train": train, "eval": held_out} if len(held_out) else {"train": train})
+    return DatasetDict({"train": train, "eval": held_out} if report.held_out else {"train": train})
 
 
-def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport) -> Dataset:
-    """Return the example of each usable row, with its `rank` in the choice of rows; count the others."""
-    args, examples, kinds = preparation.args, [], {}
+def _examples(rows: Iterable[Row], preparation: Preparation) -> tuple[Dataset, np.ndarray]:
+    """Return the example of each usable row, and its `random_order` in the choice of rows; count the others."""
+    args = preparation.args
+    report = preparation.report
     mapping = args.column_mapping or {}
+    examples, orders = [], []
+    kinds = {}
     for place, row in tqdm(rows, "Reading rows", unit="row", disable=None):
         report.read += 1
         try:
@@ -145,9 +148,7 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
                 raise row
             row = {**row, **{expected: present(row, name) for expected, name in mapping.items()}}
             example = preparation.example(row)
-            examples.append({**example, "rank": random_order(preparation.identity(row), args.split_seed)})
-            columns = (f"{name} as messages" if isinstance(each, list) else name for name, each in example.items())
-            kinds[" and ".join(columns)] = None
+            orders.append(random_order(preparation.identity(row), args.split_seed))
         except Unwanted as reason:
             report.dropped[str(reason)] += 1
         except BadRow as error:
@@ -155,19 +156,22 @@ def _examples(rows: Iterable[Row], preparation: Preparation, report: DataReport)
                 raise DataError(f"{place}: {error}. Mend it, or leave such rows out: `bad_rows: skip`.") from error
             report.dropped[error.kind] += 1
             report.bad_rows = [*report.bad_rows, f"{place}: {error}"][:5]
+        else:
+            examples.append(example)
+            columns = [f"{name} as messages" if isinstance(value, list) else name for name, value in example.items()]
+            kinds[" and ".join(columns)] = None
     if not examples:
         raise DataError(f"No usable row was found.\n{report}")
     if len(kinds) > 1:
         raise DataError(f"The rows differ in kind: {', others '.join(kinds)}.")
-    return Dataset.from_list(examples)
+    return Dataset.from_list(examples), np.array(orders, dtype=np.int64)
 
 
-def _drop_long(
-    examples: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, report: DataReport
-) -> tuple[Dataset, np.ndarray]:
+def _drop_long(examples: Dataset, preparation: Preparation, max_length: int | None) -> tuple[Dataset, list[int]]:
     """Return the examples of at most `max_length` tokens, and their numbers of tokens."""
-    lengths = token_lengths(examples, tokenizer)
-    keep = np.flatnonzero(lengths <= (np.inf if max_length is None else max_length))
-    if len(keep) < len(examples):
-        report.dropped[f"more than {max_length:,} tokens"] += len(examples) - len(keep)
-    return examples.select(keep), lengths[keep]
+    lengths = token_lengths(examples, preparation.tokenizer)
+    if max_length is not None and np.any(is_long := lengths > max_length):
+        preparation.report.drop(f"more than {max_length:,} tokens", np.sum(is_long))
+        examples = examples.select(np.flatnonzero(~is_long))
+        lengths = lengths[~is_long]
+    return examples, lengths.tolist()

@@ -9,21 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import has_generation_markers
 
 from loopdropout_trainer.checks import check_choice, shown
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
-from loopdropout_trainer.data.rows import BadRow, DataError, Row, fields_of, present
+from loopdropout_trainer.data.boundary import token_lengths
+from loopdropout_trainer.data.rows import BadRow, DataError, DataReport, Row, fields_of, present
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
 from loopdropout_trainer.errors import UserError
 
@@ -36,38 +33,6 @@ class Unwanted(Exception):
     """A valid row that the preparation leaves out; the message is the reason."""
 
 
-@dataclass
-class DataReport:
-    """How many rows were read, used and dropped; `print` shows the counts as a table."""
-
-    source: str = ""
-    read: int = 0
-    train: int = 0
-    held_out: int = 0
-    lengths: list[int] = field(default_factory=list)  # of the training examples, in tokens
-    unused: int = 0  # usable rows beyond the number to train on
-    dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    bad_rows: list[str] = field(default_factory=list)  # the first few that were skipped, with their places
-
-    @property
-    def train_tokens(self) -> int:
-        """Tokens of the training examples, each counted once."""
-        return sum(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest training example."""
-        return max(self.lengths, default=0)
-
-    def __str__(self) -> str:
-        counts = {"read": self.read, "  to train on": self.train, "  held out": self.held_out}
-        counts |= {"  not used": self.unused} if self.unused else {}
-        counts |= {f"  dropped: {reason}": count for reason, count in sorted(self.dropped.items())}
-        width = max(map(len, counts))
-        lines = [f"{name:<{width}} {count:>11,}" for name, count in counts.items()]
-        return "\n".join([f"Rows of {self.source}", *lines, *(f"    {bad}" for bad in self.bad_rows)])
-
-
 class Preparation:
     """Makes examples from rows; a subclass for each named preparation says what differs.
 
@@ -76,19 +41,26 @@ class Preparation:
 
     Class attributes:
         title: for reports and model cards. columns: of a row, that examples are made of.
-        num_eval_examples, prompt_template: defaults of these settings.
+        num_train_examples, num_eval_examples, prompt_template: defaults of these settings.
+
+    Attributes:
+        report: counts the rows.
 
     Raises:
         ValueError: if `prompt_template` names no column, or `column_mapping` one that is not read.
     """
 
-    title: ClassVar[str] = ""
+    title = ""
     columns = ("prompt", "completion", "chosen", "rejected", "messages", "conversations", "text")
-    num_eval_examples: ClassVar[int] = 0
-    prompt_template: ClassVar[str | None] = None
+    num_train_examples = None
+    num_eval_examples = 0
+    prompt_template = None
 
-    def __init__(self, args: DataArguments) -> None:
+    def __init__(self, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> None:
         self.args = args
+        self.tokenizer = tokenizer
+        self.report = DataReport()
+        self.num_train = args.num_train_examples or self.num_train_examples
         self.num_held_out = self.num_eval_examples if args.num_eval_examples is None else args.num_eval_examples
         if args.eval_files:
             self.num_held_out = 0
@@ -114,31 +86,34 @@ class Preparation:
 
     def prompted(self, columns: Mapping[str, Any], completion: str) -> dict[str, Any]:
         """Return the example whose prompt is the template filled from these columns; see `tokenise` for `is_one_text`."""
-        prompt, prefix = render_prompt(self.template, columns) + self.args.prompt_end, self.args.target_prefix
-        return {"prompt": prompt, "completion": prefix + completion, **({"is_one_text": True} if prefix else {})}
+        prefix = self.args.target_prefix
+        prompt = render_prompt(self.template, columns) + self.args.prompt_end
+        example = {"prompt": prompt, "completion": prefix + completion}
+        return {**example, "is_one_text": True} if prefix else example
 
     def identity(self, row: Mapping[str, Any]) -> str:
         """Return a string that two rows share exactly if they are duplicates."""
         return json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
 
-    def split(
-        self, examples: Dataset, ranks: np.ndarray, tokenizer: PreTrainedTokenizerBase, report: DataReport
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def split(self, examples: Dataset, orders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return indices of training and of held-out examples, in source order, before any is dropped for its length.
 
-        Rows with the smallest ranks are held out, so that the choice depends on the rows and `split_seed` alone: not on
+        Rows that come first in this order are held out, so that the choice depends on the rows and `split_seed` alone: not on
         their order, the training seed, or the model. Duplicates of a held-out row are not trained on.
 
         Args:
-            examples, ranks: all N examples in source order; their `random_order` by identity and `split_seed`, [N] integers.
-            report: to note dropped examples.
+            examples, orders: all N examples in source order; their `random_order` by identity and `split_seed`, [N] integers.
         """
-        distinct, first = np.unique(ranks, return_index=True)
+        distinct, first = np.unique(orders, return_index=True)
         held_out = np.sort(first[: self.num_held_out])
-        rest = np.flatnonzero(~np.isin(ranks, distinct[: self.num_held_out]))
-        repeated = len(ranks) - len(rest) - len(held_out)
-        report.dropped += Counter({"repeats a held-out row": repeated})
-        return rest[: self.args.num_train_examples], held_out
+        rest = np.setdiff1d(np.arange(len(orders)), held_out)
+        return self.without_repeats(rest, orders, distinct[: self.num_held_out])[: self.num_train], held_out
+
+    def without_repeats(self, rows: np.ndarray, orders: np.ndarray, held_out: np.ndarray) -> np.ndarray:
+        """Return the rows whose `random_order` is none of the held-out ones'; the report counts the others."""
+        is_repeated = np.isin(orders[rows], held_out)
+        self.report.drop("repeats a held-out row", np.sum(is_repeated))
+        return rows[~is_repeated]
 
 
 def random_order(identity: str, seed: int) -> int:
@@ -175,21 +150,23 @@ def messages(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
     turns = present(row, column)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise BadRow(f"field `{column}` is not a list of messages")
-    found = []
-    for index, turn in enumerate(turns):
-        if turn.get("tool_calls"):
-            raise BadRow("tool calls are not supported", f" (in {column}[{index}])")
-        if "from" in turn and "role" not in turn:
-            turn = {"role": turn["from"], "content": turn.get("value")}
-        try:
-            role, content = text(turn, "role"), text(turn, "content")
-        except BadRow as error:
-            raise BadRow(f"{error.kind} in a message", f" ({column}[{index}])") from None
-        role = {"human": "user", "gpt": "assistant"}.get(role, role)
-        if role not in ("system", "user", "assistant"):
-            raise BadRow("a role is not system, user or assistant", f" ({role!r} in {column}[{index}])")
-        found.append({"role": role, "content": content})
-    return found
+    return [_message(turn, f"{column}[{index}]") for index, turn in enumerate(turns)]
+
+
+def _message(turn: Mapping[str, Any], place: str) -> dict[str, str]:
+    if turn.get("tool_calls"):
+        raise BadRow("tool calls are not supported", f" (in {place})")
+    if "from" in turn and "role" not in turn:
+        turn = {"role": turn["from"], "content": turn.get("value")}
+    try:
+        role = text(turn, "role")
+        content = text(turn, "content")
+    except BadRow as error:
+        raise BadRow(f"{error.kind} in a message", f" ({place})") from None
+    role = {"human": "user", "gpt": "assistant"}.get(role, role)
+    if role not in ("system", "user", "assistant"):
+        raise BadRow("a role is not system, user or assistant", f" ({role!r} in {place})")
+    return {"role": role, "content": content}
 
 
 def has_target(turns: list[dict[str, str]]) -> bool:
@@ -241,7 +218,8 @@ class GSM8K(Preparation):
     prompt_template = "question"
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        question, answer = text(row, "question"), without_calculator(target(row, "answer"))
+        question = text(row, "question")
+        answer = without_calculator(target(row, "answer"))
         example = self.prompted({"question": question}, f" {answer}")
         return {**example, "question": question, "answer": answer}
 
@@ -264,12 +242,11 @@ class Arithmetic(GSM8K):
 
     def rows(self) -> list[Row]:
         args = self.args
-        num_train = self.num_train_examples if args.num_train_examples is None else args.num_train_examples
-        number = self.num_held_out + num_train
+        number = self.num_held_out + self.num_train
         problems = arithmetic_problems(self.problems, number, args.split_seed, args.arithmetic_steps)
         return [Row(f"problem {place}", row) for place, row in enumerate(problems, start=1)]
 
-    def split(self, examples, ranks, tokenizer, report):
+    def split(self, examples, orders):
         return np.arange(self.num_held_out, len(examples)), np.arange(self.num_held_out)
 
 
@@ -311,44 +288,37 @@ class MetaMathGSM(Preparation):
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if "GSM" not in text(row, "type"):
             raise Unwanted("type without GSM")
-        question, answer = text(row, "query"), target(row, "response")
+        question = text(row, "query")
+        answer = target(row, "response")
         return {**self.prompted({"instruction": question}, answer), "question": question, "answer": answer}
 
     def identity(self, row: Mapping[str, Any]) -> str:
         return f"{row['query']}\n{row['response']}"
 
-    def split(self, examples, ranks, tokenizer, report):
-        short = self._short_examples(examples, tokenizer, report)
-        training = list(islice(short, self.num_training_rows))
-        trained = set(ranks[training])
-        held_out = list(islice((index for index in short if ranks[index] not in trained), self.num_held_out))
+    def split(self, examples, orders):
+        training, rest = np.split(self._short_examples(examples), [self.num_training_rows])
+        held_out = rest[~np.isin(orders[rest], orders[training])][: self.num_held_out]
         if len(held_out) < self.num_held_out:  # not all of MetaMathQA: hold the last rows out
-            rows = training + held_out
-            training, held_out = rows[: -self.num_held_out], rows[-self.num_held_out :]
-            repeated = set(ranks[held_out])
-            report.dropped["repeats a held-out row"] += sum(ranks[index] in repeated for index in training)
-            training = [index for index in training if ranks[index] not in repeated]
-        return np.array(training[: self.args.num_train_examples], dtype=int), np.array(held_out, dtype=int)
+            training, held_out = np.split(np.concatenate([training, held_out]), [-self.num_held_out])
+            training = self.without_repeats(training, orders, orders[held_out])
+        return training[: self.num_train], held_out
 
-    def _short_examples(self, examples: Dataset, tokenizer, report: DataReport) -> Iterator[int]:
-        """Yield the indices of the examples below the token limit, tokenising only as many as are asked for.
+    def _short_examples(self, examples: Dataset) -> np.ndarray:
+        """Return the indices of the examples below the token limit.
 
         As in LoRA-Pro, what counts is the prompt, a space, and the response without an end token; of what stands between
         prompt and response, only what is trained on.
         """
-        limit, end, prefix = self.args.example_token_limit, len(self.args.prompt_end), self.args.target_prefix
+        limit = self.args.example_token_limit
+        prefix = self.args.target_prefix
         if limit is None:
-            yield from range(len(examples))
-            return
-        for start in tqdm(range(0, len(examples), 1024), "Counting tokens", unit="batch", disable=None):
-            batch = examples[start : start + 1024]
-            pairs = zip(batch["prompt"], batch["answer"], strict=True)
-            texts = [f"{prompt[: len(prompt) - end]}{prefix} {response}" for prompt, response in pairs]
-            for index, ids in enumerate(tokenizer(texts, verbose=False)["input_ids"], start=start):
-                if len(ids) < limit:
-                    yield index
-                else:
-                    report.dropped[f"{limit} tokens or more"] += 1
+            return np.arange(len(examples))
+        prompts = [prompt.removesuffix(self.args.prompt_end) for prompt in examples["prompt"]]
+        pairs = zip(prompts, examples["answer"], strict=True)
+        texts = Dataset.from_dict({"text": [f"{prompt}{prefix} {answer}" for prompt, answer in pairs]})
+        is_short = token_lengths(texts, self.tokenizer) <= limit  # with the end token
+        self.report.drop(f"{limit} tokens or more", np.sum(~is_short))
+        return np.flatnonzero(is_short)
 
 
 class Tulu2(Preparation):
@@ -362,22 +332,22 @@ class Tulu2(Preparation):
     columns = ("messages", "conversations")
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        turns = messages(row, "conversations" if "messages" not in row and "conversations" in row else "messages")
+        is_sharegpt = "messages" not in row and "conversations" in row
+        turns = messages(row, "conversations" if is_sharegpt else "messages")
         if not has_target(turns):
             raise Unwanted("no assistant message with content")
         return {"messages": turns}
 
     def identity(self, row: Mapping[str, Any]) -> str:
         turns = self.example(row)["messages"]
-        return json.dumps([(turn["role"], turn["content"]) for turn in turns], ensure_ascii=False)
+        return json.dumps([list(turn.values()) for turn in turns], ensure_ascii=False)
 
-    def split(self, examples, ranks, tokenizer, report):
-        if not has_generation_markers(tokenizer.chat_template or ""):
+    def split(self, examples, orders):
+        if not has_generation_markers(self.tokenizer.chat_template or ""):
             raise DataError("The chat template does not mark what the assistant says: set `chat_template: tulu2`.")
-        order, num_drawn = np.argsort(ranks, kind="stable"), self.args.num_train_examples
-        num_left = len(order) - self.num_held_out
         # Held out from the other end, so that the draw and the held-out rows do not depend on each other's number.
-        return np.sort(order[: num_left if num_drawn is None else min(num_drawn, num_left)]), np.sort(order[num_left:])
+        drawn, held_out = np.split(np.argsort(orders, kind="stable"), [len(orders) - self.num_held_out])
+        return np.sort(drawn[: self.num_train]), np.sort(held_out)
 
 
 PREPARATIONS = {

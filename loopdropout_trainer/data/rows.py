@@ -1,4 +1,4 @@
-"""Read raw rows, one at a time, from local files; every row knows where it stands.
+"""Read raw rows, one at a time, from local files; every row knows where it stands, and a report counts them.
 
 `datasets.load_dataset` does not do: one broken line makes it refuse the file without naming the line, it turns texts that look
 like dates (in JSON) or numbers (in CSV) into such, and it fills fields that a row lacks.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import csv
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import fsspec
 import pyarrow
@@ -38,6 +40,49 @@ class Row(NamedTuple):
 
     place: str
     value: dict[str, Any] | BadRow
+
+
+@dataclass
+class DataReport:
+    """How many rows were read, used and dropped; `print` shows the counts as a table."""
+
+    source: str = ""
+    read: int = 0
+    train: int = 0
+    held_out: int = 0
+    lengths: list[int] = field(default_factory=list)  # of the training examples, in tokens
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    bad_rows: list[str] = field(default_factory=list)  # the first few that were skipped, with their places
+
+    def drop(self, reason: str, number: int) -> None:
+        """Count rows that are left out."""
+        if number:
+            self.dropped[reason] += int(number)
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of the training examples, each counted once."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest training example."""
+        return max(self.lengths, default=0)
+
+    @property
+    def unused(self) -> int:
+        """Usable rows beyond the number to train on."""
+        return self.read - self.train - self.held_out - sum(self.dropped.values())
+
+    def __str__(self) -> str:
+        counts = {"read": self.read, "  to train on": self.train, "  held out": self.held_out}
+        if self.unused:
+            counts["  not used"] = self.unused
+        for reason, number in sorted(self.dropped.items()):
+            counts[f"  dropped: {reason}"] = number
+        width = max(map(len, counts))
+        lines = [f"{name:<{width}} {count:>11,}" for name, count in counts.items()]
+        return "\n".join([f"Rows of {self.source}", *lines, *(f"    {bad}" for bad in self.bad_rows)])
 
 
 def present(row: Mapping[str, Any], column: str) -> Any:
@@ -83,18 +128,24 @@ def _read(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
         return
     with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig", newline="") as file:
         if ending == ".csv":
-            csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
-            reader = csv.DictReader(file)
-            _unique([(name, None) for name in reader.fieldnames or ()])
-            for cells in reader:
-                extra = None in cells
-                yield BadRow("more cells than columns") if extra else {k: v for k, v in cells.items() if v is not None}
+            yield from _csv_rows(file)
         elif ending == ".json" and file.read(1024).lstrip().startswith("["):
             file.seek(0)
             yield from map(_object, json.load(file, object_pairs_hook=_unique))
         else:  # one object a line, also under the other name
             file.seek(0)
             yield from map(_line, file)
+
+
+def _csv_rows(file: TextIO) -> Iterator[dict[str, Any] | BadRow]:
+    csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
+    reader = csv.DictReader(file)
+    _unique([(name, None) for name in reader.fieldnames or ()])
+    for cells in reader:
+        if None in cells:
+            yield BadRow("more cells than columns")
+        else:
+            yield {name: cell for name, cell in cells.items() if cell is not None}
 
 
 def _line(line: str) -> dict[str, Any] | BadRow | None:
@@ -106,11 +157,12 @@ def _line(line: str) -> dict[str, Any] | BadRow | None:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a row; of a name that stands twice Python's readers would keep the last value."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` stands twice")
-    return value
+    row = {}
+    for name, value in pairs:
+        if name in row:
+            raise ValueError(f"`{name}` stands twice")
+        row[name] = value
+    return row
 
 
 def _object(value: Any) -> dict[str, Any] | BadRow:

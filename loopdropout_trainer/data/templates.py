@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ CHAT_TOKENS = {
     "huginn": {"bos_token": "<|begin_text|>", "eos_token": "<|end_turn|>", "pad_token": "<|pad|>"},
 }
 
+_TEMPLATES = Path(__file__).with_name("chat_templates")
 _TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]  # to look at templates
 
 _FIELD = re.compile(r"\{(\w+)\}")  # braces around anything but a plain name are text
@@ -55,13 +57,11 @@ def render_prompt(template: str, row: Mapping[str, Any]) -> str:
         BadRow: if the row lacks a column that the template names, or the column is not text or a number.
     """
 
-    def cell(match: re.Match) -> str:
-        value = present(row, match[1])
+    for name in prompt_fields(template):
+        value = present(row, name)
         if not isinstance(value, (str, int, float)):
-            raise BadRow(f"field `{match[1]}` is not text", f" (a {type(value).__name__})")
-        return str(value)
-
-    return _FIELD.sub(cell, PROMPT_TEMPLATES.get(template, template))
+            raise BadRow(f"field `{name}` is not text", f" (a {type(value).__name__})")
+    return _FIELD.sub(lambda match: str(row[match[1]]), PROMPT_TEMPLATES.get(template, template))
 
 
 def load_tokenizer(
@@ -88,9 +88,11 @@ def load_tokenizer(
         tokenizer("a")  # it may read a field of its configuration only now
     if model.chat_template and chat_template_path:
         raise UserError("`chat_template` and `chat_template_path` exclude each other: give one of them.")
-    if template := model.chat_template or chat_template_path:
+    template = chat_template_path if model.chat_template is None else model.chat_template
+    if template is None:
+        _set_end_token(tokenizer, eos_token)
+    else:
         set_chat_template(tokenizer, template, eos_token)
-    _set_end_token(tokenizer, eos_token)
     if tokenizer.eos_token is None:
         raise UserError(f"The tokenizer of {model.model_name_or_path} names no `eos_token`, which ends every answer.")
     if tokenizer.pad_token is None:
@@ -99,16 +101,22 @@ def load_tokenizer(
 
 
 def _set_end_token(tokenizer: PreTrainedTokenizerBase, eos_token: str | None) -> None:
-    if eos_token is not None and eos_token not in tokenizer.get_vocab():
-        raise UserError(
-            f"`eos_token` {eos_token} is no token of the tokenizer of {tokenizer.name_or_path or 'the model'}."
-        )
-    tokenizer.eos_token = tokenizer.eos_token if eos_token is None else eos_token
+    if eos_token is None:
+        return
+    if eos_token not in tokenizer.get_vocab():
+        raise UserError(f"`eos_token` {eos_token} is no token of the tokenizer of {_owner(tokenizer)}.")
+    tokenizer.eos_token = eos_token
+
+
+def _owner(tokenizer: PreTrainedTokenizerBase) -> str:
+    return tokenizer.name_or_path or "the model"
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:
     """Raise ValueError for a tokenizer with a token that a model of this configuration has no embedding of."""
-    token, index = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    vocabulary = tokenizer.get_vocab()
+    token = max(vocabulary, key=vocabulary.get)
+    index = vocabulary[token]
     if index >= model.vocab_size:
         raise UserError(
             f"The tokenizer's token {token!r} has the id {index:,}, and the model's embedding has {model.vocab_size:,} rows: "
@@ -126,8 +134,9 @@ def check_template_source(path: str | None, tokenizer: PreTrainedTokenizerBase, 
         return
     with user_supplied(f"`chat_template_path` {path} cannot be loaded"):
         added = {str(token) for token in read_tokenizer(path).added_tokens_decoder.values()}
-    missing = sorted(added - tokenizer.get_vocab().keys())
-    if missing or not len(tokenizer.get_vocab()) == model.vocab_size == 64 * (model.vocab_size // 64):
+    vocabulary = tokenizer.get_vocab()
+    missing = sorted(added - vocabulary.keys())
+    if missing or len(vocabulary) != model.vocab_size or model.vocab_size % 64:
         what = f"its {', '.join(missing[:3])}" if missing else "as many tokens as divide by 64"
         raise UserError(
             f"`chat_template_path` {path} is a tokenizer, and TRL would give the model {what}, untrained, since only the "
@@ -150,7 +159,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, eos
     tokenizer.chat_template = chat_template(name_or_path)
     for role, token in CHAT_TOKENS.get(name_or_path, {}).items():
         if token not in tokenizer.get_vocab():
-            owner = tokenizer.name_or_path or "the model"
+            owner = _owner(tokenizer)
             raise UserError(f"`chat_template: {name_or_path}` needs {token}, which the tokenizer of {owner} lacks.")
         setattr(tokenizer, role, token)
     _set_end_token(tokenizer, eos_token)
@@ -159,7 +168,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, eos
 
 def chat_template(name_or_path: str) -> str:
     """Return the text of a chat template: one of this package, by its name, or a Jinja file."""
-    packaged = {file.stem: file for file in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))}
+    packaged = {file.stem: file for file in sorted(_TEMPLATES.glob("*.jinja"))}
     path = packaged.get(name_or_path, Path(name_or_path))
     if not path.is_file():
         names = ", ".join(packaged)
@@ -177,7 +186,7 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: list, **optio
     Raises:
         SetupError: if it is broken, refuses these turns, or tries any of that; one sentence.
     """
-    with user_supplied(f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot be applied"):
+    with user_supplied(f"The chat template of {_owner(tokenizer)} cannot be applied"):
         return tokenizer.apply_chat_template(turns, **options)
 
 
@@ -186,14 +195,17 @@ def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
 
     Of a template without generation marks the end is left to `answer_end`.
     """
-    marks = has_generation_markers(tokenizer.chat_template or "")
     text = apply_chat_template(tokenizer, _TURNS, tokenize=False)
     if not re.search("question.*answer", text, re.DOTALL):
         raise UserError(f"The chat template does not show what is said: {shown(_TURNS)} becomes {shown(text)}.")
-    trained = _trained_ids(tokenizer) if marks else []
-    if marks and trained[-1:] != [tokenizer.eos_token_id]:
-        ends = f"{tokenizer.decode(trained[-1:])!r}, and generation stops at {tokenizer.eos_token!r}"
-        raise UserError(f"The chat template ends an assistant's turn with {ends}: set `eos_token` to the template's.")
+    if not has_generation_markers(tokenizer.chat_template):
+        return
+    end = _trained_ids(tokenizer)[-1:]
+    if end != [tokenizer.eos_token_id]:
+        raise UserError(
+            f"The chat template ends an assistant's turn with {tokenizer.decode(end)!r}, and generation stops at "
+            f"{tokenizer.eos_token!r}: set `eos_token` to the template's."
+        )
 
 
 def answer_end(
@@ -212,12 +224,12 @@ def answer_end(
     Raises:
         ValueError: if the template ends no turn with such a token, or does not mark it as a target.
     """
-    answers = [row[name] for name in ("messages", "conversations", "completion", "chosen") if name in row]
-    if not (answers and isinstance(answers[0], list) and tokenizer.chat_template):
+    answer = next((row[name] for name in ("messages", "conversations", "completion", "chosen") if name in row), None)
+    if not (isinstance(answer, list) and tokenizer.chat_template):
         return tokenizer.eos_token_id
-    rest = apply_chat_template(tokenizer, _TURNS, tokenize=False).rpartition("answer")[2]
-    special = {tokenizer.eos_token, *tokenizer.get_added_vocab()}
-    end = min((token for token in special if token in rest), key=rest.find, default=None)
+    _, _, rest = apply_chat_template(tokenizer, _TURNS, tokenize=False).rpartition("answer")
+    special = [token for token in (tokenizer.eos_token, *tokenizer.get_added_vocab()) if token in rest]
+    end = min(special, key=rest.find, default=None)
     if end is None:
         raise UserError(
             f"The chat template ends an assistant's turn with {shown(rest)}, without a special token at which generation "
@@ -238,4 +250,4 @@ def _trained_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     template = own if has_generation_markers(own) else get_training_chat_template(tokenizer)
     options = {"return_dict": True, "return_assistant_tokens_mask": True, "chat_template": template}
     encoded = apply_chat_template(tokenizer, _TURNS, **options)
-    return [id for id, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+    return list(compress(encoded["input_ids"], encoded["assistant_masks"]))

@@ -18,7 +18,7 @@ from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.loading import training_of
 from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, identity_key
 from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
-from loopdropout_trainer.saving.files import sha256
+from loopdropout_trainer.saving.files import sha256_of_weights
 from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
 from loopdropout_trainer.settings.recipe import RecipeError
 
@@ -121,7 +121,7 @@ def _find_model(model: ComparedModel) -> ComparedModel:
     if results.is_file():
         with user_supplied(f"{results} is not the results file of a training"):
             model.trained_on = _trained_on(dict(json.loads(results.read_bytes())["run_info"]["settings"]))
-    model.weights = sha256(folder.glob(pattern)) if folder.is_dir() else model.path
+    model.weights = sha256_of_weights(folder.glob(pattern)) if folder.is_dir() else model.path
     return model
 
 

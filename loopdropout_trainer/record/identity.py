@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import datasets
@@ -24,7 +26,6 @@ from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.versions import library_versions
 
 
 Identity = dict[str, dict[str, Any]]
@@ -327,3 +328,20 @@ def _data(rows: Any) -> dict[str, Any]:
             is_plain = types.is_integer(column.type) and not column.null_count
             digest.update(column.to_numpy().tobytes() if is_plain else repr(column.to_pylist()).encode())
     return {"rows": len(rows), "sha256": digest.hexdigest()}
+
+
+LIBRARIES = (
+    *("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate"),
+    *("datasets", "evaluate", "tokenizers", "lm-eval", "evalplus"),
+)
+
+
+def library_versions() -> dict[str, str | None]:
+    """Return the version of Python and of each library; None for one that is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions

@@ -46,7 +46,8 @@ def varying(rows: pd.DataFrame, names: Iterable[str]) -> list[str]:
 
 def telling(rows: pd.DataFrame, names: Iterable[str], beside: Sequence[str] = ()) -> list[str]:
     """Return those of the columns that, together with `beside`, distinguish as many rows as all of them do."""
-    names, columns = list(names), list(beside)
+    names = list(names)
+    columns = list(beside)
     number = len(rows[columns].drop_duplicates()) if columns else 1
     for name in varying(rows, [*(first for first in FIRST if first in names), *names]):
         number_with_it = len(rows.drop_duplicates([*columns, name]))
@@ -68,7 +69,8 @@ def shown(value: Any) -> str:
     text = " ".join(str(value).split())
     if len(text) <= 60:
         return text
-    return f"{text[:48]}... ({hashlib.sha256(str(value).encode()).hexdigest()[:6]})"
+    digest = hashlib.sha256(str(value).encode()).hexdigest()
+    return f"{text[:48]}... ({digest[:6]})"
 
 
 def check_column(table: pd.DataFrame, name: Any) -> None:
@@ -119,14 +121,17 @@ def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
     Raises:
         ReportError: if they are not, with `what` and what differs; or if two of them are of one seed.
     """
-    differing = [f"`{name}`: {', '.join(map(shown, rows[name].unique()[:3]))}" for name in varying(rows, _FACTS)]
+    differing = []
+    for name in varying(rows, _FACTS):
+        values = ", ".join(map(shown, rows[name].unique()[:3]))
+        differing.append(f"`{name}`: {values}")
     for identities in OBJECTS:
         differing = differing or changes(rows, identities, ONE_SETTING)
     if differing:
         settings = "; ".join(differing[:4])
         raise ReportError(f"{what} would average runs of different settings ({settings}): filter or tell them apart.")
     seeds = [f"unknown {place}" if seed is None else seed for place, seed in enumerate(rows["seed"])]
-    values = rows.assign(seed=seeds).set_index("seed")[column].sort_index(key=lambda seeds: seeds.map(str))
+    values = pd.Series(rows[column].tolist(), seeds).sort_index(key=lambda index: index.map(str))
     if values.index.has_duplicates:
         seed = values.index[values.index.duplicated()][0]
         sources = ", ".join(rows["source"][rows["seed"] == seed])
@@ -137,10 +142,15 @@ def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
 def changes(rows: pd.DataFrame, column: str, parts: Sequence[str]) -> list[str]:
     """Return in words what the identities in a column differ in from the first one, of these parts."""
     identities = [identity for identity in rows.get(column, ()) if identity is not None]
+    in_words = []
     for identity in identities:
-        if found := differences(identities[0], identity, parts):
-            return [f"{change.name}: {shown(change.before)[:60]}, {shown(change.after)[:60]}" for change in found]
-    return []
+        for change in differences(identities[0], identity, parts):
+            before = shown(change.before)[:60]
+            after = shown(change.after)[:60]
+            in_words.append(f"{change.name}: {before}, {after}")
+        if in_words:
+            break
+    return in_words
 
 
 def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = None) -> pd.DataFrame:
@@ -151,10 +161,11 @@ def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = N
     Raises:
         ReportError: if either side is not one setting, they have different seeds, or were not evaluated alike.
     """
-    ours, other = average(b, what), average(a, what)
+    ours = average(b, what)
+    other = average(a, what)
     if list(ours.index) != list(other.index):
-        seeds = " with ".join(shown(tuple(values.index)) or "none" for values in (ours, other))
-        raise Missing(f"{what} compares the seeds {seeds}.")
+        seeds = [shown(list(values.index)) or "none" for values in (ours, other)]
+        raise Missing(f"{what} compares the seeds {' with '.join(seeds)}.")
     both_sides = pd.concat([b, a])
     check_alike(both_sides, what)
     if both_sides["verdicts"].notna().all():

@@ -6,6 +6,7 @@ Loop Dropout is the thick blue line and LoRA the orange dashed one, wherever the
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from itertools import cycle
@@ -38,7 +39,9 @@ from loopdropout_trainer.reports.specs import FigureSpec, GatesSpec
 from loopdropout_trainer.settings.recipe import method_title
 
 
-ORANGE, BLUE, GREY = "#E69F00", "#0072B2", "#7a7a7a"
+ORANGE = "#E69F00"
+BLUE = "#0072B2"
+GREY = "#7a7a7a"
 LOOKS = {  # method: colour, line, marker, width of the line
     BASE: (GREY, "dotted", "x", 0.9),
     "LoRA": (ORANGE, "dashed", "o", 1.3),
@@ -58,14 +61,17 @@ MOST_LINES = 8
 
 def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str, float]]:
     """Return colour, line, marker and width of each method, the known ones first."""
-    drawn, free = set(names), cycle(_MORE[len(LOOKS) - 3 :])
-    known = [name for name in LOOKS if name in drawn]
-    return {name: LOOKS.get(name) or next(free) for name in [*known, *sorted(drawn - LOOKS.keys())]}
+    drawn = set(names)
+    free = cycle(_MORE[len(LOOKS) - 3 :])
+    others = sorted(drawn - LOOKS.keys())
+    named = {name: look for name, look in LOOKS.items() if name in drawn}
+    return named | dict(zip(others, free, strict=False))
 
 
 def theme() -> Any:
     """Return the theme of all figures: letters that can be read in a page of 800 pixels, and one legend above."""
-    axis, nothing = p9.element_line(color="#555555", size=0.5), p9.element_blank()
+    axis = p9.element_line(color="#555555", size=0.5)
+    nothing = p9.element_blank()
     return p9.theme_minimal(base_size=11) + p9.theme(
         plot_title=p9.element_text(size=13, ha="left", weight="bold"),
         plot_background=p9.element_rect(fill="white", color="white"),
@@ -85,27 +91,26 @@ def theme() -> Any:
 
 
 def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str | None) -> pd.DataFrame:
-    """Return mean, low and high (one SD over seeds) of rows, less those of `minus`, by groups: name there = column of theirs.
-
-    A group without a column, None, is empty.
+    """Return mean and SD over seeds of rows, less those of `minus`, by groups: name there = column of theirs, or None.
 
     Raises:
         ReportError: if a point would average runs that differ in another setting than the seed; it names the settings.
     """
     columns = {name: column for name, column in by.items() if column is not None}
-    names, data = list(columns.values()), []
+    names = list(columns.values())
+    data = []
     for key, part in rows.dropna(subset=names).groupby(names, sort=False):
-        what = ", ".join(f"{name} = {shown(value)}" for name, value in zip(names, key, strict=True) if value != "")
+        said = zip(names, map(shown, key), strict=True)
+        what = ", ".join(f"{name} = {value}" for name, value in said if value)
         if minus is None:
             values = average(part, what)
         else:
-            values = difference(part, minus[(minus[names] == list(key)).all(axis=1)], what).mean(axis=1)
+            less = minus[(minus[names] == list(key)).all(axis=1)]
+            values = difference(part, less, what).mean(axis=1)
         data.append([*key, values.mean(skipna=False), values.std(), len(values)])
     if not data:
         raise ReportError(f"There is nothing to draw by {', '.join(names)}.")
-    means = pd.DataFrame(data, columns=[*columns, "mean", "sd", "seeds"])
-    spread = means.pop("sd").fillna(0.0)  # of a single seed
-    means = means.assign(low=means["mean"] - spread, high=means["mean"] + spread)
+    means = pd.DataFrame(data, columns=[*columns, "mean", "sd", "seeds"]).fillna({"sd": 0.0})  # of a single seed
     panels = means.get("panel", pd.Series("", means.index))
     return means.assign(panel=pd.Categorical(panels, panels.unique()))
 
@@ -120,7 +125,9 @@ def _in_order(values: pd.Series) -> pd.Categorical:
 
 def _with_panels(plot: p9.ggplot, scales: str = "free") -> p9.ggplot:
     panels = len(plot.data["panel"].cat.categories)
-    return plot + p9.facet_wrap("panel", scales=scales, ncol=min(3, panels)) if panels > 1 else plot
+    if panels == 1:
+        return plot
+    return plot + p9.facet_wrap("panel", scales=scales, ncol=min(3, panels))
 
 
 def line_plot(
@@ -142,7 +149,8 @@ def line_plot(
     data["by"] = pd.Categorical(data["by"], list(look))
     data["x"] = _in_order(data["x"]) if bars else numbers_in(data["x"], x)
     texts = p9.labs(x=x if x_label is None else x_label, y=y_label, title=title)
-    return _with_panels(p9.ggplot(data) + theme() + texts + (_bars(data, look) if bars else _lines(data, look)))
+    layers = _bars(data, look) if bars else _lines(data, look)
+    return _with_panels(p9.ggplot(data) + theme() + texts + layers)
 
 
 def _bars(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
@@ -154,8 +162,9 @@ def _bars(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
         p9.geom_col(position=side, width=0.74),
         p9.geom_hline(yintercept=0, color="#555555", size=0.4),
     ]
-    if (data["high"] > data["low"]).any():
-        layers.append(p9.geom_errorbar(p9.aes(ymin="low", ymax="high"), position=side, width=0.25, size=0.5))
+    if data["sd"].any():
+        spread = p9.aes(ymin="mean - sd", ymax="mean + sd")
+        layers.append(p9.geom_errorbar(spread, position=side, width=0.25, size=0.5))
     if max(map(len, data["x"].cat.categories)) > 8:  # names, which would run into one another
         layers.append(p9.theme(axis_text_x=p9.element_text(rotation=30, ha="right")))
     return layers
@@ -171,13 +180,16 @@ def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
         p9.scale_linetype_manual(lines, limits=limits),
         p9.scale_shape_manual(markers, limits=limits),
         p9.scale_size_manual(widths, limits=limits),
-        p9.geom_ribbon(p9.aes(ymin="low", ymax="high", fill="by"), alpha=0.18, color="none", show_legend=False),
+        p9.geom_ribbon(
+            p9.aes(ymin="mean - sd", ymax="mean + sd", fill="by"), alpha=0.18, color="none", show_legend=False
+        ),
         p9.geom_line(),
     ]
     values = sorted(data["x"].unique())
     if len(values) > 20:  # a learning curve
         return layers
-    scale = p9.scale_x_log10 if values[0] > 0 and values[-1] >= 16 * values[0] else p9.scale_x_continuous
+    is_wide = values[0] > 0 and values[-1] >= 16 * values[0]
+    scale = p9.scale_x_log10 if is_wide else p9.scale_x_continuous
     names = lambda breaks: [shown(float(value)) for value in breaks]
     return [*layers, p9.geom_point(size=2.4), scale(breaks=values, labels=names)]
 
@@ -192,30 +204,38 @@ def heat_plot(
     """
     data = points(rows, minus, panel=panel, y=y, x=x)
     data = data.assign(x=_in_order(data["x"]), y=_in_order(data["y"]))
-    down = p9.scale_y_discrete(limits=list(data["y"].cat.categories[::-1]))
-    colours = _of_levels(data) if minus is None else _of_gains(data)
-    plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + p9.labs(x=x_label, y=y_label, fill=label, title=title)
-    plot = plot + p9.geom_tile(p9.aes(fill="mean")) + p9.geom_text(p9.aes(label="text", color="ink"), size=9)
-    plot = _with_panels(plot + p9.scale_color_identity() + colours + down, "fixed")
+    mean = data["mean"]
+    if minus is None:
+        texts = mean.map("{:.3g}".format)
+        is_dark = mean < (mean.min() + mean.max()) / 2
+        colours = [p9.scale_fill_cmap("cividis")]
+    else:
+        top = mean.abs().max() or 1.0
+        texts = mean.map("{:+.1f}".format)
+        is_dark = mean.abs() > 0.6 * top
+        colours = _of_gains(data, top)
+    data = data.assign(text=texts, ink=is_dark.map({True: "white", False: "black"}))
+    layers = [
+        p9.labs(x=x_label, y=y_label, fill=label, title=title),
+        p9.geom_tile(p9.aes(fill="mean")),
+        p9.geom_text(p9.aes(label="text", color="ink"), size=9),
+        p9.scale_color_identity(),
+        *colours,
+        p9.scale_y_discrete(limits=list(data["y"].cat.categories[::-1])),
+    ]
+    plot = _with_panels(p9.ggplot(data, p9.aes("x", "y")) + theme() + layers, "fixed")
     return plot + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
 
 
-def _of_levels(data: pd.DataFrame) -> list[Any]:
-    """Give the cells of a matrix of levels their texts and inks, and return its scale of colours."""
-    middle = (data["mean"].min() + data["mean"].max()) / 2
-    data["ink"] = (data["mean"] < middle).map({True: "white", False: "black"})
-    data["text"] = data["mean"].map("{:.3g}".format)
-    return [p9.scale_fill_cmap("cividis")]
-
-
-def _of_gains(data: pd.DataFrame) -> list[Any]:
-    """Give the cells of a matrix of gains their texts and inks, zero in white, and a frame where x = y."""
-    top = data["mean"].abs().max() or 1.0
-    data["ink"] = (data["mean"].abs() > 0.6 * top).map({True: "white", False: "black"})
-    data["text"] = data["mean"].map("{:+.1f}".format)
+def _of_gains(data: pd.DataFrame, top: float) -> list[Any]:
+    """Return the colours of gains of at most `top`, zero in white, and a frame where x = y."""
     scale = p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
     same = data["x"].astype(str) == data["y"].astype(str)
     return [scale, p9.geom_tile(data=data[same], fill="none", color="black", size=0.9)]
+
+
+_WIDTHS = {1: 5.2, 2: 8.0, 3: 9.6}
+"""Of figures with so many panels beside one another, in inches."""
 
 
 def save_figure(
@@ -223,12 +243,13 @@ def save_figure(
 ) -> list[Path]:
     """Save a figure of plotnine as PNG, PDF and SVG, and return the three paths; `path` has no ending, sizes are in inches."""
     panels = plot.data["panel"].nunique() if "panel" in plot.data else 1
-    size = width or (5.2, 8.0, 9.6)[min(panels, 3) - 1], height or 0.9 + 2.6 * -(-panels // 3)
+    width = width or _WIDTHS[min(panels, 3)]
+    height = height or 0.9 + 2.6 * math.ceil(panels / 3)
     dates = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     # The same numbers give the same file; letters stay letters.
     with mpl.rc_context({"backend": "agg", "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}):
-        figure = (plot + p9.theme(figure_size=size)).draw()
+        figure = (plot + p9.theme(figure_size=(width, height))).draw()
         for ending, date in dates.items():
             figure.savefig(f"{path}.{ending}", dpi=200, metadata=date)
         pyplot.close(figure)
@@ -269,6 +290,8 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     """
     figures: dict[str, p9.ggplot] = {}
     for family, x, rows in _what_to_draw(table):
+        if not len(rows):
+            continue
         name = family if x == "metric" else f"{family}_{x}"
         try:
             figures[re.sub(r"[^\w-]", "_", name)] = _figure(family, x, rows)  # a part of a file's name
@@ -278,30 +301,27 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
 
 
 def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yield families of numbers, what to draw them over, and their rows: of all that stand at several places of it."""
-    rows, drawn = table[table["family"] != "cost"], set()
+    """Yield families of numbers, what to draw them over, and their rows: those that stand at several places of it."""
+    rows = table[table["family"] != "cost"]
+    single = rows["step"].isna()
     for (family, axis), part in rows.groupby(["family", axis_of(rows)], sort=False):
         part = _at_several_places(part if axis == "depth" else at_own_depth(part), axis, ["metric"])
         if len(part):
-            drawn.add(family)
-            yield family, axis, part
-    single = rows[rows["step"].isna() & ~rows["family"].isin(drawn)]
-    for family, part in single.groupby("family", sort=False):
-        part = _at_several_places(at_own_depth(part), "metric", ["family"])
-        if len(part):
-            yield family, "metric", part
-    accuracies = table[(table["family"] == "accuracy") & (table["gates"] == ALL) & table["readout"].isna()]
+            single &= rows["family"] != family
+        yield family, axis, part
+    for family, part in rows[single].groupby("family", sort=False):
+        yield family, "metric", _at_several_places(at_own_depth(part), "metric", ["family"])
+    accuracies = select(table, {"family": "accuracy", "gates": ALL, "readout": None})
     for setting in (name for name in OF_TRAINING if name in table):
-        part = at_own_depth(accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()])
-        part = _at_several_places(part, setting, ["metric", "method"])
-        if len(part):
-            yield "accuracy", setting, part
+        part = accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()]
+        yield "accuracy", setting, _at_several_places(at_own_depth(part), setting, ["metric", "method"])
 
 
 def at_own_depth(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows at the depth that their models were trained at; of groups of problems those at unit gates."""
     rows = at_trained_depth(rows)
-    return rows[rows["group"].isna() | (rows["gates"].isin([ALL, NONE]) & rows["readout"].isna())]
+    is_plain = rows["gates"].isin([ALL, NONE]) & rows["readout"].isna()
+    return rows[is_plain | rows["group"].isna()]
 
 
 def _at_several_places(rows: pd.DataFrame, x: str, within: list[str]) -> pd.DataFrame:
@@ -311,7 +331,8 @@ def _at_several_places(rows: pd.DataFrame, x: str, within: list[str]) -> pd.Data
 
 def _figure(family: str, x: str, rows: pd.DataFrame) -> p9.ggplot:
     """Return the figure of a family's rows over the column x."""
-    title, x_label = f"{family} by {x}".replace("_", " ").capitalize(), {**AXES, **OF_TRAINING}.get(x, "")
+    title = f"{family} by {x}".replace("_", " ").capitalize()
+    x_label = {**AXES, **OF_TRAINING}.get(x, "")
     rows = labelled(rows, x, "other_loop")
     if x == "other_loop":
         rows = rows.assign(panel=rows["label"] + "\n" + rows["panel"])
@@ -333,7 +354,9 @@ def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFr
     numbers = rows.drop_duplicates(["metric", "identity"]).groupby(["benchmark", "metric"], sort=False)
     ways = dict.fromkeys(name for _, of_metric in numbers for name in telling(of_metric, protocol))
     several = [name for name in ("benchmark", "metric") if rows[name].nunique() > 1] or ["benchmark"]
-    labels, panels, said = [], [], []
+    labels = []
+    panels = []
+    said = []
     for row in rows.to_dict("records"):
         said.append(_said(row, apart[row["method"]]))
         labels.append(_joined(", ", row["method"], said[-1]))
@@ -370,14 +393,17 @@ _OVERVIEW = {
 
 def overview_figure(table: pd.DataFrame) -> p9.ggplot | None:
     """Return one figure of what runs measured of their first benchmark: by depth, and in one loop only; None: of nothing."""
-    table, parts = table[(table["writer"] == TRAINING) & (table["unit"] == "%")], []
+    table = select(table, {"writer": TRAINING, "unit": "%"})
+    parts = []
     axes = axis_of(table)
     for (family, axis), title in _OVERVIEW.items():
         rows = table[(table["family"] == family) & (axes == axis)]
         rows = rows[rows["metric"].isin(rows["metric"][:1])]
         if rows[axis].nunique() > 1:
             parts.append(labelled(rows, axis).assign(panel=title, position=rows[axis]))
-    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops") if parts else None
+    if not parts:
+        return None
+    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops")
 
 
 def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot | None:
@@ -409,10 +435,10 @@ def _in_panels(spec: FigureSpec, table: pd.DataFrame, change: dict[str, Any]) ->
 
 def gates_plot(spec: GatesSpec) -> p9.ggplot:
     """Draw the gates of eight examples in training, as a run of these settings draws them, and those of inference."""
-    draw = Draw(
-        seed=spec.filter.seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=spec.filter.num_loops
-    )
-    gates = make_rule("loop_dropout", p=spec.filter.p).sample(draw).tolist()  # [K, 8]
+    given = spec.filter
+    examples = [(row, 0) for row in range(8)]
+    draw = Draw(seed=given.seed, step=0, example_ids=examples, num_loops=given.num_loops)
+    gates = make_rule("loop_dropout", p=given.p).sample(draw).tolist()  # [K, 8]
     rows = []
     for loop, of_loop in enumerate(gates, start=1):
         for example, gate in enumerate(of_loop, start=1):

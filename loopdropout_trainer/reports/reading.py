@@ -66,7 +66,8 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     Raises:
         ReportError: if a folder is missing.
     """
-    skipped, tables = [], [pd.DataFrame(columns=list(OF_ROWS), dtype=object)]
+    skipped = []
+    tables = [pd.DataFrame(columns=list(OF_ROWS), dtype=object)]
     for folder in folders_with_results(folders):
         try:
             measurements, identities, faults = read_measurements(folder)
@@ -122,7 +123,8 @@ def _facts(measurement: Measurement, identities: Mapping[str, Identity]) -> dict
 def _columns_of_run(identity: Identity) -> dict[str, Any]:
     """Return the columns of a training's identity, and what tables tell methods apart by."""
     settings = identity.get("settings", {})
-    rule, p = settings.get("rule"), settings.get("p")
+    rule = settings.get("rule")
+    p = settings.get("p")
     columns = _columns(identity, _BEFORE_NAMES_OF_RUN)
     columns["rank"] = identity.get("adapter", {}).get("r")
     columns["masked"] = rule not in ("lora", None) and p not in (None, 0)

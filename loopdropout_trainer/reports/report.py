@@ -6,7 +6,7 @@ import base64
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pandas as pd
 from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.record.measurement import ALL, BASE, NONE, PLACES
-from loopdropout_trainer.reports.averaging import average, settings_of, shown, telling, varying
+from loopdropout_trainer.reports.averaging import average, select, settings_of, shown, telling, varying
 from loopdropout_trainer.reports.plots import automatic_figures, labelled, paper_figure, save_figure
 from loopdropout_trainer.reports.reading import OBJECTS, ReportError, load_table
 from loopdropout_trainer.reports.specs import (
@@ -48,7 +48,8 @@ def write_report(
     check_folder("output_dir", output_dir)
     check_distinct("tables", [Path(path).stem for path in tables])
     described = {Path(path).stem: load_spec(path) for path in tables}
-    table, output_dir = load_table(folders), Path(output_dir)
+    table = load_table(folders)
+    output_dir = Path(output_dir)
     if not len(table):
         faults = " ".join(table.attrs["skipped"]) or "train, evaluate or sweep first."
         raise ReportError(f"No measurements below {', '.join(map(str, folders))}: {faults}")
@@ -57,7 +58,8 @@ def write_report(
         finished = {name: build_table(spec, table) for name, spec in of_tables.items()}
         figures = {name: paper_figure(spec, table) for name, spec in described.items() if name not in of_tables}
     else:
-        finished, figures = summary_tables(table), automatic_figures(table)
+        finished = summary_tables(table)
+        figures = automatic_figures(table)
     (output_dir / "tables").mkdir(parents=True, exist_ok=True)
     (output_dir / "figures").mkdir(exist_ok=True)
     long = table.drop(columns=["verdicts", "answered", *OBJECTS]).dropna(axis=1, how="all")
@@ -66,36 +68,40 @@ def write_report(
         numbers = cells.assign(row=cells["row"].map(" / ".join)).drop(columns="bold").to_csv(index=False)
         for ending, text in {"md": markdown(cells), "tex": latex(cells), "csv": numbers}.items():
             (output_dir / "tables" / f"{name}.{ending}").write_text(text, encoding="utf-8")
-    pictures = {name: save_figure(plot, output_dir / "figures" / name)[2] for name, plot in figures.items() if plot}
+    pictures = {}
+    for name, plot in figures.items():
+        if plot is not None:
+            pictures[name] = save_figure(plot, output_dir / "figures" / name)[2]
     page = output_dir / "report.html"
-    page.write_text(page_text(title, finished, pictures, table), encoding="utf-8")
+    page.write_text(page_text(title, finished.values(), pictures, table), encoding="utf-8")
     missing = sum(len(missing_of(cells)) for cells in finished.values())
-    nothing = ", ".join(name for name in figures if name not in pictures)
     lines = [
         f"{table['run'].nunique()} runs read, {len(table)} numbers in {output_dir / 'long.csv'}.",
         f"{len(finished)} tables in {output_dir / 'tables'}; {missing} of their numbers are missing.",
-        f"{len(pictures)} figures in {output_dir / 'figures'}{nothing and f'; no results for {nothing}'}.",
+        f"{len(pictures)} figures in {output_dir / 'figures'}.",
         f"The page: {page}",
+        *(f"No results for the figure {name}." for name in figures if name not in pictures),
         *(f"Left out: {fault}" for fault in table.attrs["skipped"]),
     ]
     return list(finished.values()), "\n".join(lines)
 
 
-def page_text(
-    title: str, tables: Mapping[str, pd.DataFrame], pictures: Mapping[str, Path], table: pd.DataFrame
-) -> str:
+def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str, Path], table: pd.DataFrame) -> str:
     """Return one self-contained page of tables, figures and the identity of every run; texts in it are escaped."""
     runs = {}
     for run in table.dropna(subset=["run"]).drop_duplicates("run").to_dict("records"):
-        runs[f"{run['method']}, seed {shown(run['seed'])}: {run['source']}"] = json.dumps(run["of_run"], indent=1)
-    shown_tables = []
-    for cells in tables.values():
-        shown_tables.append((cells.attrs["spec"].title, grid(cells, html.escape, "<b>{}</b>"), notes(cells)))
-    figures = {name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()}
+        name = f"{run['method']}, seed {shown(run['seed'])}: {run['source']}"
+        runs[name] = json.dumps(run["of_run"], indent=1)
     here = Path(__file__).parent
     page = jinja2.Environment(autoescape=True, loader=jinja2.FileSystemLoader(here)).get_template("page.html")
-    style, skipped = (here / "page.css").read_text(encoding="utf-8"), table.attrs["skipped"]
-    return page.render(title=title, style=style, runs=runs, skipped=skipped, tables=shown_tables, figures=figures)
+    return page.render(
+        title=title,
+        style=(here / "page.css").read_text(encoding="utf-8"),
+        tables=[(cells.attrs["spec"].title, grid(cells, html.escape, "<b>{}</b>"), notes(cells)) for cells in tables],
+        figures={name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()},
+        runs=runs,
+        skipped=table.attrs["skipped"],
+    )
 
 
 # Without files: tables of whatever there is.
@@ -103,13 +109,12 @@ def page_text(
 
 def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
-    places = varying(table, ["benchmark", "metric", *PLACES])
-    rows, texts = labelled(table, most=math.inf), {}
-    for (label, *key), part in rows.groupby(["label", *places], sort=False, dropna=False):
-        known = [(place, shown(value)) for place, value in zip(places, key, strict=True) if not pd.isna(value)]
-        name = ", ".join(f"{place} {value}" if place in PLACES else value for place, value in known)
-        texts[name, label] = mean_sd(average(part, f"{label}, {name}"), 4)
-    return pd.Series(texts).unstack(fill_value="", sort=False)
+    places = ["metric", *varying(table, ["benchmark", *PLACES])]
+    rows = labelled(table, most=math.inf).fillna(dict.fromkeys(places, ""))
+    texts = {}
+    for (label, *place), part in rows.groupby(["label", *places], sort=False):
+        texts[*place, label] = mean_sd(average(part, f"{label}, {shown(place)}"), 4)
+    return pd.Series(texts).rename_axis([*places, "method"]).unstack(fill_value="", sort=False)
 
 
 COSTS = {
@@ -129,9 +134,9 @@ def summary_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
     A cell of different settings says so, and the others are there.
     """
-    rows = table[(table["family"] == "accuracy") & table["readout"].isna() & table["loop"].isna()]
-    rows = labelled(rows[rows["gates"].isin([ALL, NONE])], most=math.inf)
-    costs = labelled(table[table["family"] == "cost"], most=math.inf)
+    rows = select(table, {"family": "accuracy", "readout": None, "loop": None, "gates": [ALL, NONE]})
+    rows = labelled(rows, most=math.inf)
+    costs = labelled(select(table, {"family": "cost"}), most=math.inf)
     columns = _columns_of(rows)
     in_bold = {name: {**column, "bold": ["column"]} for name, column in columns.items()}
     of_costs = {name: column for name, column in COSTS.items() if column["metric"] in set(costs["metric"])}
@@ -169,7 +174,8 @@ def _gains(rows: pd.DataFrame) -> list[list[Any]]:
     settings = telling(rows, settings_of(rows), ["method"])
     alike = ["family", *(name for name in settings if name.split(".")[0] not in _OF_METHODS)]
     runs = rows.drop_duplicates("label")
-    loras, others = runs[runs["method"] == "LoRA"], runs[~runs["method"].isin(["LoRA", BASE])]
+    loras = runs[runs["method"] == "LoRA"]
+    others = runs[~runs["method"].isin(["LoRA", BASE])]
     pairs = others.merge(loras, on=alike, suffixes=("", "_lora"))
     return [
         [{label: {"label": label, "minus": {"label": lora}}}]

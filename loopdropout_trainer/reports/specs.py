@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import pandas as pd
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from loopdropout_trainer.evaluation.results import mean_sd
 from loopdropout_trainer.reports.averaging import (
@@ -37,7 +38,7 @@ NUMBERS = ("mean", "sd", "low", "high", "count", "seeds", "by_seed")
 def _check_value(value: Any) -> Any:
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, (list, dict)):
-            raise ValueError("a column is selected by a value or a list of values")
+            raise PydanticCustomError("selection", "Input should be a value of a column, or a list of them")
     return value
 
 
@@ -65,15 +66,15 @@ class Cell(_Checked):
     minus: Selection | None = None
     part: Literal["both_extractable", "missing_in_either"] | None = None
     average_of: Annotated[list[str], Field(min_length=1)] | None = None
-    decimals: Annotated[int, Field(ge=0, le=20)] | None = None
+    decimals: int = Field(2, ge=0, le=20)
     scale: float = 1
     bold: list[str] | None = None
     recipe: str | None = None
 
     def check_options(self) -> None:
         """Refuse, by a ReportError, an option without effect."""
-        given = self.model_dump(exclude_defaults=True).keys() & Cell.model_fields
-        taken = _TAKEN[next((name for name in _TAKEN if name in given), "of")]
+        given = self.model_fields_set - self.model_extra.keys()
+        taken = next((options for name, options in _TAKEN.items() if name in given), _TAKEN["of"])
         if stray := sorted(given - taken):
             others = ", ".join(sorted(taken))
             raise ReportError(f"`{stray[0]}` has no effect here, beside which of {others} would have one.")
@@ -96,15 +97,17 @@ class Cell(_Checked):
         if self.average_of:
             rows = _averaged(rows, self.average_of)
         if not len(rows):
-            raise Missing(f"no run with {', '.join(f'{name} {shown(value)}' for name, value in wanted.items())}")
-        seeds = wanted.get("seed")
-        if isinstance(seeds, list) and (lacking := [seed for seed in seeds if seed not in set(rows["seed"])]):
+            said = [f"{name} {shown(value)}" for name, value in wanted.items()]
+            raise Missing(f"no run with {', '.join(said)}")
+        seeds = wanted.get("seed") if isinstance(wanted.get("seed"), list) else []
+        if lacking := [seed for seed in seeds if seed not in set(rows["seed"])]:
             raise Missing(f"no result of seed {shown(lacking)}")
         return rows
 
     def _of_recipe(self) -> str:
         """Return a field of a recipe, or a product of several, as text."""
-        recipe, names = load_recipe(self.recipe), self.of.split(" x ")
+        recipe = load_recipe(self.recipe)
+        names = self.of.split(" x ")
         if lacking := [name for name in names if recipe.get(name) is None]:
             raise Missing(f"{self.recipe} has no `{lacking[0]}`")
         values = [recipe[name] for name in names]
@@ -117,11 +120,13 @@ class Cell(_Checked):
         """Return the difference of two selections, with its interval."""
         gains = difference(rows, other, what, self.part)
         numbers = _numbers(gains.mean(axis=1))
-        form = f"+.{2 if self.decimals is None else self.decimals}f"
-        text, certainty = format(numbers["mean"], form), estimate(gains.to_numpy())
+        form = f"+.{self.decimals}f"
+        text = format(numbers["mean"], form)
+        certainty = estimate(gains.to_numpy())
         if certainty is None:
             return {"text": text, **numbers}
-        low, high = certainty.low, certainty.high
+        low = certainty.low
+        high = certainty.high
         return {"text": f"{text} [{low:{form}}, {high:{form}}]", "low": low, "high": high, **numbers}
 
     def _of_rows(self, rows: pd.DataFrame, what: str) -> dict[str, Any]:
@@ -130,16 +135,17 @@ class Cell(_Checked):
         values = average(rows, what, self.of)
         if values.isna().any():
             raise Missing(f"no `{self.of}`")
-        decimals = 2 if self.decimals is None else self.decimals
-        if self.show == "one":
-            if values.nunique() > 1:
-                raise Missing(f"the runs differ in `{self.of}`: {shown(tuple(values.unique()))}")
-            if self.scale != 1 or self.decimals is not None:
-                values = (numbers_in(values, self.of) * self.scale).round(decimals)
+        if self.show == "one" and values.nunique() > 1:
+            raise Missing(f"the runs differ in `{self.of}`: {shown(tuple(values.unique()))}")
+        if self.show == "one" and not self.model_fields_set & {"decimals", "scale"}:
             return {"text": shown(values.iloc[0])}
         values = numbers_in(values, self.of) * self.scale
-        by_seed = " / ".join(f"{value:.{decimals}f}" for value in values)
-        return {"text": by_seed if self.show == "seeds" else mean_sd(values, decimals), **_numbers(values)}
+        if self.show == "one":
+            return {"text": shown(values.round(self.decimals).iloc[0])}
+        text = mean_sd(values, self.decimals)
+        if self.show == "seeds":
+            text = " / ".join(f"{value:.{self.decimals}f}" for value in values)
+        return {"text": text, **_numbers(values)}
 
 
 _TAKEN = {
@@ -192,11 +198,13 @@ class TableSpec(Spec):
             ReportError, ValidationError: for a row or a cell that cannot be made.
         """
         for row in self.rows:
-            heads, paper = row[: len(self.heads)], row[len(self.heads) :] or [None] * len(self.columns)
+            heads = row[: len(self.heads)]
+            paper = row[len(self.heads) :] or [None] * len(self.columns)
             if len(heads) < len(self.heads) or len(paper) != len(self.columns):
                 wanted = f"{len(self.heads)} heads and {len(self.columns)} numbers of the paper, or none"
                 raise ReportError(f"`rows` must have {wanted}; got {row!r}.")
-            names, selected = [], self.filter
+            names = []
+            selected = self.filter
             for head, column in zip(heads, self.heads.values(), strict=True):
                 name, selection = _read_head(head, column)
                 names.append(name)
@@ -211,10 +219,10 @@ def _read_head(head: Any, column: str) -> tuple[str, dict[str, Any]]:
     """Return the printed name of a head, and what it selects: `text: selection`, or a value of the head's column."""
     if not isinstance(head, dict):
         return head if isinstance(head, str) else shown(head), {column: head}
-    ((name, selection),) = head.items() if len(head) == 1 else [("", None)]
-    if not isinstance(selection, dict):
-        raise ReportError(f"`rows` takes a head as {{text: selection}}; got {head!r}.")
-    return str(name), selection
+    for name, selection in head.items():
+        if len(head) == 1 and isinstance(selection, dict):
+            return str(name), selection
+    raise ReportError(f"`rows` takes a head as {{text: selection}}; got {head!r}.")
 
 
 class FigureSpec(Spec):
@@ -309,7 +317,8 @@ def build_table(spec: TableSpec, table: pd.DataFrame, missing: type[ReportError]
 
 def grid(cells: pd.DataFrame, escape: Callable[[str], str] = str, strong: str = "{}") -> pd.DataFrame:
     """Return a table's texts, the best of each comparison in bold; a column of ours is followed by the paper's, if any."""
-    spec, texts = cells.attrs["spec"], cells["text"].map(escape)
+    spec = cells.attrs["spec"]
+    texts = cells["text"].map(escape)
     texts = texts.mask(best(cells), texts.map(strong.format))
     names = cells["row"].iloc[:: len(spec.columns) or 1]
     columns = {escape(head): names.str[place].map(escape).tolist() for place, head in enumerate(spec.heads)}
@@ -333,13 +342,14 @@ def notes(cells: pd.DataFrame) -> list[str]:
     spec = cells.attrs["spec"]
     lines = [spec.note] if spec.note else []
     if counts := sorted(cells["count"].dropna().astype(int).unique()):
-        lines.append(f"Mean ± SD over {' or '.join(map(str, counts))} training seed{'' if counts == [1] else 's'}.")
+        seeds = "seed" if counts == [1] else "seeds"
+        lines.append(f"Mean ± SD over {' or '.join(map(str, counts))} training {seeds}.")
     if cells["low"].notna().any():
         lines.append("In brackets: 95% interval over seeds and problems.")
     lines += cells.attrs["refused"]
     missing = missing_of(cells)
     if spec.made_by and missing:
-        commands = [each if " " in each else f"loopdropout sweep {each}" for each in spec.made_by]
+        commands = [name if " " in name else f"loopdropout sweep {name}" for name in spec.made_by]
         nothing = len(missing) == len(cells)
         lines.append("Nothing of this table is in these folders." if nothing else f"Missing: {'; '.join(missing)}.")
         lines.append(f"Made by: {' ; '.join(commands)}")
@@ -355,7 +365,8 @@ def missing_of(cells: pd.DataFrame) -> list[str]:
 
 def markdown(cells: pd.DataFrame) -> str:
     """Return a Markdown table under its title, with its notes."""
-    texts, spec = grid(cells, lambda text: text.replace("|", "\\|"), "**{}**"), cells.attrs["spec"]
+    texts = grid(cells, lambda text: text.replace("|", "\\|"), "**{}**")
+    spec = cells.attrs["spec"]
     align = ["left"] * len(spec.heads) + ["right"] * (texts.shape[1] - len(spec.heads))
     body = texts.to_markdown(index=False, disable_numparse=True, colalign=align) if len(texts) else ""
     return "\n\n".join([f"### {spec.title}", body, *notes(cells)]) + "\n"
@@ -368,7 +379,8 @@ _TEX = {"&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "$": r"\$", "{": r"\{", 
 def latex(cells: pd.DataFrame) -> str:
     """Return a booktabs table with its caption and label."""
     escape = lambda text: text.translate(str.maketrans(_TEX))
-    texts, spec = grid(cells, escape, r"\textbf{{{}}}"), cells.attrs["spec"]
+    texts = grid(cells, escape, r"\textbf{{{}}}")
+    spec = cells.attrs["spec"]
     columns = "l" * len(spec.heads) + "c" * (texts.shape[1] - len(spec.heads))
     caption = escape(" ".join([f"{spec.title}.", *notes(cells)]))
     of_page = {"caption": caption, "label": spec.label, "position": "t", "position_float": "centering"}

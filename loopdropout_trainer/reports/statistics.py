@@ -30,7 +30,8 @@ def estimate(gains: np.ndarray) -> Estimate | None:
 
 def of_numbers(values: np.ndarray) -> Estimate:
     """Return the mean of independent numbers, such as one a seed, by Student's t."""
-    return _of_t(values.mean(), values.var(ddof=1) / len(values), len(values) - 1)
+    number = len(values)
+    return _of_t(values.mean(), values.var(ddof=1) / number, number - 1)
 
 
 def of_seeds_and_problems(gains: np.ndarray) -> Estimate:
@@ -40,21 +41,27 @@ def of_seeds_and_problems(gains: np.ndarray) -> Estimate:
     its degrees of freedom are Satterthwaite's. Where seeds differ by less than chance, they take nothing from it.
     """
     num_seeds, num_problems = gains.shape
-    of_seed, of_problem, mean = gains.mean(axis=1, keepdims=True), gains.mean(axis=0, keepdims=True), gains.mean()
+    of_seed = gains.mean(axis=1, keepdims=True)
+    of_problem = gains.mean(axis=0, keepdims=True)
+    mean = gains.mean()
     rest = gains - of_seed - of_problem + mean
-    free = np.array([num_seeds - 1, num_problems - 1, (num_seeds - 1) * (num_problems - 1)])
-    squares = np.array(
-        [num_problems * ((of_seed - mean) ** 2).sum(), num_seeds * ((of_problem - mean) ** 2).sum(), (rest**2).sum()]
-    )
-    mean_squares = squares / free
+    free_seeds = num_seeds - 1
+    free_problems = num_problems - 1
+    squares_of_seeds = num_problems * ((of_seed - mean) ** 2).sum()
+    squares_of_problems = num_seeds * ((of_problem - mean) ** 2).sum()
+    free = np.array([free_seeds, free_problems, free_seeds * free_problems])
+    mean_squares = np.array([squares_of_seeds, squares_of_problems, (rest**2).sum()]) / free
     seeds, problems, rest = mean_squares
-    variance, spread = problems + max(seeds - rest, 0.0), (mean_squares**2 / free).sum()
-    return _of_t(mean, variance / gains.size, variance**2 / spread if spread else np.inf)
+    variance = problems + max(seeds - rest, 0.0)
+    spread = (mean_squares**2 / free).sum()
+    freedom = variance**2 / spread if spread else np.inf
+    return _of_t(mean, variance / gains.size, freedom)
 
 
 def _of_t(mean: float, variance: float, degrees_of_freedom: float) -> Estimate:
     if variance == 0:  # all the same
-        return Estimate(float(mean), float(mean), float(mean), float(mean == 0))
+        return Estimate(mean, mean, mean, float(mean == 0))
     error = np.sqrt(variance)
     low, high = stats.t.interval(0.95, degrees_of_freedom, mean, error)
-    return Estimate(float(mean), float(low), float(high), float(2 * stats.t.sf(abs(mean) / error, degrees_of_freedom)))
+    p = 2 * stats.t.sf(abs(mean) / error, degrees_of_freedom)
+    return Estimate(mean, low, high, p)

@@ -32,7 +32,13 @@ from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.processes import from_main_process
-from loopdropout_trainer.record.identity import Identity, identity_key, make_identity, trained_weights
+from loopdropout_trainer.record.identity import (
+    Identity,
+    identity_key,
+    library_versions,
+    make_identity,
+    trained_weights,
+)
 from loopdropout_trainer.record.measurement import BASE, NONE, TRAINING, Measurement, write_measurements
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log, title_of
@@ -57,7 +63,6 @@ from loopdropout_trainer.settings.recipe import (
     parse_recipe,
     settings_yaml,
 )
-from loopdropout_trainer.settings.versions import library_versions
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopDropoutConfig
 from loopdropout_trainer.training.distributed import shards_weights

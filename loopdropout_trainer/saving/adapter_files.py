@@ -41,14 +41,16 @@ def base_sha256(base: PreTrainedModel) -> str | None:
     name = base.config.name_or_path
     if is_hub_name(name):
         config = try_to_load_from_cache(name, "config.json", revision=getattr(base.config, "_commit_hash", None))
-        name = str(Path(config).parent) if isinstance(config, str) else ""
+        name = Path(config).parent if isinstance(config, str) else None
     if not name:
         return None
-    files, index = {SAFE_WEIGHTS_NAME}, Path(name, SAFE_WEIGHTS_INDEX_NAME)
-    if index.is_file() and not Path(name, SAFE_WEIGHTS_NAME).is_file():  # the shards, whatever else lies there
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    found = [Path(name, file) for file in files if Path(name, file).is_file()]
-    return sha256_of_weights(found) if found else None
+    files = [Path(name, SAFE_WEIGHTS_NAME)]
+    index = Path(name, SAFE_WEIGHTS_INDEX_NAME)
+    if index.is_file() and not files[0].is_file():  # the shards, whatever else lies there
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [Path(name, shard) for shard in set(shards)]
+    files = list(filter(Path.is_file, files))
+    return sha256_of_weights(files) if files else None
 
 
 def save_adapter_metadata(model: PeftModel, folder: str | Path, **facts: Any) -> None:
@@ -71,24 +73,26 @@ def adapter_metadata(folder: str | Path) -> dict:
         metadata = dict(json.loads(file.read_text(encoding="utf-8")))
         for name, kind in _KINDS.items():
             type_validator(name, metadata.get(name), kind | None)
-        depths = tuple(metadata.get("depths") or (1, 1))
-        type_validator("depths", depths, tuple[int, int])
-        for depth in (metadata.get("num_loops"), *depths):
-            check_num_loops(1 if depth is None else depth)
+        depths = metadata.get("depths") or [1, 1]
+        type_validator("depths", tuple(depths), tuple[int, int])
+        for depth in (metadata.get("num_loops", 1), *depths):
+            check_num_loops(depth)
     return metadata
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
     """Return the ids of the tokens at which a model's `generation_config` lets generation stop."""
     ids = model.generation_config.eos_token_id
-    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:
     """Let generation stop at these tokens, too: those that the answers of a training end with."""
-    known = end_tokens(model)
-    if new := [id for id in ids if id not in (None, *known)]:
-        model.generation_config.eos_token_id = [*known, *new]
+    before = end_tokens(model)
+    if new := [token for token in ids if token not in (None, *before)]:
+        model.generation_config.eos_token_id = [*before, *new]
 
 
 def adapter_folder(adapter: str | Path) -> Path:
@@ -128,17 +132,17 @@ def load_adapter(
     folder = adapter_folder(folder)
     config = read_adapter_config(folder)
     check_peft_config(config)
-    looped, metadata = find_looped_model(model), adapter_metadata(folder)
+    looped = find_looped_model(model)
+    metadata = adapter_metadata(folder)
     if not another_base:
         _check_base(model, config, metadata, folder)
     looped.trained_with = {key: metadata[key] for key in ("rule", "p", "depths", "loop_loss") if key in metadata}
     add_end_tokens(looped, metadata.get("eos_token_id") or ())
-    num_loops, trained = looped.config.num_loops, metadata.get("num_loops")
-    if trained is not None:
-        low, high = metadata.get("depths") or (trained, trained)
-        if not low <= num_loops <= high:
-            depths = f"depth {low}" if low == high else f"depths {low} to {high}"
-            logger.warning(f"The adapter in {folder} was trained at {depths}; the model runs {num_loops} loops.")
+    num_loops = looped.config.num_loops
+    low, high = metadata.get("depths") or [metadata.get("num_loops", num_loops)] * 2
+    if not low <= num_loops <= high:
+        depths = f"depth {low}" if low == high else f"depths {low} to {high}"
+        logger.warning(f"The adapter in {folder} was trained at {depths}; the model runs {num_loops} loops.")
     with (
         user_supplied(f"The adapter in {folder} cannot be put on this model"),
         authors_format.in_peft_format(folder) as files,
@@ -157,10 +161,12 @@ def export_adapter(adapter: str | Path, folder: str | Path) -> Path:
         UserError: if there is no such adapter, or the format cannot hold it.
         WriteError: if the disk refuses; what was there before is untouched.
     """
-    source, folder = adapter_folder(adapter), Path(folder)
+    source = adapter_folder(adapter)
+    folder = Path(folder)
     if (folder / authors_format.CONFIG).is_file() and authors_format.read_fields(folder) is None:
         raise UserError(f"{folder} holds an adapter in PEFT's format: choose another folder.")
-    config, facts = read_adapter_config(source), adapter_metadata(source)
+    config = read_adapter_config(source)
+    facts = adapter_metadata(source)
     with user_supplied(f"The adapter in {source} cannot be read"), authors_format.in_peft_format(source) as files:
         weights = load_file(files / WEIGHTS_FILE)
     with staged_files(folder, "The exported adapter") as partial:
@@ -173,12 +179,17 @@ def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, fold
 
     The files' hashes decide where both are known, so that a base may be renamed, moved and downloaded again.
     """
-    trained_on, base = config.base_model_name_or_path, model.config.name_or_path
+    trained_on = config.base_model_name_or_path
+    base = model.config.name_or_path
     names_differ = bool(base and trained_on and base != trained_on)
     before = metadata.get("base_sha256")
     now = base_sha256(model) if before else None
-    if before != now if now else names_differ and is_hub_name(base) and is_hub_name(trained_on):
-        name = f"{'' if names_differ else 'other weights than those of '}{trained_on or 'another base model'}"
+    is_another = names_differ and is_hub_name(base) and is_hub_name(trained_on)
+    if now:
+        is_another = before != now
+    if is_another:
+        name = trained_on or "another base model"
+        name = name if names_differ else f"other weights than those of {name}"
         advice = "load that base, or pass `another_base=True` to `load_adapter`"
         raise UserError(f"The adapter in {folder} was trained on {name}, not on {base}: {advice}.")
     if names_differ and not now:
@@ -196,11 +207,13 @@ def check_resumable(model: PeftModel, folder: str | Path) -> None:
     saved = read_adapter_config(weights)  # PEFT keeps an adapter that is not called `default` in a folder of its name
     running = model.peft_config[adapter]
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
-        old, new = getattr(saved, field), getattr(running, field)
+        old = getattr(saved, field)
+        new = getattr(running, field)
         if old != new:
             raise UserError(f"The adapter in {folder} has `{field}` {old}, this run's has {new}.")
-    num_loops, trained = find_looped_model(model).config.num_loops, adapter_metadata(folder).get("num_loops")
-    if trained not in (None, num_loops):
+    num_loops = find_looped_model(model).config.num_loops
+    trained = adapter_metadata(folder).get("num_loops", num_loops)
+    if trained != num_loops:
         raise UserError(
             f"The run in {folder} trains at depth {trained}, but the model runs {num_loops} loops: set `num_loops` to "
             f"{trained}, or start a new run with `load_adapter`."
@@ -225,16 +238,16 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         config = PeftConfig.from_pretrained(str(folder)) if fields is None else authors_format.peft_config(fields)
         if not isinstance(config, LoraConfig):
             raise UserError(f"{folder} holds a {type(config).__name__}; this package loads LoRA adapters.")
-        for given in (config.target_modules, config.rank_pattern, config.alpha_pattern):
-            sorted(given or ())  # TypeError for what is no collection of names
+        for names in (config.target_modules, config.rank_pattern, config.alpha_pattern):
+            sorted(names or ())  # TypeError for what is no collection of names
     # PEFT matches regular expressions against every module's name; a malicious one takes hours.
     if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
         with user_supplied(f"{folder / WEIGHTS_FILE} cannot be read"), safe_open(folder / WEIGHTS_FILE, "pt") as file:
-            names = {name.rpartition(".lora_")[0] for name in file.keys()}  # noqa: SIM118 (not a dict)
-        config.target_modules = {name.removeprefix("base_model.model.") for name in names}
+            names = [name.removeprefix("base_model.model.") for name in file.keys()]  # noqa: SIM118 (not a dict)
+        config.target_modules = {name.rpartition(".lora_")[0] for name in names}
         config.exclude_modules = None
-    for given in (config.exclude_modules, config.layers_pattern, config.rank_pattern, config.alpha_pattern):
-        for pattern in [given] if isinstance(given, str) else given or ():
+    for patterns in (config.exclude_modules, config.layers_pattern, config.rank_pattern, config.alpha_pattern):
+        for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
             if not re.fullmatch(r"\^?[\w.]+\$?", str(pattern)):
                 raise UserError(f"{path} holds the regular expression {shown(pattern)}: give plain names of modules.")
     return config

@@ -26,7 +26,9 @@ from loopdropout_trainer.models.layers import PROJECTIONS
 
 
 # The base, and its depth, that the authors' program takes.
-MODEL_ID, MODEL_REVISION, NUM_LOOPS = "ByteDance/Ouro-1.4B", "574fa66cb8bf5abdc979642d01cf2b79b16bfab1", 4
+MODEL_ID = "ByteDance/Ouro-1.4B"
+MODEL_REVISION = "574fa66cb8bf5abdc979642d01cf2b79b16bfab1"
+NUM_LOOPS = 4
 FIELDS = {
     "rank": int,
     "alpha": float | int,
@@ -35,7 +37,8 @@ FIELDS = {
     "model_revision": str,
     "num_loops": int,
 }
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model.model."  # of PEFT's names
 
 
@@ -50,13 +53,14 @@ def read_fields(folder: Path) -> dict[str, Any] | None:
             return None
         for name, kind in FIELDS.items():
             type_validator(name, fields.get(name), kind)
-        for is_valid, name in (
-            (fields["rank"] >= 1, "rank"),
-            (0 < fields["alpha"] < math.inf, "alpha"),
-            (0 <= fields["dropout"] < 1, "dropout"),
-            (1 <= fields["num_loops"] <= MOST_LOOPS, "num_loops"),
-        ):
-            if not is_valid:
+        is_valid = {
+            "rank": fields["rank"] >= 1,
+            "alpha": 0 < fields["alpha"] < math.inf,
+            "dropout": 0 <= fields["dropout"] < 1,
+            "num_loops": 1 <= fields["num_loops"] <= MOST_LOOPS,
+        }
+        for name in is_valid:
+            if not is_valid[name]:
                 raise ValueError(f"`{name}` is {fields[name]}")
     return {name: fields[name] for name in FIELDS}
 
@@ -121,7 +125,7 @@ def write(folder: Path, config: LoraConfig, facts: Mapping[str, Any], weights: M
 
 def _expected_names(weights: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the format's names of all tensors, for as many layers as there are in PEFT's names."""
-    layers = {int(found[1]) for name in weights if (found := re.match(rf"{re.escape(_PREFIX)}layers\.(\d+)\.", name))}
+    layers = set(re.findall(rf"^{_PREFIX}layers\.(\d+)\.", "\n".join(weights), re.MULTILINE))
     modules = [f"layers.{layer}.{name}" for layer in range(len(layers)) for name in PROJECTIONS]
     return [f"{module}.lora_{factor}" for module in modules for factor in "AB"]
 
@@ -130,7 +134,9 @@ def _why_not(
     config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, torch.Tensor], names: Mapping[str, str]
 ) -> str | None:
     """Return why the format cannot hold an adapter; None if it can."""
-    base, rule, p = config.base_model_name_or_path, facts.get("rule"), facts.get("p")
+    base = config.base_model_name_or_path
+    rule = facts.get("rule")
+    p = facts.get("p")
     if not _is_the_base(base):
         return f"it is for {MODEL_ID}, and this one was trained on {base}"
     if config.revision not in (None, "main", MODEL_REVISION):
@@ -154,8 +160,8 @@ def _why_not(
 
 def _is_the_base(name: str | None) -> bool:
     """Return whether a model's name is the format's, or a folder that may hold it."""
-    config = Path(name or "", "config.json")
-    if name == MODEL_ID or not (name and config.is_file()):
+    config = Path(name or MODEL_ID, "config.json")
+    if name == MODEL_ID or not config.is_file():
         return name == MODEL_ID
     with user_supplied(f"{config} cannot be read"):
         return json.loads(config.read_text(encoding="utf-8")).get("model_type") == "ouro"

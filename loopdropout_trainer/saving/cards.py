@@ -60,7 +60,8 @@ class ModelCardFields:
 def card_fields(model: PeftModel, given: ModelCardFields | None = None) -> ModelCardFields:
     """Return `given` with what `model` itself tells filled in: base, depth, adapter, and the rule that trained it."""
     adapter = model.active_adapters[0]
-    lora, looped = model.peft_config[adapter], find_looped_model(model)
+    lora = model.peft_config[adapter]
+    looped = find_looped_model(model)
     facts = ModelCardFields(
         base_model=lora.base_model_name_or_path or looped.config.name_or_path or None,
         rank=lora.r,
@@ -100,8 +101,10 @@ def save_card(
         title: where there is no `repo_id`; default: the folder's name.
         merged: whether it is of a merged model.
     """
-    fields, folder = card_fields(model, given), Path(folder)
-    base, license_fields = fields.base_model, _license_of(fields.base_model)
+    fields = card_fields(model, given)
+    folder = Path(folder)
+    base = fields.base_model
+    license_fields = _license_of(fields.base_model)
     on_hub = is_hub_name(base)
     metadata = ModelCardData(
         library_name="transformers" if merged else "peft",
@@ -139,8 +142,10 @@ def save_card(
 
 
 def _adapter_loading(fields: ModelCardFields, repo_id: str | None, shared: bool) -> str:
-    base, on_hub = fields.base_model, is_hub_name(fields.base_model)
-    name, base_line = _name_to_load(repo_id), json.dumps(base) if on_hub else None
+    base = fields.base_model
+    on_hub = is_hub_name(fields.base_model)
+    name = _name_to_load(repo_id)
+    base_line = json.dumps(base) if on_hub else None
     if base is not None and Path(base).is_absolute():
         # Its path stands in PEFT's file beside the weights; on the page it would help nobody.
         base_line = f"PeftConfig.from_pretrained({json.dumps(name)}).base_model_name_or_path"
@@ -155,7 +160,8 @@ def merged_loading(folder: Path, repo_id: str | None) -> str:
         repo_id: as for `save_card`.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    own_code, model_type = config.get("auto_map", {}), config["model_type"]
+    own_code = config.get("auto_map", {})
+    model_type = config["model_type"]
     config_class = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (`get` does not load)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     commands = getattr(config_class, "served_by", {}) if has_tokenizer else {}

@@ -18,36 +18,31 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from loopdropout_trainer.errors import writing
+from loopdropout_trainer.errors import one_line, writing
 
 
-LOCK_FILE, PARTIAL = "_run.lock", "_partial"  # what begins with an underscore is not pushed to the Hub
+LOCK_FILE = "_run.lock"
+PARTIAL = "_partial"  # what begins with an underscore is not pushed to the Hub
 _UMASK = os.umask(0o022)  # it can only be read by setting it, so it is read once, before there are threads
 os.umask(_UMASK)
 
 
-def sha256(content: str | bytes | Path | Iterable[Path]) -> str:
-    """Return a SHA-256 in hexadecimal.
-
-    Args:
-        content: text (as UTF-8) or bytes; the path of a file, whose content is hashed; or paths of several files, whose
-            names and contents count, whatever their order and folder.
-    """
-    if isinstance(content, (str, bytes)):
-        return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
-    if isinstance(content, Path):
-        with content.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    return sha256_of_json({path.name: sha256(path) for path in content})
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_of_json(value: Any) -> str:
     """Return the SHA-256 of a value as JSON; the order of a mapping's keys does not change it."""
-    return sha256(json.dumps(value, sort_keys=True))
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def sha256_of_weights(files: Iterable[Path]) -> str:
-    """Return `sha256(files)` for files of many gigabytes: this process reads each but once as long as it is not written to."""
+    """Return a hash of the names and contents of files, whatever their order and folder.
+
+    They may be of many gigabytes: this process reads each but once as long as it is not written to.
+    """
     digests = {}
     for file in files:
         facts = file.stat()
@@ -60,8 +55,8 @@ def _sha256_of_version(file: Path, size: int, modified: int) -> str:
     return file.name if re.fullmatch("[0-9a-f]{64}", file.name) else sha256(file)  # in the Hub's cache: its name
 
 
-def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, that survives a crash complete or not at all; a failure leaves the old file as it was.
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write a file of UTF-8 that survives a crash complete or not at all; a failure leaves the old file as it was.
 
     Raises:
         OSError: if it cannot be written; it names the file.
@@ -70,8 +65,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with writing(path):
-            with partial.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+            partial.write_text(text, encoding="utf-8", newline="")
             flush_to_disk(partial)
             os.replace(partial, path)
     finally:
@@ -124,7 +118,7 @@ def staged_files(folder: str | Path, what: str, advice: str = "Free some space a
     except (OSError, RuntimeError, SafetensorError) as error:
         if not is_about_files(error):
             raise
-        reason = f"({' '.join(str(error).split())}); what was there before is untouched"
+        reason = f"({one_line(error)}); what was there before is untouched"
         raise WriteError(f"{what} could not be written to {folder} {reason}. {advice}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -132,9 +126,8 @@ def staged_files(folder: str | Path, what: str, advice: str = "Free some space a
 
 def is_about_files(error: Exception) -> bool:
     """Return whether an error comes from writing a file: torch and safetensors have their own kinds."""
-    return isinstance(error, (OSError, SafetensorError)) or any(
-        words in str(error) for words in ("PytorchStreamWriter", "failed writing", "unexpected pos", "file write")
-    )
+    is_torchs = re.search("PytorchStreamWriter|failed writing|unexpected pos|file write", str(error))
+    return isinstance(error, (OSError, SafetensorError)) or is_torchs is not None
 
 
 class LockedError(RuntimeError):

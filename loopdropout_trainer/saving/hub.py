@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import check_adapter, merged_update
 from loopdropout_trainer.checks import shown_parts
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, card_on_hub, is_hub_name, save_card
@@ -131,15 +131,19 @@ def merge_and_save(
     """
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
-    base, fields = model.get_base_model(), card_fields(model, facts)
+    base = model.get_base_model()
+    fields = card_fields(model, facts)
     logger.info(f"Memory: about {shown_parts(merging_memory(model))}.")
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
             base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))
         code = _bring_code(base.config, base.config.name_or_path or fields.base_model, partial)
-        config = {**json.loads((partial / "config.json").read_text(encoding="utf-8")), "auto_map": code}
-        config |= {"use_cache": True} if "use_cache" in config else {}  # off for training only
-        config = {key: value for key, value in config.items() if key != "auto_map" or value}
+        config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+        config.pop("auto_map", None)
+        if code:
+            config["auto_map"] = code
+        if "use_cache" in config:
+            config["use_cache"] = True  # off for training only
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if tokenizer is not None:
             as_in_its_file(tokenizer).save_pretrained(partial)
@@ -168,22 +172,22 @@ def _bring_code(config: PreTrainedConfig, base_model: str | None, folder: Path) 
     A base's `auto_map` names files that lie beside its own config.json. In a new repository they are not there: the entries
     then name the base's repository (`org/name--file.Class`), or the files are copied.
     """
-    found = {}
+    auto_map = {}
     for key, name in (getattr(config, "auto_map", None) or {}).items():
         if "--" in name:
-            found[key] = name
+            auto_map[key] = name
         elif is_hub_name(base_model):
-            found[key] = f"{base_model}--{name}"
+            auto_map[key] = f"{base_model}--{name}"
         elif base_model and Path(base_model, f"{name.partition('.')[0]}.py").is_file():
-            found[key] = name
+            auto_map[key] = name
             for file in Path(base_model).glob("*.py"):  # they may import one another
-                shutil.copy2(file, folder / file.name)
+                shutil.copy2(file, folder)
         else:
             logger.warning(
                 f"The base model's `auto_map` names {name} for {key}, whose file is not beside the base: other programs will "
                 "not find it for the merged model either. Copy the .py files of the base's repository there, and merge again."
             )
-    return found
+    return auto_map
 
 
 def push_merged_to_hub(
@@ -221,7 +225,7 @@ def push_merged_to_hub(
 
 def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -> PushError:
     """Say in one sentence, without any of the tokens, why the Hub did not take a model, and what is `safe`."""
-    reason = " ".join(str(error).split())
+    reason = one_line(error)
     for token in filter(None, tokens):
         reason = reason.replace(token, "***")
     advice = "log in with `hf auth login` or set HF_TOKEN, then push it again"

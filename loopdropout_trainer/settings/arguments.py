@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.checks import check_distinct, check_integer, check_list
+from loopdropout_trainer.checks import Range, check_distinct, check_integer, check_list, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped.model import MOST_LOOPS
 
@@ -32,11 +32,13 @@ class ModelArguments:
     def __post_init__(self):
         if not str(self.model_name_or_path).strip():
             raise UserError("`model_name_or_path` must be a Hub name or a folder; got ''.")
-        for name, most in (("num_loops", MOST_LOOPS), ("num_threads", 1024)):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 1, most)
+        check_numbers(self, num_loops=Range(1, MOST_LOOPS), num_threads=Range(1, 1024))
         if self.model_name_or_path == "tiny-ouro":
             self.model_name_or_path = str(TINY_OURO_PATH)
+        if self.model_revision != "main" and Path(self.model_name_or_path).is_dir():
+            raise UserError(
+                f"`model_revision` is of a model on the Hub; {self.model_name_or_path} is a folder: leave it out."
+            )
 
     @property
     def base_name(self) -> str:
@@ -47,9 +49,13 @@ class ModelArguments:
     @property
     def init_kwargs(self) -> dict[str, Any]:
         """The keywords of `from_pretrained`; pickled weights are refused, since they can run code."""
-        depth = {} if self.num_loops is None else {"num_loops": self.num_loops}
-        names = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
-        return {"revision": self.model_revision, "use_safetensors": True, **names, **depth}
+        keywords = {
+            "revision": self.model_revision,
+            "use_safetensors": True,
+            "dtype": self.dtype,
+            "attn_implementation": self.attn_implementation,
+        }
+        return keywords if self.num_loops is None else {**keywords, "num_loops": self.num_loops}
 
 
 def check_depths(name: str, depths: list[int] | None) -> None:
@@ -76,9 +82,10 @@ class AdapterArguments:
     @property
     def lora_fields(self) -> dict[str, Any]:
         """The fields of PEFT's `LoraConfig`."""
-        fields = {"r": self.lora_r, "target_modules": self.lora_target_modules}
-        fields |= {name: getattr(self, name) for name in ("lora_alpha", "lora_dropout", "use_rslora")}
-        return {name: value for name, value in fields.items() if value is not None}
+        names = ("lora_alpha", "lora_dropout", "use_rslora")
+        fields = {"r": self.lora_r} | {name: getattr(self, name) for name in names}
+        targets = self.lora_target_modules
+        return fields if targets is None else {**fields, "target_modules": targets}
 
 
 @dataclass
@@ -102,9 +109,7 @@ class BenchmarkArguments:
 
     def __post_init__(self):
         check_list("benchmarks", self.benchmarks)
-        for name in ("benchmark_batch_size", "benchmark_limit", "max_new_tokens"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name))
+        check_numbers(self, benchmark_batch_size=Range(1), benchmark_limit=Range(1), max_new_tokens=Range(1))
 
 
 @dataclass
@@ -123,5 +128,4 @@ class RunArguments(BenchmarkArguments):
     def __post_init__(self):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
-        check_integer("single_loop_batches", self.single_loop_batches, 0)
         check_depths("depths", self.depths)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from huggingface_hub.dataclasses import type_validator
@@ -70,43 +71,28 @@ class RecipeParser(TrlParser):
                 action.help = argparse.SUPPRESS
             elif action.help and action.default not in (None, argparse.SUPPRESS):
                 action.help += f" (default: {str(action.default).replace('%', '%%')})"
-            action.required, action.default = False, argparse.SUPPRESS  # so that only what was typed comes back
+            action.required = False  # so that only what was typed comes back
+            action.default = argparse.SUPPRESS
             if action.choices:
                 self.choices[action.dest] = list(action.choices)
-            if _takes_mapping(self.hints[action.dest]) and action.nargs != "+":  # of a list or a mapping: the list
+            if action.nargs == "+":
+                action.type = _list_item(action.type)
+            elif _takes_mapping(self.hints[action.dest]):
                 action.type = _json
         self.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
 
     def read_command_line(self, argv: Sequence[str]) -> dict[str, Any]:
         """Return the fields that a command line sets; RecipeError for an unknown option or a value of another type."""
-        argv, lists = self._without_json_lists(argv)
         given, unknown = self.parse_known_args(argv)
-        vars(given).update(lists)
         if unknown:
             option = unknown[0].split("=")[0]
             valid = [option for action in self._actions for option in action.option_strings]
             raise RecipeError(f"Unknown option `{option}`{_nearest(option, valid)}")
         for name, value in vars(given).items():
-            self._check_type(name, value, f"`--{name}`")
+            if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):  # one word, such as `[]`
+                (value,) = value
+            setattr(given, name, self._typed(name, value, f"`--{name}`"))
         return vars(given)
-
-    def _without_json_lists(self, argv: Sequence[str]) -> tuple[list[str], dict[str, list]]:
-        """Return a command line without the options that are given as JSON lists, such as `--depths []`, and these lists."""
-        fields = {
-            option: action.dest for action in self._actions if action.nargs == "+" for option in action.option_strings
-        }
-        rest, lists, words = [], {}, list(argv)
-        while words:
-            word = words.pop(0)
-            option, is_one_word, text = word.partition("=")
-            text = text if is_one_word else words[0] if words else ""
-            value = _json(text) if option in fields else None
-            if isinstance(value, list):
-                lists[fields[option]] = _as_typed(value, self.hints[fields[option]])
-                del words[: 0 if is_one_word else 1]
-            else:
-                rest.append(word)
-        return rest, lists
 
     def read_recipe(self, recipe: Mapping[str, Any], path: str | None) -> dict[str, Any]:
         """Return the fields that a recipe sets; RecipeError, which names `path`, for an unknown one or one of another type."""
@@ -116,22 +102,24 @@ class RecipeParser(TrlParser):
                 raise RecipeError(f"{path} has an unknown key `{name}`{_nearest(str(name), list(self.hints))}")
             if name == "resume_from_checkpoint" and isinstance(value, bool):  # a string to transformers
                 value = str(value).lower()
-            settings[name] = _as_typed(value, self.hints[name])
-            self._check_type(name, settings[name], f"`{name}` in {path}")
+            settings[name] = self._typed(name, value, f"`{name}` in {path}")
         return settings
 
-    def _check_type(self, name: str, value: Any, where: str) -> None:
-        """Raise RecipeError for a value that is not of the field's type or not among its choices."""
-        hint, found = self.hints[name], f"a {type(value).__name__}" if is_secret(name) else shown(value)
+    def _typed(self, name: str, value: Any, where: str) -> Any:
+        """Return a value as the field's type has it; RecipeError if it is not of that type, or not among its choices."""
+        hint = self.hints[name]
+        value = _as_typed(value, hint)
+        given = f"a {type(value).__name__}" if is_secret(name) else shown(value)
         if value is not None and name in self.choices and value not in self.choices[name]:
-            raise RecipeError(f"{where} must be one of {', '.join(self.choices[name])}; got {found}.")
+            raise RecipeError(f"{where} must be one of {', '.join(self.choices[name])}; got {given}.")
         try:
             type_validator(name, value, hint)
             if isinstance(value, str) and _takes_mapping(hint) and name not in _MAPPING_OR_PATH:
                 raise TypeError  # TRL's hints allow text for the command line's sake
         except TypeError:
             # typing's own names of types: `float`, `list[str] | None`
-            raise RecipeError(f"{where} must be of type `{inspect.formatannotation(hint)}`; got {found}.") from None
+            raise RecipeError(f"{where} must be of type `{inspect.formatannotation(hint)}`; got {given}.") from None
+        return value
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print with a page of usage."""
@@ -166,6 +154,17 @@ def _as_typed(value: Any, hint: Any) -> Any:
         if isinstance(value, dict) and typing.get_origin(option) is dict:
             return {key: _as_typed(item, kinds[1]) for key, item in value.items()}
     return float(value) if options == [float] and type(value) is int else value
+
+
+def _list_item(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return what reads a word of a list as `convert` does, or a whole list that is given as JSON."""
+
+    @functools.wraps(convert)  # argparse names it in errors
+    def item(text: str) -> Any:
+        value = _json(text)
+        return value if isinstance(value, list) else convert(text)
+
+    return item
 
 
 def _json(text: str) -> Any:

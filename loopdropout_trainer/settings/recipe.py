@@ -134,10 +134,7 @@ def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str,
         raise RecipeError(f"The recipe {path} must be a mapping `field: value`; got {type(recipe).__name__}.")
     _check_texts(recipe)
     for field, value in nested(recipe):
-        is_repository = (field == "attn_implementation" and "/" in str(value)) or (
-            field == "chat_template_path" and value is not None and not str(value).endswith((".jinja", ".j2"))
-        )  # a kernel from the Hub; a tokenizer's repository, of which transformers may run modules
-        if is_repository or field in SAFE_VALUES and value is not None and value is not SAFE_VALUES[field]:
+        if value is not None and _can_run_code(field, value):
             raise RecipeError(
                 f"{path} sets `{field}`, which can run code: give it on the command line, if you trust it."
             )
@@ -149,13 +146,21 @@ def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str,
     return laid_over(load_recipe(path.parent / base, (*extending, place)), recipe)
 
 
+def _can_run_code(field: str, value: Any) -> bool:
+    if field == "attn_implementation":
+        return "/" in str(value)  # a kernel from the Hub
+    if field == "chat_template_path":
+        return not str(value).endswith((".jinja", ".j2"))  # a tokenizer, of whose repository modules may be run
+    return field in SAFE_VALUES and value is not SAFE_VALUES[field]
+
+
 _INSTEAD_OF = {
     "dataset_name": ["train_files", "dataset_revision"],
+    "train_files": ["dataset_name", "dataset_config", "dataset_revision", "dataset_split"],
     "at_depths": ["num_loops"],
     "benchmark_files": ["benchmark_revisions"],
     "model_name_or_path": ["model_revision"],
 }
-_INSTEAD_OF["train_files"] = [f"dataset_{name}" for name in ("name", "config", "revision", "split")]
 
 
 def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,9 +168,12 @@ def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
     A revision belongs to the model or data set that it was given with.
     """
-    changed = [name for name in own if own[name] != base.get(name)]
-    gone = {other for name in changed for other in _INSTEAD_OF.get(name, ())}
-    return {**{name: value for name, value in base.items() if name not in gone}, **own}
+    settings = dict(base)
+    for name, value in own.items():
+        if value != base.get(name):
+            for other in _INSTEAD_OF.get(name, ()):
+                settings.pop(other, None)
+    return {**settings, **own}
 
 
 def _check_texts(settings: Mapping[str, Any]) -> None:
@@ -246,8 +254,9 @@ def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
     p = settings.get("p")
     if "p" not in taken or not any(p if isinstance(p, list) else [p]):
         settings.pop("p", None)
-    if isinstance(settings.get("rule_args"), Mapping):
-        settings["rule_args"] = {key: value for key, value in settings["rule_args"].items() if key in taken}
+    rule_args = settings.get("rule_args")
+    if isinstance(rule_args, Mapping):
+        settings["rule_args"] = {name: rule_args[name] for name in rule_args if name in taken}
     return settings
 
 

@@ -75,19 +75,31 @@ def as_in_its_file(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
         return tokenizer
     file = _file_of(tokenizer)
     if file is not None:
-        published = Tokenizer.from_file(str(file))
-        parts = _parts(tokenizer.backend_tokenizer)
-        if parts != _parts(published):
-            before = _tokens(tokenizer)
-            # Whether its class makes the same of the file again: then nobody has asked for it.
-            if _is_built_anew(tokenizer) and parts == _parts(type(tokenizer).from_pretrained(file.parent)._tokenizer):
-                for part in _PARTS:
-                    setattr(tokenizer.backend_tokenizer, part, getattr(published, part))
-                outcome = f"transformers' {type(tokenizer).__name__} leaves a part of that file out; it is put back"
-            else:
-                outcome = "it is used as it is"
-            _warn(file, before, published, outcome)
+        _mend(tokenizer, file)
     return _saved_as_read(tokenizer)
+
+
+def _mend(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    backend = tokenizer.backend_tokenizer
+    published = Tokenizer.from_file(str(file))
+    parts = _parts(backend)
+    if parts == _parts(published):
+        return
+    before = [tokenizer.tokenize(text) for text in _EXAMPLES]
+    outcome = "it is used as it is"
+    # Whether its class makes the same of the file again: then nobody has asked for it.
+    if _is_built_anew(tokenizer) and parts == _parts(type(tokenizer).from_pretrained(file.parent)._tokenizer):
+        outcome = f"transformers' {type(tokenizer).__name__} leaves a part of that file out; it is put back"
+        for part in _PARTS:
+            setattr(backend, part, getattr(published, part))
+    for text, tokens in zip(_EXAMPLES, before, strict=True):
+        in_file = published.encode(text, add_special_tokens=False).tokens
+        if tokens != in_file:
+            logger.warning(
+                f"The tokenizer differs from its own file {file}: {text!r} becomes {shown(tokens)}, by the file "
+                f"{shown(in_file)}; {outcome}."
+            )
+            return
 
 
 def _is_transformers_own(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -107,32 +119,19 @@ def _saved_as_read(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 def _file_of(tokenizer: PreTrainedTokenizerBase) -> Path | None:
     """Return the `tokenizer.json` that a tokenizer comes from: in its folder, or in the Hub's cache; None if there is none."""
-    name, vocabulary = tokenizer.name_or_path, tokenizer.init_kwargs.get("vocab_file")
-    if not name or Path(name).exists():
-        places = [Path(name, _FILE)] if name else []
-    else:
+    name = tokenizer.name_or_path
+    if not name:
+        return None
+    places = [Path(name, _FILE)]
+    if not Path(name).exists():
         cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
+        places = sorted(cache.glob(f"*/{_FILE}"), key=lambda place: place.lstat().st_mtime, reverse=True)
         # Of the revision that it was read from, if that is known; else the one that was downloaded last.
-        places = [Path(vocabulary).with_name(_FILE)] if vocabulary else []
-        places += sorted(cache.glob(f"*/{_FILE}"), key=lambda place: place.lstat().st_mtime, reverse=True)
+        if vocabulary := tokenizer.init_kwargs.get("vocab_file"):
+            places.insert(0, Path(vocabulary).with_name(_FILE))
     return next((place for place in places if place.is_file()), None)
 
 
 def _parts(backend: Tokenizer) -> dict[str, Any]:
     described = json.loads(backend.to_str())
     return {part: described[part] for part in _PARTS}
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    return [tokenizer.tokenize(text) for text in _EXAMPLES]
-
-
-def _warn(file: Path, before: list[list[str]], published: Tokenizer, outcome: str) -> None:
-    for text, found in zip(_EXAMPLES, before, strict=True):
-        in_file = published.encode(text, add_special_tokens=False).tokens
-        if found != in_file:
-            logger.warning(
-                f"The tokenizer differs from its own file {file}: {text!r} becomes {shown(found)}, by the file "
-                f"{shown(in_file)}; {outcome}."
-            )
-            return

@@ -30,7 +30,7 @@ from loopdropout_trainer.evaluation.benchmarks.generated import Row, read_proble
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.processes import random_states_kept
-from loopdropout_trainer.settings.versions import library_versions
+from loopdropout_trainer.record.identity import library_versions
 
 
 # lm-eval gives this advice for each task of local rows.
