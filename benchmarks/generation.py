@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -67,8 +66,6 @@ class DrawnEnds:
     """Ends an answer at a length that is drawn by its first three tokens; takes the place of stop strings."""
 
     end_ids = ()
-    stop_strings = (None,)
-    tokenizer = SimpleNamespace(pad_token_id=0)
 
     def __init__(self, preset: Preset) -> None:
         self.scale = preset.length_scale
@@ -120,7 +117,7 @@ def answer(form: str, model: torch.nn.Module, preset: Preset, prompts: list[list
     most = round(LONGEST_ANSWER * preset.length_scale)
     decoder = DECODINGS[form](looped, [prompts[index] for index in order], most, preset.batch, ends)
     answers: Answers = {}
-    while finished := decoder.advance():
+    for finished in decoder:
         for place, tokens in finished:
             answers[order[place]] = tokens[: ends.length(tokens)]  # `generate` goes on with padding
     return answers

@@ -246,7 +246,7 @@ def train(folder: Path, name: str, dtype: str = "float32", **fields) -> dict:
             state = self.loop_state
             if self.model.training and state.gates is not None:  # None: all ones, in the whole micro-batch
                 rows = inputs["input_ids"]
-                texts = rows.tolist() if state.plan.segments is None else _texts(rows, state.plan.segments)
+                texts = rows.tolist() if state.batch.segments is None else _texts(rows, state.batch.segments)
                 by_example = state.gates.transpose(0, 1).expand(len(texts), *[-1] * (state.gates.dim() - 1))
                 for text, drawn in zip(texts, by_example.tolist(), strict=True):
                     gates[f"{self.state.global_step}: {''.join(map(chr, (t for t in text if t > 1)))}"] = drawn

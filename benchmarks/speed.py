@@ -45,7 +45,7 @@ from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.looped import find_looped_model, first_active_loops
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
 
 
@@ -256,7 +256,9 @@ def waiting_share(preset: Preset, rounds: int, row: Row) -> float:
     waiting = 0
     for step in range(1, rounds + 1):
         draw = Draw(SEED, step, [(index, 0) for index in range(preset.batch)], preset.num_loops)
-        waiting += sum(first_active_loops(row.trainer.rule.sample(draw)))
+        gates = row.trainer.rule.sample(draw)
+        active = (gates.reshape(*gates.shape[:2], -1) != 0).any(dim=2)  # [K, N]
+        waiting += int((active.cumsum(dim=0) == 0).sum())
     return waiting / (rounds * preset.batch * preset.num_loops)
 
 

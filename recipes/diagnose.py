@@ -13,9 +13,8 @@ import os
 from pathlib import Path
 
 from loopdropout_trainer import LoopDropoutConfig
-from loopdropout_trainer.diagnostics.compared import DiagnosticArguments
 from loopdropout_trainer.diagnostics.rows import RowArguments
-from loopdropout_trainer.diagnostics.run import FOLDER, run_diagnostics
+from loopdropout_trainer.diagnostics.run import FOLDER, DiagnosticArguments, run_diagnostics
 from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.evaluation.run import EvaluationArguments
 from loopdropout_trainer.runs.printing import show_log

@@ -8,7 +8,7 @@ The base model is given by name, or by the recipe of the training. One process i
 
 from __future__ import annotations
 
-import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,12 +18,16 @@ from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_t
 from loopdropout_trainer.checks import check_folder
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import run_command, user_supplied
-from loopdropout_trainer.evaluation.loading import load_model
+from loopdropout_trainer.evaluation.subject import load_model
 from loopdropout_trainer.runs.printing import show_log
-from loopdropout_trainer.saving.cards import CardScore, ModelCardFields
+from loopdropout_trainer.runs.result import FORMER_FILE, is_of_former_version, training_result
+from loopdropout_trainer.saving.cards import ModelCardFields
 from loopdropout_trainer.secrets import hide_secrets
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import parse_recipe
+
+
+logger = logging.getLogger("loopdropout_trainer.merge")
 
 
 @dataclass
@@ -40,18 +44,17 @@ class MergeArguments:
 
 def facts_of_run(adapter: Path) -> ModelCardFields:
     """Return what the files beside an adapter tell about its run."""
-    recipe, results = adapter / "recipe.yaml", adapter / "results.json"
-    scores, text = {}, None
-    if results.is_file():
-        with user_supplied(f"{results} cannot be read"):
-            measured = json.loads(results.read_text(encoding="utf-8"))
-            before = {name: each["score"] for name, each in measured.get("base_benchmarks", {}).items()}
-            for name, each in measured["benchmarks"].items():
-                scores[name] = CardScore(each["score"], each["total"], before.get(name))
+    recipe, text, result = adapter / "recipe.yaml", None, training_result(adapter)
+    if is_of_former_version(adapter) and not result.rows:
+        logger.warning(
+            "%s in %s is of an earlier version of this package, and is not read: the card states no accuracies.",
+            FORMER_FILE,
+            adapter,
+        )
     if recipe.is_file():
         with user_supplied(f"{recipe} cannot be read"):
             text = hide_secrets(recipe.read_text(encoding="utf-8"))
-    return ModelCardFields(recipe=text, results=scores)
+    return ModelCardFields(recipe=text, results=result.card_scores())
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,8 +6,8 @@
     python recipes/sweep.py recipes/studies/ouro_1.4b.yaml --workers 8
     python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --print_commands true > commands.txt
 
-A run is a folder with its log.txt and results.json. The same command continues a sweep that was stopped, and shares the runs
-of a sweep that other processes work on.
+A run is a folder with its log.txt, measurements.jsonl and run.json. The same command continues a sweep that was stopped, and
+shares the runs of a sweep that other processes work on.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loopdropout_trainer.errors import run_command
-from loopdropout_trainer.runs.queue import Queue
 from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
-from loopdropout_trainer.runs.workers import stop_on_sigterm
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
@@ -27,6 +25,9 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.dry_run:
         print(sweep.plan())
         return
+    from loopdropout_trainer.runs.queue import Queue
+    from loopdropout_trainer.runs.workers import stop_on_sigterm
+
     queue = Queue(sweep, Path(__file__).parent)
     if arguments.print_commands:
         print("\n".join(queue.commands()))

@@ -261,7 +261,7 @@ def config(tmp_path):
 
 
 class Recording:
-    """Keeps each micro-batch of a trainer: inputs, plan of gates, depth, loss, gradients, and the weights before."""
+    """Keeps each micro-batch of a trainer: inputs, its gates, depth, loss, gradients, and the weights before."""
 
     seen = ()
 
@@ -270,7 +270,7 @@ class Recording:
         kept.weights = {name: p.detach().clone() for name, p in trained_parameters(self.model).items()}
         kept.batch = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x)}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        kept.plan, kept.depth, kept.loss = self.loop_state.plan, self.num_loops, loss.detach()
+        kept.gated, kept.depth, kept.loss = self.loop_state.batch, self.num_loops, loss.detach()
         kept.gates = self.loop_state.gates
         self.seen = [*self.seen, kept]
         return loss

@@ -16,10 +16,9 @@ from conftest import GOLDEN
 from processes import Program, python
 
 from loopdropout_trainer.data.templates import chat_template
-from loopdropout_trainer.evaluation import load_benchmark
-from loopdropout_trainer.evaluation.answer_log import AnswerLog
+from loopdropout_trainer.evaluation import load_benchmark, sandbox
+from loopdropout_trainer.evaluation.benchmark import AnswerLog
 from loopdropout_trainer.evaluation.benchmarks import programs
-from loopdropout_trainer.evaluation.code import sandbox
 
 
 pytest.importorskip("evalplus")
@@ -204,7 +203,7 @@ def test_without_bubblewrap_nothing_is_loaded_until_the_user_confirms(monkeypatc
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has the right to lose")
 def test_root_without_the_right_to_make_namespaces_is_told_at_once():
-    code = "import ctypes; from loopdropout_trainer.evaluation.code.sandbox import check_allowed\n"
+    code = "import ctypes; from loopdropout_trainer.evaluation.sandbox import check_allowed\n"
     code += "drop, admin = 24, 21  # PR_CAPBSET_DROP, CAP_SYS_ADMIN: what this process starts has it no more\n"
     code += "assert ctypes.CDLL(None).prctl(drop, admin, 0, 0, 0) == 0; check_allowed('mbpp', False)"
     program = Program("-c", code)
@@ -286,6 +285,6 @@ def test_verdicts_are_logged_and_completions_without_a_program_fail(tmp_path, mo
     verdicts = benchmark.verdicts(texts, log, progress=False)
     assert all(verdict.startswith("base: ") for verdict in verdicts)
     again = AnswerLog(tmp_path)
-    again.found = again.read({})
+    again.answers = again.read({})
     monkeypatch.setattr(programs, "check_program", lambda *_: pytest.fail("a program ran"))
     assert benchmark.verdicts(texts, again, progress=False) == verdicts

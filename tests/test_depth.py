@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.rule import RULES
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped import Optimisations, find_looped_model
 from loopdropout_trainer.training.depth import (
     DEPTH_SAMPLERS,
     LOOP_LOSSES,
@@ -155,18 +156,18 @@ def test_two_processes_train_as_one_does(name, tmp_path):
 # Losses against a direct computation: each loop's loss by a run of its own, of that depth, with full logits
 
 
-def direct_loss(trainer, plan, inputs, depth, weights_of):
+def direct_loss(trainer, gated, inputs, depth, weights_of):
     looped, model = find_looped_model(trainer.model), trainer.model
     own, labels = looped.config.num_loops, inputs["labels"]
     inputs = {name: x for name, x in inputs.items() if name != "labels"}
     losses, hidden = [], []
     for loop in range(1, depth + 1):
         looped.config.num_loops = loop
-        trainer.loop_state.apply(plan)
+        trainer.loop_state.apply(gated)
         out = model(**inputs, use_cache=False, output_hidden_states=False)
         logits = out.logits[:, :-1].transpose(1, 2).float()
         losses.append(F.cross_entropy(logits, labels[:, 1:], reduction="none"))  # [B, S - 1]
-        trainer.loop_state.apply(plan)
+        trainer.loop_state.apply(gated)
         hidden.append(looped.base_model(**inputs, use_cache=False).last_hidden_state.detach())
     looped.config.num_loops = own
     weights = weights_of(looped, hidden)
@@ -237,7 +238,8 @@ def test_losses_and_all_gradients_are_those_of_a_direct_computation(train, famil
     given = {"train_dataset": trainer.train_dataset, "processing_class": trainer.processing_class}
     fresh = Watch(TINY[family](), trainer.args, **given)
     fresh.model.train()
-    want = direct_loss(fresh, seen.plan, inputs, seen.depth, weights_of or drawn_weights(trainer))
+    plain = replace(seen.gated, optimisations=Optimisations())
+    want = direct_loss(fresh, plain, inputs, seen.depth, weights_of or drawn_weights(trainer))
     assert seen.loss.item() == pytest.approx(want.item(), rel=2e-6)
     want.backward()
     wanted = {name: p.grad for name, p in trained_parameters(fresh.model).items()}

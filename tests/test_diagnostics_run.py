@@ -50,7 +50,7 @@ def saved(tmp_path_factory, tokenizer):
         facts = {"num_loops": 4, "rule": rule, "p": None if name == "lora" else 0.5}
         (folder / name / ADAPTER_METADATA).write_text(json.dumps(facts))
         trained = {**yaml.safe_load(settings), "seed": seed}
-        (folder / name / "results.json").write_text(json.dumps({"run_info": {"settings": trained}}))
+        (folder / name / "run.json").write_text(json.dumps({"settings": trained}))
         seal(folder / name, trained_with(rule, seed=seed), ["adapter_model.safetensors"])
     adapted(copy.deepcopy(base), 1).merge_and_unload().save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder / "merged")
@@ -91,7 +91,9 @@ def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, 
     for name, diagnostic in DIAGNOSTICS.items():
         of_it = [row for row in rows if row.family == name]
         methods = {"LoRA", "Loop Dropout"} | (set() if diagnostic.needs_adapter else {"base", "Merged"})
-        assert {row.method for row in of_it} == methods and {row.writer for row in of_it} == {f"diagnostics/{name}"}
+        assert {row.method for row in of_it} == methods and {Path(row.writer).parent for row in of_it} == {
+            Path("diagnostics", name)
+        }
         assert {row.seed for row in of_it if row.method == "Loop Dropout"} == {2, 3}
         for metric in {name, *(row.metric for row in of_it)}:
             assert f"`{metric}`" in documented
@@ -122,36 +124,37 @@ def test_every_diagnostic_leaves_what_is_documented(diagnose, saved, tokenizer, 
 def test_a_killed_run_goes_on_and_other_rows_or_another_base_are_measured_anew(diagnose, saved, tmp_path, monkeypatch):
     names = ("--diagnostics", "single_loop", "readouts")
     before = diagnose(tmp_path, *names)
-    log = tmp_path / "diagnostics" / "parts" / "00000.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    assert len(lines) == 7  # three of an adapter alone, and four
-    of_adapter = [place for place, line in enumerate(lines) if '"frozen_loss"' in line]
-    log.write_text("".join(lines[: of_adapter[2]]) + lines[of_adapter[2]][:-9])  # killed while a line was written
-    (tmp_path / "diagnostics" / MEASUREMENTS_FILE).unlink()
+    file = tmp_path / "diagnostics" / MEASUREMENTS_FILE
+    of_adapters = [row.identity for row in before if row.family == "single_loop"]
+    assert (
+        len(set(of_adapters)) == 3 and len({row.writer for row in before}) == 7
+    )  # three of an adapter alone, and four
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if of_adapters[-1] not in line))  # killed before the last of them
     measured, original = [], SingleLoop.measure
     monkeypatch.setattr(SingleLoop, "measure", lambda *args: measured.append(args) or original(*args))
     assert diagnose(tmp_path, *names) == before and len(measured) == 1
     fewer = diagnose(tmp_path, *names, "--num_rows", "3")
     assert len(fewer) == len(before) and values(fewer) != values(before) and len(measured) == 4
-    assert diagnose(tmp_path, *names) == before and len(measured) == 4
+    assert diagnose(tmp_path, *names) == before and len(measured) == 7
     config = json.loads((saved / "base" / "config.json").read_text())
     (saved / "base" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     try:
         other = diagnose(tmp_path, *names)
     finally:
         (saved / "base" / "config.json").write_text(json.dumps(config))
-    assert len(measured) == 7 and not {row.identity for row in other} & {row.identity for row in before}
+    assert len(measured) == 10 and not {row.identity for row in other} & {row.identity for row in before}
     assert values(other, metric="loss") != pytest.approx(values(before, metric="loss"), abs=1e-3)
 
 
-NOT_RESULTS = "results.json is not the results file"
+NO_RUN = "run.json is not the file of a training"
 INCOMPARABLE = [
     (9, {"num_train_examples": 40}, "`num_train_examples` was 20 .* 40"),
     (9, {"model_name_or_path": "ByteDance/Ouro-1.4B"}, "`model_name_or_path`.*Ouro-1.4B"),
     (9, {"learning_rate": 3e-3, "seed": 9}, "no two seeds of one method .`learning_rate` was 0.001 and is 0.003"),
     (9, {}, "the seed of both is 1"),
     (1, {"seed": 7}, "`LoRA` .* and `LoRA` .* hold the same weights"),
-    *((9, content, NOT_RESULTS) for content in ("{", '{"run_info": {"settings": 3}}')),
+    *((9, content, NO_RUN) for content in ("{", '{"settings": 3}')),
 ]
 
 
@@ -160,10 +163,10 @@ def test_adapters_that_cannot_be_compared_are_refused(diagnose, saved, tmp_path,
     shutil.copytree(saved / "lora", saved / "copy", dirs_exist_ok=True)
     adapted(tiny_ouro(), seed).save_pretrained(saved / "copy")
     if isinstance(results, dict):
-        trained = json.loads((saved / "lora" / "results.json").read_text())["run_info"]["settings"]
+        trained = json.loads((saved / "lora" / "run.json").read_text())["settings"]
         seal(saved / "copy", trained_with(**{"seed": 1, **results}), ["adapter_model.safetensors"])
-        results = json.dumps({"run_info": {"settings": trained | results}})
-    (saved / "copy" / "results.json").write_text(results)
+        results = json.dumps({"settings": trained | results})
+    (saved / "copy" / "run.json").write_text(results)
     with pytest.raises(ValueError, match=message) as caught:
         diagnose(tmp_path / "out", "--diagnostics", "dose", adapters=("LoRA=lora", "LoRA=copy"))
     assert "\n" not in str(caught.value)

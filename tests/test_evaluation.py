@@ -35,11 +35,13 @@ from loopdropout_trainer.evaluation import (
     mean_sd,
     score_completions,
 )
-from loopdropout_trainer.evaluation.answer_log import AnswerLog, SettingsChangedError
-from loopdropout_trainer.evaluation.loading import load_model
-from loopdropout_trainer.evaluation.metrics import gsm8k_strict, metamath_gsm8k
+from loopdropout_trainer.evaluation.benchmark import AnswerLog, SettingsChangedError
+from loopdropout_trainer.evaluation.benchmarks import metamath
+from loopdropout_trainer.evaluation.benchmarks.gsm8k import gsm8k_strict
 from loopdropout_trainer.evaluation.results import results_table
 from loopdropout_trainer.evaluation.run import EvaluationArguments
+from loopdropout_trainer.evaluation.subject import load_model
+from loopdropout_trainer.record.identity import model_identity
 from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, Measurement, read_measurements
 from loopdropout_trainer.reports.averaging import difference
 from loopdropout_trainer.saving.files import folder_lock
@@ -48,7 +50,7 @@ from loopdropout_trainer.settings.recipe import load_recipe, parse_recipe
 
 
 pytest.importorskip("lm_eval")
-from loopdropout_trainer.evaluation.metrics import metamath_math  # noqa: E402
+from lm_eval.tasks.hendrycks_math.utils import is_equiv  # noqa: E402
 
 
 RECIPES = ROOT / "recipes"
@@ -61,37 +63,37 @@ def vectors(name, kind=None):
 
 
 SCORERS = {  # metric: its vectors, their number, the names of what is judged, and what it is judged by
-    metamath_gsm8k: ("metamath_scorer", "gsm8k", 1561, "completion", "gold"),
-    metamath_math: ("metamath_scorer", "math", 1490, "completion", "gold"),
+    metamath.metamath_gsm8k: ("metamath_scorer", "gsm8k", 1561, "completion", "gold"),
+    metamath.metamath_math: ("metamath_scorer", "math", 1490, "completion", "gold"),
     gsm8k_strict: ("gsm8k_strict", None, 897, "response", "target"),
 }
 
 
-@pytest.mark.parametrize("module", SCORERS)
-def test_a_scorer_gives_the_reference_verdict_on_every_string(module):
-    file, kind, number, judged, by = SCORERS[module]
+@pytest.mark.parametrize("score", SCORERS)
+def test_a_scorer_gives_the_reference_verdict_on_every_string(score):
+    file, kind, number, judged, by = SCORERS[score]
     rows = vectors(file, kind)
     assert len(rows) == number
     for row in rows:
-        verdict = module.score(row[judged], row[by])
+        verdict = score(row[judged], row[by])
         # With the standard library's Fraction in place of the package of that name, the reference differs on 9 rows.
         want = {**row, **row.get("stdlib", {})}
-        extracted = "[invalid]" if verdict.extracted is None and module is gsm8k_strict else verdict.extracted
+        extracted = "[invalid]" if verdict.extracted is None and score is gsm8k_strict else verdict.extracted
         assert extracted == want["extracted"], row["id"]
         assert verdict.correct == row["correct"] or "stdlib" in row, row["id"]
         assert (verdict.error is None) == (want.get("error") is None), row["id"]
-        assert module is not metamath_math or verdict.error == row["error"], row["id"]
+        assert score is not metamath.metamath_math or verdict.error == row["error"], row["id"]
 
 
 def test_metamath_golds_and_equivalences_agree_with_the_reference():
     for row in vectors("metamath_scorer", "equiv"):
-        assert metamath_math.utils.is_equiv(row["a"], row["b"]) == row["correct"], row["id"]
+        assert is_equiv(row["a"], row["b"]) == row["correct"], row["id"]
     for row in vectors("metamath_scorer", "math_gold"):
         if row["error"] is None:
-            assert metamath_math.extract_gold(row["solution"]) == row["gold"], row["id"]
+            assert metamath.gold_latex(row["solution"]) == row["gold"], row["id"]
     for row in vectors("metamath_scorer", "gsm8k_gold"):
         with pytest.raises(ValueError) if row["error"] else nullcontext():
-            assert metamath_gsm8k.extract_gold(row["response"]) == row["gold"], row["id"]
+            assert metamath.gold_number(row["response"]) == row["gold"], row["id"]
 
 
 def test_prompts_budgets_and_references_of_real_problems():
@@ -165,11 +167,11 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
     assert all((answers.parent / f"0000{rank}.jsonl").is_file() for rank in (0, 1))
 
     model = PeftModel.from_pretrained(steady(), saved / "adapter")
-    predictions, (rows, identities) = load_predictions(tmp_path), measured(tmp_path)
+    rows, identities = measured(tmp_path)
     for name, file in (("gsm8k", SAMPLES / "gsm8k_test.jsonl"), ("arithmetic_test", None)):
         benchmark = load_benchmark(name, file, limit=8)
         want = evaluate_subject(Subject(model, tokenizer, 16), benchmark, progress=False)
-        assert predictions[name] == want.predictions
+        assert load_predictions(tmp_path / "answers/adapter" / name) == want.predictions
         lines = (answers.parents[1] / name / "predictions.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == [each.as_json() for each in want.predictions]
         (row,) = rows[f"evaluation/adapter/{name}", "accuracy"]
@@ -249,7 +251,10 @@ def test_a_merged_model_gives_what_its_adapter_gives_by_a_recipe_of_training(sav
     evaluate([str(recipe), "--adapter", str(saved / "adapter")])
     merged = ["--model_name_or_path", str(saved / "merged"), "--output_dir", str(tmp_path / "m")]
     evaluate([str(recipe), *merged])
-    assert load_predictions(tmp_path / "run") == load_predictions(tmp_path / "m")
+    adapted, merged = (
+        load_predictions(tmp_path / row / "arithmetic_test") for row in ("run/answers/adapter", "m/answers/base")
+    )
+    assert adapted == merged
     with pytest.raises(SettingsChangedError, match="row `adapter`.*the adapter's weights are others"):
         evaluate([str(recipe), "--adapter", "adapter=none"])
     with pytest.raises(ValueError, match="`gates` must be"):
@@ -286,7 +291,7 @@ def test_depths_and_single_loops_are_rows_of_one_evaluation(saved, tokenizer, tm
     model.get_base_model().config.num_loops = 3
     benchmark = load_benchmark("gsm8k", SAMPLES / "gsm8k_test.jsonl", limit=2)
     want = evaluate_subject(Subject(model, tokenizer, gates="0-1-0", max_new_tokens=8), benchmark, progress=False)
-    assert load_predictions(tmp_path, "adapter_K3_loop2")["gsm8k"] == want.predictions
+    assert load_predictions(tmp_path / "answers/adapter_K3_loop2/gsm8k") == want.predictions
 
 
 def test_weights_that_are_not_finite_are_refused_and_nan_is_never_written(tokenizer, tmp_path):
@@ -458,7 +463,7 @@ def test_any_benchmark_is_asked_in_turns_with_a_system_turn_and_no_stop_but_the_
     assert prediction.completion == plain
     end = tokenizer.convert_tokens_to_ids(ends_turns)
     model.generation_config.eos_token_id = [0, end]
-    assert subject.settings(True)["end_tokens"] == [0, end]  # other answers
+    assert model_identity(model, tokenizer)["base"]["end_tokens"] == [0, end]  # other answers
     (prediction,) = evaluate_subject(subject, replace(benchmark, prompts=["Why?<|end|>"]), progress=False).predictions
     assert len(prediction.completion) < len(plain)
     tokenizer.chat_template = None
@@ -561,8 +566,9 @@ def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, file
     assert [line[0] for line in printed[2:11]] == names and printed[0] == ["Metric", "base", "tuned"]
     for column, row in enumerate(("base", "tuned"), start=1):
         scores = {}
-        for benchmark, predictions in load_predictions(tmp_path / "run", row).items():
-            for measurement in rows[f"evaluation/{row}/{benchmark}", "accuracy"]:  # once more, from its predictions
+        for folder in (tmp_path / "run" / "answers" / row).iterdir():
+            predictions = load_predictions(folder)
+            for measurement in rows[f"evaluation/{row}/{folder.name}", "accuracy"]:  # once more, from its predictions
                 metric = measurement.metric
                 points = [each.values[metric] if each.values else each.correct for each in predictions]
                 scores[metric] = 100 * sum(points) / len(points)
@@ -575,7 +581,7 @@ def test_the_nine_metrics_of_two_rows_killed_at_random_and_continued(saved, file
     assert identities[of_rows["tuned"].run]["adapter"]["r"] == 4
     by_task = {row.group: row.total for row in rows["evaluation/tuned/mmlu", "groups"]}
     assert by_task == dict.fromkeys(("mmlu_abstract_algebra", "mmlu_anatomy", "mmlu_world_religions"), 5)
-    prompt = lambda name: load_predictions(tmp_path / "run", "tuned")[name][0].prompt
+    prompt = lambda name: load_predictions(tmp_path / "run/answers/tuned" / name)[0].prompt
     assert prompt("ifeval").startswith("<|user|>\n") and prompt("ifeval").endswith("\n<|assistant|>\n")
     assert "<|user|>" not in prompt("mmlu")
 
@@ -595,12 +601,14 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
             evaluate(words)
     evaluate([*deeper, "--adapter", "shallow=none"])
     evaluate([*other, "--adapter", "none"])
-    rows = {row: load_predictions(tmp_path, row) for row in ("base", "tuned", "shallow")}
-    assert list(rows["base"]) == ["arithmetic_test", "truthfulqa_mc2"]
-    assert list(rows["tuned"]) == list(rows["shallow"]) == ["truthfulqa_mc2"]
-    assert rows["base"]["truthfulqa_mc2"] != rows["tuned"]["truthfulqa_mc2"] != rows["shallow"]["truthfulqa_mc2"]
-    with pytest.raises(ValueError, match="`row` must be one of the rows"):
-        load_predictions(tmp_path)
+    truth = {
+        row: load_predictions(tmp_path / "answers" / row / "truthfulqa_mc2") for row in ("base", "tuned", "shallow")
+    }
+    assert truth["base"] != truth["tuned"] != truth["shallow"]
+    written = {row.writer.removeprefix("evaluation/") for row in read_measurements(tmp_path)[0]}
+    assert written == {"base/arithmetic_test", *(f"{row}/truthfulqa_mc2" for row in truth)}
+    with pytest.raises(ValueError, match="tuned/arithmetic_test/predictions.jsonl holds no predictions"):
+        load_predictions(tmp_path / "answers/tuned/arithmetic_test")
     (tmp_path / "evaluation.json").write_text('{"format": 3}')
     with pytest.raises(ValueError, match="evaluation.json is of an earlier version"):
         evaluate(first)
@@ -610,14 +618,12 @@ def test_evaluations_add_to_a_folder_and_what_is_finished_is_not_run_again(saved
 @pytest.mark.slow
 def test_one_two_and_three_processes_give_the_same_results(saved, files, tmp_path):
     names = ("mmlu", "truthfulqa_mc2", "ifeval", "humaneval_plus")
-    found = []
     for count in (1, 2, 3):
         arguments = on_tulu2(saved, {name: files[name] for name in names}, tmp_path / str(count), max_new_tokens=4)
         python(RECIPES / "evaluate.py", *arguments, "--benchmarks", *names, processes=count)
         assert (tmp_path / f"{count}/answers/tuned/mmlu/0000{count - 1}.jsonl").is_file()
-        found.append({row: load_predictions(tmp_path / str(count), row) for row in ("base", "tuned")})
     for row, name in itertools.product(("base", "tuned"), names):
-        one, *others = (each[row][name] for each in found)
+        one, *others = (load_predictions(tmp_path / count / "answers" / row / name) for count in ("1", "2", "3"))
         answers = lambda predictions: [(each.id, each.completion, each.correct) for each in predictions]
         values = lambda predictions: [value for each in predictions for value in (each.values or {}).values()]
         for other in others:

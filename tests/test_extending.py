@@ -7,6 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import ROOT, tiny_hrm, trained_parameters, with_adapter
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -36,8 +39,8 @@ def test_the_example_is_short_and_announces_every_loop():
     assert len(names) == 2 * 8 and all(name.startswith(("model.L_module.", "model.H_module.")) for name in names)
     twin = copy.deepcopy(model)
     twin.config.num_loops = 2
-    for each in (model, twin, model):
-        check_loops(each, input_ids=ids)
+    for looped in (model, twin, model):
+        check_loops(looped, input_ids=ids)
     assert find_looped_model(with_adapter(model, scale=0.1)).recurrent_linears() == names
 
 
@@ -70,6 +73,13 @@ def test_gated_forward_and_gradients_equal_swapping_the_weights_by_hand(checkpoi
         (nn.functional.cross_entropy(logits[0, :-1], ids[row, 1:]) / 2).backward()
     for name, parameter in named.items():
         torch.testing.assert_close(parameter.grad, weights[name].grad, atol=1e-5, rtol=1e-4)
+
+
+def test_pefts_default_adapter_follows_from_the_description(monkeypatch):
+    monkeypatch.delitem(TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, "hrm_text", raising=False)
+    looped = find_looped_model(get_peft_model(tiny_hrm(), LoraConfig()))
+    adapted = [name for name, module in looped.named_modules() if isinstance(module, LoraLayer)]
+    assert adapted == looped.recurrent_linears() != []
 
 
 def test_depth_is_read_and_set_as_everywhere(tmp_path):

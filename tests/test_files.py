@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from loopdropout_trainer.errors import sentence
-from loopdropout_trainer.evaluation.answer_log import AnswerLog
+from loopdropout_trainer.evaluation.benchmark import AnswerLog
 from loopdropout_trainer.saving import files
 from loopdropout_trainer.saving.files import sha256, sha256_of_json, sha256_of_weights, write_atomically
 

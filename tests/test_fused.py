@@ -103,16 +103,16 @@ def test_what_changes_between_two_passes_is_followed(change, gates, num_fused):
 
 def test_nothing_outlives_a_forward_pass_and_gates_of_single_modules_are_not_fused(num_fused):
     models = twins()
-    each = torch.rand(4, 4, 14, generator=torch.Generator().manual_seed(0)) * 2
-    with use_gates(models[0], each), use_gates(models[1], each):
+    by_module = torch.rand(4, 4, 14, generator=torch.Generator().manual_seed(0)) * 2
+    with use_gates(models[0], by_module), use_gates(models[1], by_module):
         assert_same_loss_and_gradients(*models)
     assert num_fused() == 0
     state = find_looped_model(models[0]).loop_state
     with use_gates(models[0], GATES):
         models[0](IDS, labels=IDS).loss.backward()
-        assert num_fused() > 0 and (state.step.prepared, state.step.tokens) == (None, None)
-        state.announce(state.plan.step(3, frozen=True))
+        assert num_fused() > 0 and (state.running.prepared, state.running.tokens) == (None, None)
+        state.announce(state.batch.loop(3, frozen=True))
         with use_gates(models[0], torch.zeros(4)):
-            assert state.gates.tolist() == [[0.0]] * 4 and not state.step.frozen
-        assert state.gates is GATES and state.step.frozen and state.loop == 3
+            assert state.gates.tolist() == [[0.0]] * 4 and not state.running.frozen
+        assert state.gates is GATES and state.running.frozen and state.loop == 3
     assert state.gates is None and state.loop == 0

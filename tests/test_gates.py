@@ -8,7 +8,7 @@ import torch
 
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.gates.__main__ import main
-from loopdropout_trainer.gates.streams import _purpose_key, normals, uniforms
+from loopdropout_trainer.gates.streams import Streams, _purpose_key
 
 
 K, M = 4, 3
@@ -105,8 +105,8 @@ def test_module_wise_masks_are_independent_over_loops_and_modules():
 )
 def test_support_and_mass_at_zero(name, fields, support, at_zero):
     gates = make_rule(name, **fields).sample(draw(MANY // 3))
-    found = set(gates.unique().tolist())
-    assert found == {float(torch.tensor(value, dtype=torch.float32)) for value in support}
+    values = set(gates.unique().tolist())
+    assert values == {float(torch.tensor(value, dtype=torch.float32)) for value in support}
     assert (gates == 0).double().mean(dim=1).tolist() == pytest.approx(at_zero, abs=0.008)
 
 
@@ -225,8 +225,10 @@ def test_every_rule_says_what_it_is(capsys):
 
 
 def test_stream_values_are_pinned():
-    assert uniforms(101, "events", 0, [(0, 0)], 5)[0].tolist() == PINNED_UNIFORMS
-    assert normals(101, "parallel noise", 7, [(3, 1)], 2)[0].tolist() == pytest.approx(PINNED_NORMALS, rel=1e-12)
+    assert Streams(101, 0, [(0, 0)]).uniforms("events", 5)[0].tolist() == PINNED_UNIFORMS
+    assert Streams(101, 7, [(3, 1)]).normals("parallel noise", 2)[0].tolist() == pytest.approx(
+        PINNED_NORMALS, rel=1e-12
+    )
     assert (make_rule("loop_dropout").sample(draw(6)) > 0).int().tolist() == PINNED_MASKS
 
 
@@ -235,7 +237,7 @@ def test_streams_are_numpys_philox():
         counter = (step << 192) | (row << 128) | (segment << 64)
         philox = np.random.Philox(key=(_purpose_key("x") << 64) | (seed % 2**64), counter=counter)
         expected = (philox.random_raw(11) >> 11) * 2.0**-53
-        assert uniforms(seed, "x", step, [(9, 9), (row, segment)], 11)[1].tolist() == expected.tolist()
+        assert Streams(seed, step, [(9, 9), (row, segment)]).uniforms("x", 11)[1].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

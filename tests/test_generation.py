@@ -11,8 +11,7 @@ from loopdropout_trainer import use_gates
 from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates, prepared
 from loopdropout_trainer.generation import decoding, generate_greedy
 from loopdropout_trainer.generation.decoding import SlotCache
-from loopdropout_trainer.generation.generation import sample_completions
-from loopdropout_trainer.generation.memory import decoding_memory
+from loopdropout_trainer.generation.generation import decoding_memory, sample_completions
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -110,8 +109,8 @@ def test_completions_end_before_the_earliest_stop_string_and_generation_ends_the
     end = next(place for place in range(1, 6) if ids[place] not in ids[:place])
     special = tokenizer.convert_ids_to_tokens(ids[end])
     tokenizer.add_special_tokens({"additional_special_tokens": [special]})
-    found = generate_greedy(model, tokenizer, PROMPTS[:1], 24, stop_strings=[special], progress=False)
-    assert found == [tokenizer.decode(ids[:end])]
+    completions = generate_greedy(model, tokenizer, PROMPTS[:1], 24, stop_strings=[special], progress=False)
+    assert completions == [tokenizer.decode(ids[:end])]
 
 
 MANY = [text[: 3 + 11 * i % 40] for i, text in enumerate(PROMPTS * 4)]
@@ -151,7 +150,7 @@ def test_prompts_in_any_order_are_read_in_batches_of_bounded_size(monkeypatch):
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 50)
     model.model.register_forward_hook(lambda module, args, output: read.append(output.last_hidden_state.shape[:2]))
     prompts = [*[[2, 3]] * 8, [2] * 40]
-    assert len(sample_completions(model, prompts, decoding.Sampler(0, "test", 0, range(9), 4), 4, [0], 9)) == 9
+    assert len(sample_completions(model, prompts, decoding.Sampler(torch.rand(9, 4)), 4, [0], 9)) == 9
     assert max(rows * length for rows, length in read) <= 50
 
 
@@ -168,15 +167,15 @@ def test_no_row_is_computed_long_after_its_end(tokenizer):
 
 
 def test_answers_come_as_they_are_complete_and_the_model_is_itself_in_between(tokenizer):
-    model, found = adapted(varied(tiny_ouro())).train(), []
+    model, seen = adapted(varied(tiny_ouro())).train(), []
 
     def keep(*pair):
         assert model.training and loop_state.gates.tolist() == [[0]] * 4
-        found.append(pair)
+        seen.append(pair)
 
     with use_gates(model, torch.zeros(4)) as loop_state:
         texts = generate_greedy(model, tokenizer, MANY, 40, 8, STOPS, progress=False, keep=keep)
-    assert found != sorted(found) == list(enumerate(texts))
+    assert seen != sorted(seen) == list(enumerate(texts))
     assert model.training
     assert generate_greedy(model, tokenizer, [], 4, progress=False) == []
 

@@ -13,7 +13,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
-from loopdropout_trainer.gates.streams import uniforms
+from loopdropout_trainer.gates.streams import Streams
 from loopdropout_trainer.generation.decoding import Sampler
 from loopdropout_trainer.generation.generation import sample_completions
 
@@ -233,13 +233,14 @@ def warped(logits, temperature, top_k, top_p, min_p):
 def test_sampled_tokens_are_those_of_one_row_at_a_time_without_a_cache(cut, tokenizer):
     model, stops = with_adapter(scale=0.4).train(), [0, 40, 41]
     prompts = [[5, 6, 7, 8], [9, 10], [11] * 7, [12, 13, 14], [15]]
-    sampler = Sampler(3, "completions, train", 5, range(20, 25), 8, *cut)
+    streams = Streams(3, 5, [(row, 0) for row in range(20, 25)])
+    sampler = Sampler(streams.uniforms("completions, train", 8), *cut)
     got = sample_completions(model, prompts, sampler, 8, stops, num_slots=2)
     assert model.training and got == sample_completions(model, prompts, sampler, 8, stops, num_slots=5)
     model.eval()
     for index, prompt in enumerate(prompts):
         answer = []
-        for u in uniforms(3, "completions, train", 5, [(20 + index, 0)], 8)[0]:
+        for u in Streams(3, 5, [(20 + index, 0)]).uniforms("completions, train", 8)[0]:
             with torch.no_grad():
                 p = warped(model(torch.tensor([prompt + answer])).logits[0, -1], *cut)
             answer.append(int((p.cumsum(-1) <= u).sum()))

@@ -11,6 +11,7 @@ from processes import Program, python, wait_for
 from safetensors.torch import load_file
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
+from loopdropout_trainer.runs.result import read_run
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
@@ -43,11 +44,12 @@ def test_grpo_trains_measures_and_reads_a_finished_run_back(tmp_path, tiny_folde
     said = capsys.readouterr().out
     assert "2 for each of 2 prompts every 2 steps, of at most 6 tokens" in said and not (tmp_path / "out").exists()
     grpo.main(words)
-    results = [json.loads((tmp_path / "out" / name / "results.json").read_text()) for name in ("", "lora")]
-    for result, rule in zip(results, ("loop_dropout", "lora"), strict=True):
-        facts = result["train_info"]
-        assert (facts["rule"], facts["steps"], len(facts["rewards"])) == (rule, 3, 2)
-        assert facts["num_tokens"] > 3 * 4 * 20 and facts["tokens_per_second"] > 0
+    for name, method in (("", "Loop Dropout"), ("lora", "LoRA")):
+        result = read_run(tmp_path / "out" / name).result
+        assert (result.training.method, result.training.steps) == (method, 3)
+        rewards = [row.value for row in result.rows if row.metric == "reward" and row.family == "curve"]
+        assert (result.value("reward_first"), result.value("reward_last")) == (rewards[0], rewards[-1])
+        assert result.value("num_tokens") > 3 * 4 * 20 and result.value("tokens_per_second") > 0
     assert {"reward,", "first", "last"} <= {*capsys.readouterr().out.split()}
     grpo.main([*words, "--resume_from_checkpoint", "true"])
     assert capsys.readouterr().out.count("is finished: its results are read from") == 2
@@ -57,8 +59,10 @@ def test_dpo_trains_on_pairs(tmp_path, tiny_folder):
     dpo.main(
         command(tmp_path, tiny_folder, {**DPO, "eval_strategy": "steps", "eval_steps": 3, "loss_type": "sigmoid"})
     )
-    result = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert result["train_info"]["steps"] == 3 and (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert (
+        read_run(tmp_path / "out").result.training.steps == 3
+        and (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    )
     log = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
     assert {"rewards/margins", "gate_mean"} <= {key for entry in log for key in entry}
     assert any("eval_loss" in entry for entry in log)
@@ -122,9 +126,9 @@ def test_two_processes_train_as_one_does(tmp_path, tiny_folder, layout):
         launch = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file", config]
         python(*(launch if processes == 2 else ()), ROOT / "recipes" / "grpo.py", *words)
         weights.append(load_file(folder / "out" / "adapter_model.safetensors"))
-        facts = json.loads((folder / "out" / "results.json").read_text())
-        assert facts["run_info"]["num_processes"] == processes
-        logs.append((facts["train_info"]["rewards"], facts["train_info"]["num_tokens"]))
+        run = read_run(folder / "out")
+        assert run.facts["num_processes"] == processes
+        logs.append([run.result.value(metric) for metric in ("reward_first", "reward_last", "num_tokens")])
     assert logs[0] == logs[1]
     scale = max(weight.abs().max() for weight in weights[0].values())
     for name, weight in weights[0].items():

@@ -12,8 +12,7 @@ from test_families import assert_close, assert_gradients_agree, example_nll
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from loopdropout_trainer import use_gates
-from loopdropout_trainer.models.huginn.blocks import shift_and_rotate
-from loopdropout_trainer.models.initial_state import philox, truncated_normals
+from loopdropout_trainer.models.huginn import philox, rotate_pairs, truncated_normals
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +176,9 @@ def test_rotations_of_a_float64_model_are_not_rounded():
     x, angles = (torch.randn(1, 5, *size, generator=generator, dtype=torch.float64) for size in ((2, 8), (4,)))
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.exp(1j * angles)[:, :, None]
     want = torch.view_as_real(turned).flatten(-2).transpose(1, 2)
-    torch.testing.assert_close(shift_and_rotate(x, None, angles.cos(), angles.sin()), want, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        rotate_pairs(x.transpose(1, 2), angles.cos(), angles.sin()), want, rtol=1e-14, atol=1e-14
+    )
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from loopdropout_trainer import load_adapter
-from loopdropout_trainer.evaluation.metrics.gsm8k_strict import normalize, score
+from loopdropout_trainer.evaluation.benchmarks.gsm8k import gsm8k_strict, normalize
 from loopdropout_trainer.secrets import hide_secrets, public_settings
 from loopdropout_trainer.settings.recipe import settings_yaml
 
@@ -69,7 +69,7 @@ def test_tokens_of_text_are_kept_and_those_of_the_hub_are_not(monkeypatch):
 def test_a_long_answer_is_scored_in_linear_time():
     began = time.process_time()
     assert normalize("#### " + "\n7" * 500_000) == "\n7" * 500_000
-    assert score("#### 7", "x" * 1_000_000 + "#### 7").correct
+    assert gsm8k_strict("#### 7", "x" * 1_000_000 + "#### 7").correct
     assert time.process_time() - began < 5
     for text, answer in (("#### $1,000.", "1000"), ("a #### b #### C.", "c"), ("5.\n", "5\n"), ("..", ".")):
         assert normalize(text) == answer

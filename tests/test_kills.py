@@ -6,7 +6,6 @@ chooses other moments.
 
 import collections
 import itertools
-import json
 import os
 import random
 import re
@@ -24,6 +23,7 @@ from processes import SERVER, Program, ended, fork, ranks, wait_for
 from test_runs import RECIPE, sft
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.runs.result import read_run
 
 
 KILLS, SEED = int(os.environ.get("KILLS", "50")), int(os.environ.get("KILL_SEED", "0"))
@@ -110,7 +110,7 @@ PLACES = {
     "after the last checkpoint": ("run/_partial", 60),
     "evaluation": ("answers/after", 12),
     "merging": ("merged", 40),
-    "results": ("results.json", 6),
+    "results": ("run.json", 6),
 }
 
 
@@ -131,12 +131,12 @@ def exit_code(words, **kill):
 
 def ends(folder):
     """What a run leaves: weights and merged weights as bytes, and its measurements but for the times."""
-    results = json.loads((folder / "results.json").read_text())
-    timed = ("seconds", "per_second", "gb")
-    timeless = {key: value for key, value in results["train_info"].items() if not key.endswith(timed)}
+    timed = ("seconds", "per_second", "gb", "runtime")
+    rows = []
+    for name in (".", "lora"):
+        rows += [row for row in read_run(folder / name).result.rows if not row.metric.endswith(timed)]
     files = ("adapter_model.safetensors", "merged/model.safetensors", "lora/adapter_model.safetensors")
-    measured = results["benchmarks"], results["base_benchmarks"]
-    return [(folder / name).read_bytes() for name in files], timeless, *measured
+    return [(folder / name).read_bytes() for name in files], rows
 
 
 def test_a_process_whose_peer_dies_says_so_in_one_sentence(tmp_path):

@@ -239,7 +239,7 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
     args, model = trainer.args, randomise(trainer.model, 0.05)
     trainer.train()
     (seen,) = trainer.seen
-    batch, gates, segments = seen.batch, seen.gates, seen.plan.segments
+    batch, gates, segments = seen.batch, seen.gates, seen.gated.segments
     examples = len(gates.T)
     assert segments.max() == examples - 1 and examples >= (4 if args.packing else 2)
     draw = Draw(seed=args.seed, step=0, example_ids=batch["example_ids"].tolist(), num_loops=4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import TINY, tiny_ouro
 from peft import get_peft_model
-from test_speed import GATES, MIXED, adapted, training_policy
+from test_speed import GATES, MIXED, adapted, optimised
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl import SFTConfig
@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
-from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, first_active_loops
+from loopdropout_trainer.looped import GatedBatch, Optimisations, applied_gates, costs
 from loopdropout_trainer.training import memory
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 from loopdropout_trainer.training.memory import KEPT_PART, WORK_PART, memory_advice, step_memory
@@ -54,7 +54,7 @@ def test_the_estimate_is_at_least_what_a_real_step_keeps_and_not_much_more(famil
     model = TINY[family](num_loops=loops, intermediate_size=112, **eager).train()
     peft_model = get_peft_model(model, default_peft_config(model))
     add_gates(peft_model, in_activation_dtype=True, fused=True)
-    model.training_policy = TrainingPolicy(packs=not eager)
+    model.loop_state.apply(GatedBatch(optimisations=Optimisations(packs=not eager)))
     if "checkpointing" in fields:
         peft_model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(2, 258, (rows, length))
@@ -99,12 +99,12 @@ def test_what_frozen_loops_hold_is_saved_by_their_share(monkeypatch):
     model, held = adapted(tiny_ouro()), {}
     state, ids = add_gates(model, in_activation_dtype=True), torch.randint(2, 258, (4, 32))
     for name, gates in GATES.items():
-        with applied_gates(state, gates), training_policy(model, True, trained_lora_parameters(model)):
+        with applied_gates(state, gates), optimised(model, True, trained_lora_parameters(model)):
             with Ledger(model) as ledger:
                 loss = model(ids, labels=ids).loss
             held[name] = ledger.held()
             del loss
-    frozen = sum(first_active_loops(MIXED)) / MIXED.numel()  # 7 of 16 loops
+    frozen = ((MIXED.cumsum(dim=0) == 0).sum() / MIXED.numel()).item()  # 7 of 16 loops
     share = (held["mixed"] - held["none active"]) / (held["all active"] - held["none active"])
     assert 1 - share == pytest.approx(frozen, abs=0.02)
 
@@ -155,7 +155,9 @@ def test_advice_names_the_first_change_that_fits(config, monkeypatch):
         monkeypatch.setattr(memory, "usable_memory", lambda args: usable)
         return memory_advice(model.config, "float32", adapter, config(per_device_train_batch_size=8), longest=256)
 
-    plain, layers = (sum(step_memory(peft_model, 8, 256, 2, each).values()) for each in (False, True))
+    plain, layers = (
+        sum(step_memory(peft_model, 8, 256, 2, checkpointing).values()) for checkpointing in (False, True)
+    )
     assert layers < plain
     assert "8 rows of 256 tokens" in advice(plain)
     assert "so that `gradient_checkpointing` stays off" in advice(plain)

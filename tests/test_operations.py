@@ -26,7 +26,7 @@ def operation(name, dtype=torch.float64, second=None):
         return rms_norm, reference, (x, draw(8, dtype=second, seed=2) + 1, 1e-2)
     if name == "swiglu":
         return swiglu, lambda a, b: F.silu(a) * b, (x, y)
-    cos, sin = draw(2, 2, 5, 8, dtype=second, seed=2)  # halves that differ, and no cosines of anything: it is bilinear
+    cos, sin = draw(2, 2, 5, 4, dtype=second, seed=2).repeat(1, 1, 1, 2)  # no cosines of anything: it is bilinear
     reference = lambda q, cos, sin: apply_rotary_pos_emb(q, q, cos, sin)[0]
     return rotate_halves, reference, (x.transpose(1, 2), cos, sin)
 

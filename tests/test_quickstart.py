@@ -1,7 +1,7 @@
 """The README's first command and the GSM8K recipe, from the command line, a few steps each."""
 
 import hashlib
-import json
+import math
 
 import pytest
 import yaml
@@ -11,12 +11,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopdropout_trainer  # noqa: F401  (registers Ouro)
 from loopdropout_trainer.evaluation import Subject, evaluate_subject, load_benchmark
-from loopdropout_trainer.runs.printing import correct_by_last_number
+from loopdropout_trainer.evaluation.results import LAST_NUMBER
+from loopdropout_trainer.record.measurement import BASE, read_measurements
+from loopdropout_trainer.runs.result import read_run
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
 
 def run(*words, launcher=()):
     return python(*launcher, ROOT / "recipes" / "sft.py", *words, cwd=ROOT)
+
+
+def rows_of_base(folder):
+    rows, _, faults = read_measurements(folder)
+    assert not faults
+    rows = [row for row in rows if row.method == BASE]
+    assert rows
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -31,25 +41,28 @@ def quickstart(tmp_path_factory):
 
 def test_it_trains_measures_and_saves_both_methods(quickstart):
     folder, printed = quickstart
-    ours, lora = (json.loads((folder / name / "results.json").read_text()) for name in (".", "lora"))
-    trained = ours["train_info"]
-    assert (trained["rule"], trained["p"], trained["num_loops"], trained["steps"]) == ("loop_dropout", 0.5, 4, 6)
-    assert (lora["train_info"]["rule"], lora["train_info"]["p"]) == ("lora", None)
+    runs = [read_run(folder / name) for name in (".", "lora")]
+    trained = [run.result.training for run in runs]
+    assert [(row.method, row.depth, row.steps) for row in trained] == [("Loop Dropout", 4, 6), ("LoRA", 4, 6)]
+    assert [run.identity["settings"]["p"] for run in runs] == [0.5, None]
     # The peak of a process that has trained two adapters is nobody's memory.
-    assert trained["peak_memory_gb"] > 0.1 and lora["train_info"]["peak_memory_gb"] is None
-    assert ours["base_benchmarks"] == lora["base_benchmarks"]
-    for results in (ours, lora):
-        assert set(results["benchmarks"]) == {"arithmetic_easy_test"}
-        assert all(counts["total"] == 4 for counts in results["benchmarks"].values())
-        measured = results["single_loop"]
-        rho = [100 * (measured["frozen"] - loss) / measured["frozen"] for loss in measured["only"]]
-        assert measured["reductions_percent"] == pytest.approx(rho)
-        assert results["run_info"]["versions"]["trl"]
-        assert list(results["by_depth"]) == ["1", "2", "3"]
-        assert [each["total"] for each in results["single_loop_benchmarks"]] == [4] * 4
-        assert len(results["readout_losses"]) == 4
-        assert results["readout_losses"][-1] == pytest.approx(measured["all_on"], rel=1e-5)  # the model's loss
-    assert ours["single_loop"]["frozen"] == lora["single_loop"]["frozen"]  # the same base and problems
+    peaks = [run.result.value("peak_memory_gb") for run in runs]
+    assert peaks[0] > 0.1 and math.isnan(peaks[1])
+    assert rows_of_base(folder) == rows_of_base(folder / "lora")
+    for run in runs:
+        result = run.result
+        assert run.facts["versions"]["trl"]
+        frozen = result.value("frozen_loss")
+        for loop in (1, 2, 3, 4, None):
+            rho = 100 * (frozen - result.value("loss", loop)) / frozen
+            assert result.value("loss_reduction", loop) == pytest.approx(rho)
+        scores = [result.scores(depth=depth) for depth in (1, 2, 3, 4)]
+        scores += [result.scores(loop=loop) for loop in (1, 2, 3, 4)]
+        assert all(list(row) == ["arithmetic_easy_test"] for row in scores)
+        assert all(row["arithmetic_easy_test"].total == 4 for row in scores)
+        last = result.value("readout_loss", 4)  # the model's loss
+        assert last == pytest.approx(result.value("loss"), rel=1e-5)
+    assert runs[0].result.value("frozen_loss") == runs[1].result.value("frozen_loss")  # the same base and problems
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
     words = ("Loop Dropout", "LoRA", "before training", "last number", "loop 4", "K=3", "Accuracy on")
     for said in (*words, str(folder / "merged")):
@@ -72,18 +85,19 @@ def test_the_saved_recipe_repeats_the_run(quickstart, tmp_path):
     recipe = folder / "recipe.yaml"
     assert yaml.safe_load(recipe.read_text())["max_steps"] == 6
     run(recipe, "--output_dir", tmp_path, "--benchmarks", "arithmetic_easy_test", "--compare_with", "lora")
-    again, before = (json.loads((path / "results.json").read_text()) for path in (tmp_path, folder))
-    assert again["single_loop"] == before["single_loop"]
-    for key in ("train_loss", "rule", "p", "steps"):
-        assert again["train_info"][key] == before["train_info"][key], key
+    again, before = (read_run(path) for path in (tmp_path, folder))
+    assert again.identity["settings"]["p"] == before.identity["settings"]["p"]
+    assert again.result.training.method == before.result.training.method
+    for metric in ("train_loss", "frozen_loss", "loss"):
+        assert again.result.value(metric) == before.result.value(metric), metric
 
 
 def test_gsm8k_runs_as_it_stands_on_real_problems_with_the_tiny_model(tmp_path):
     words = ("--train_files", SAMPLES / "gsm8k.jsonl", "--model_name_or_path", "tiny-ouro")
     words += ("--num_train_examples", 8, "--num_eval_examples", 2, "--max_length", 1024, "--max_steps", 2)
     run(ROOT / "recipes/gsm8k.yaml", *words, "--output_dir", tmp_path)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert (results["train_info"]["rule"], results["train_info"]["steps"]) == ("loop_dropout", 2)
+    trained = read_run(tmp_path).result.training
+    assert (trained.method, trained.steps) == ("Loop Dropout", 2)
 
 
 def test_the_tiny_model_is_what_its_card_says():
@@ -98,7 +112,8 @@ def test_the_tiny_model_is_what_its_card_says():
     for model.config.num_loops in (1, 2, 4, 8):
         result = evaluate_subject(Subject(model, tokenizer, 100), problems, progress=False)
         assert result.correct <= 2
-        correct[model.config.num_loops] = correct_by_last_number(result.as_json())
+        rows = result.measurements(writer="test", identity="test")
+        correct[model.config.num_loops] = next(sum(row.verdicts) for row in rows if row.family == LAST_NUMBER)
     assert 60 <= correct[4] <= 90
     assert correct[1] < correct[2] < correct[4] - 5
     assert correct[8] < correct[4] - 10

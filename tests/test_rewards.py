@@ -2,7 +2,7 @@
 
 import pytest
 
-from loopdropout_trainer.evaluation.metrics.gsm8k_strict import score
+from loopdropout_trainer.evaluation.benchmarks.gsm8k import gsm8k_strict
 from loopdropout_trainer.experimental.rewards import REWARDS
 
 
@@ -28,7 +28,7 @@ def test_rewards_of_written_vectors(place, name):
     assert REWARDS[name](completions=turns, answer=references) == got
     assert REWARDS[name](completions=completions, answer=[None] * len(VECTORS)) == [None] * len(VECTORS)
     if name == "gsm8k_strict":  # it is the benchmark's score
-        assert got == [float(score(*pair).correct) for pair in zip(completions, references, strict=True)]
+        assert got == [float(gsm8k_strict(*pair).correct) for pair in zip(completions, references, strict=True)]
 
 
 def test_math_verify_knows_mathematics():

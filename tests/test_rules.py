@@ -17,21 +17,22 @@ from loopdropout_trainer import default_peft_config, load_adapter, merge_and_sav
 from loopdropout_trainer.adapters import ADAPTER_KINDS, adapted_layers, add_gates, physical_layers
 from loopdropout_trainer.adapters.weight_noise import update_norm
 from loopdropout_trainer.gates import RULES, Draw, make_rule
-from loopdropout_trainer.looped import GatePlan
+from loopdropout_trainer.looped import GatedBatch
 
 
 K = 4
 PROFILE = [0.75, 0.6, 0.4, 0.25]
-CASES = {  # what a recipe would say
-    "loop_dropout": {"p": [0.5]}, "profile": {"rule": "loop_dropout", "p": PROFILE}, "lora": {},
+CASES = {  # what a recipe would say; every other rule is taken by its name, with its defaults
+    "loop_dropout": {"p": [0.5]}, "profile": {"rule": "loop_dropout", "p": PROFILE},
     "lora+": {"rule": "lora", "loraplus_lr_ratio": 4.0}, "unscaled": {"p": [0.5]}, "dose_control": {"p": [0.5]},
     "module_wise": {"p": PROFILE}, "parallel_noise": {"rule_args": {"c": 2.0}},
     "weight_noise": {"p": PROFILE, "rule_args": {"noise_rank": 3}}, "exactly_m": {"rule_args": {"m": 2}},
-    "random_prefix": {}, "random_suffix": {}, "schedule": {"rule_args": {"p_start": 0.75, "p_end": 0.25}},
-    "adaptive": {"rule_args": {"direction": "less", "decay": 0.5}}, "learned": {}, "independent": {},
+    "schedule": {"rule_args": {"p_start": 0.75, "p_end": 0.25}},
+    "adaptive": {"rule_args": {"direction": "less", "decay": 0.5}},
     "learned + loop dropout": {"rule": "learned", "p": [0.5]}, "coto": {"rule_args": {"keep_start": 0.3}},
     "independent + loop mask": {"rule": "independent", "p": [0.5]}, "lora_dropout": {"rule_args": {"num_masks": 3}},
 }  # fmt: skip
+CASES = {name: {} for name in RULES} | CASES
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def oracle_loss(model, batch, num_items, update):
                         base = weights.pop(f"{name}.base_layer.weight")
                         weights[f"{name}.weight"] = base + update(layers[id(layer)], layer, loop, example)
                 weights = {name: weight for name, weight in weights.items() if "lora_" not in name}
-                inputs = {"step": None, "attention_mask": None, "position_embeddings": rotary}
+                inputs = {"attention_mask": None, "position_embeddings": rotary}
                 x = functional_call(plain, weights, (x,), inputs, strict=True)
             x = ouro.model.norm(x)
         logits = ouro.lm_head(x)[0, :-1]
@@ -133,8 +134,8 @@ def sparse_update(seeds, p):
 
 def draw_of(trainer, num_examples, **fields):
     layers, ids = physical_layers(trainer.model), [(row, 0) for row in range(num_examples)]
-    known = {"seed": 101, "step": 0, "num_steps": trainer.state.max_steps, "num_loops": K}
-    return Draw(**known, example_ids=ids, num_modules=len(layers), layers=layers, **fields)
+    common = {"seed": 101, "step": 0, "num_steps": trainer.state.max_steps, "num_loops": K}
+    return Draw(**common, example_ids=ids, num_modules=len(layers), layers=layers, **fields)
 
 
 CHECKPOINTED = ("weight_noise", "module_wise", "independent + loop mask", "lora_dropout", "adaptive")
@@ -153,7 +154,7 @@ def test_loss_and_gradients_are_those_of_full_matrices(case, checkpointing, make
     trainer.state.max_steps = 4
     loss = trainer.training_step(model, dict(batch), num_items)
     # An adapter that is switched off for the step is left out; its gradient is zero.
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
     model.zero_grad()
 
     updates = []
@@ -171,7 +172,7 @@ def test_loss_and_gradients_are_those_of_full_matrices(case, checkpointing, make
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, p in parameters.items():
         wanted = torch.zeros_like(p) if p.grad is None else p.grad
-        assert (found[name] - wanted).norm() <= 1e-5 * max(1.0, float(wanted.norm())), name
+        assert (gradients[name] - wanted).norm() <= 1e-5 * max(1.0, float(wanted.norm())), name
 
 
 # --- The life of a run -----------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def test_trains_saves_resumes_and_evaluates(case, make_trainer, tmp_path, refere
 
     # The same start and the same data as every other rule.
     first = {name: tensor[0] if tensor.dim() == 3 else tensor for name, tensor in initial.items() if "lora_A" in name}
-    seen = [each.batch["input_ids"] for each in trainer.seen if each.gradients is not None]
+    seen = [micro_batch.batch["input_ids"] for micro_batch in trainer.seen if micro_batch.gradients is not None]
     num_tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
     if not reference:
         reference.update(first=first, seen=seen, num_tokens=num_tokens)
@@ -263,8 +264,8 @@ def test_weight_noise_has_the_energy_of_loop_dropout():
     for loop in range(K):
         energy = []
         for part in seeds.split(50, dim=1):
-            state.apply(GatePlan(seeds=part))
-            state.announce(state.plan.step(loop))
+            state.apply(GatedBatch(seeds=part))
+            state.announce(state.batch.loop(loop))
             energy.append((layer(x) - clean).square().sum(dim=(1, 2)))
         energy = torch.cat(energy)
         expected = c**2 * p[loop] / (1 - p[loop]) * float(delta.square().sum())

@@ -17,9 +17,11 @@ from processes import Program, wait_for
 from safetensors.torch import load_file
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
+from loopdropout_trainer.record.identity import identity_key
+from loopdropout_trainer.record.measurement import BASE, Measurement
 from loopdropout_trainer.reports import load_table
 from loopdropout_trainer.reports.report import summary_tables
-from loopdropout_trainer.runs.result import read_results, write_results
+from loopdropout_trainer.runs.result import Result, finished_result, read_run, write_result
 from loopdropout_trainer.saving.files import WriteError
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.checkpoints.sealing import seal
@@ -67,27 +69,30 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
     words = command(**fields)
     sft.main(words)
     out = tmp_path / "out"
-    files = (out / "results.json", out / "lora" / "results.json")
-    first, second = (json.loads(file.read_text()) for file in files)
+    folders = (out, out / "lora")
+    first, second = (read_run(folder) for folder in folders)
     tensors = load_file(out / "lora" / "adapter_model.safetensors")
     adapter = (out / "adapter_model.safetensors").read_bytes()
-    assert {"meta_info", "train_info", "run_info"} <= set(first)
-    trained = first["train_info"]
-    assert (trained["rule"], trained["steps"], first["meta_info"]["num_loops"]) == ("loop_dropout", 3, 4)
-    assert trained["train_loss"] > 1 and trained["tokens_per_second"] > 0 and 0.1 < trained["peak_memory_gb"] < 100
-    predictions = first["benchmarks"]["development"]["predictions"]
+    result = first.result
+    assert (result.training.method, result.training.steps, result.training.depth) == ("Loop Dropout", 3, 4)
+    assert result.value("train_loss") > 1 and result.value("tokens_per_second") > 0
+    assert 0.1 < result.value("peak_memory_gb") < 100
+    lines = (out / "answers/after/development/predictions.jsonl").read_text().splitlines()
     known = {"prompt", "completion", "reference", "extracted", "correct", "error"}
-    assert len(predictions) == 2 and all(known <= set(each) for each in predictions)
+    assert len(lines) == 2 and all(known <= set(json.loads(line)) for line in lines)
+    base = [row for row in result.rows if row.method == BASE]
+    assert base and [row for row in second.result.rows if row.method == BASE] == base
 
-    files[1].unlink()  # as if the run had been killed in the evaluation of its second rule
-    stamp, printed = files[0].stat().st_mtime_ns, capsys.readouterr().out
+    # As if the run had been killed in the evaluation of its second rule.
+    for name in ("run.json", "measurements.jsonl", "identities.json"):
+        (folders[1] / name).unlink()
+    stamp, printed = (out / "run.json").stat().st_mtime_ns, capsys.readouterr().out
     sft.main([*words, "--resume_from_checkpoint", "true"])
-    assert files[0].stat().st_mtime_ns == stamp
-    again = json.loads(files[1].read_text())
-    for key in ("train_loss", "num_tokens", "steps"):
-        assert again["train_info"][key] == pytest.approx(second["train_info"][key], rel=1e-6), key
-    assert again["train_info"]["train_seconds"] >= 0.5 * second["train_info"]["train_seconds"]
-    assert again["benchmarks"] == second["benchmarks"] and again["base_benchmarks"] == second["base_benchmarks"]
+    assert (out / "run.json").stat().st_mtime_ns == stamp
+    again, timed = read_run(folders[1]), {"train_seconds", "step_seconds", "tokens_per_second", "peak_memory_gb"}
+    rows, before = ([row for row in run.result.rows if row.metric not in timed] for run in (again, second))
+    assert rows == before and [row for row in rows if row.method == BASE] == base
+    assert again.result.value("train_seconds") >= 0.5 * second.result.value("train_seconds")
     torch.testing.assert_close(load_file(out / "lora" / "adapter_model.safetensors"), tensors, rtol=0, atol=0)
     table = lambda text: [line for line in text.splitlines() if "%" in line]
     resumed = capsys.readouterr().out
@@ -102,16 +107,17 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
         for resume in ("true", "false"):
             with pytest.raises(Exception, match=changed):
                 sft.main([*words, "--resume_from_checkpoint", resume, other])
-    assert contents(out) == before and files[0].stat().st_mtime_ns == stamp
+    assert contents(out) == before and (out / "run.json").stat().st_mtime_ns == stamp
 
     # More measurements of a complete run train nothing: what a sweep does with the run that it chose.
     answers = {file: file.stat().st_mtime_ns for file in (out / "answers").rglob("0*.jsonl")}
     monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", lambda *given: pytest.fail("a step is taken"))
     more = {"depths": [2, 4], "single_loop_batches": 1, "merge": True}
     sft.main(command("--resume_from_checkpoint", "true", **fields, **more))
-    after = json.loads(files[0].read_text())
-    assert set(after["by_depth"]) == {"2", "4"} and len(after["single_loop"]["reductions_percent"]) == 4
-    assert all(after[key] == first[key] for key in ("base_benchmarks", "benchmarks", "train_info", "run"))
+    after = read_run(out).result
+    assert all(after.scores(depth)["development"].total == 2 for depth in (2, 4))
+    assert all(after.value("loss_reduction", loop) < 100 for loop in (1, 2, 3, 4, None))
+    assert [row for row in after.rows if row in result.rows] == result.rows
     assert answers and {file: file.stat().st_mtime_ns for file in answers} == answers
     assert (out / "adapter_model.safetensors").read_bytes() == adapter
     assert (out / "merged" / "model.safetensors").is_file()
@@ -125,18 +131,42 @@ def test_results_of_other_weights_are_not_those_of_a_finished_run(tmp_path, name
     for file in ("adapter_model.safetensors", "adapter_config.json", "merged/config.json"):
         (out / file).write_bytes(bytes(range(100)))
     seal(out, run, ["adapter_model.safetensors", "adapter_config.json"])
+    row = Measurement(writer="training", family="cost", metric="train_seconds", value=1.5, identity=identity_key(run))
     saved = {"adapter": str(out), "merged model": str(out / "merged")}
-    train_info, run_info = {"train_loss": float("nan")}, {"settings": {"seed": 1}}
-    written = write_results({"train_info": train_info, "run_info": run_info, "run": run, "saved": saved}, out)
-    json.loads((out / "results.json").read_text(), parse_constant=pytest.fail)
-    assert read_results({"seed": 1}, out, run) == written and written["train_info"]["train_loss"] is None
-    assert read_results({"seed": 1}, out, {"settings": {"seed": 2}}) is None
-    assert read_results({"seed": 1, "depths": [2]}, out, run) is None
+    result, facts = Result([row], {identity_key(run): run}, saved), {"settings": {"seed": 1}}
+    write_result(result, facts, run, out)
+    assert finished_result({"seed": 1}, out, run) == result
+    assert finished_result({"seed": 1}, out, {"settings": {"seed": 2}}) is None
+    assert finished_result({"seed": 1, "depths": [2]}, out, run) is None
     if damage == "missing":
         (out / name).unlink()
     else:
         (out / name).write_bytes(bytes(range(99)) if damage == "truncated" else bytes(range(99)) + b"x")
-    assert read_results({"seed": 1}, out, run) is None
+    assert finished_result({"seed": 1}, out, run) is None
+
+
+def test_a_run_of_an_earlier_version_is_measured_again_and_named(command, tmp_path, log, monkeypatch):
+    sft.main(command())
+    out = tmp_path / "out"
+    rows = [row for row in read_run(out).result.rows if row.family == "accuracy"]
+    (out / "run.json").unlink()
+    (out / "results.json").write_text('{"benchmarks": {}}')
+    monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", lambda *given: pytest.fail("a step is taken"))
+    sft.main(command("--resume_from_checkpoint", "true"))
+    assert f"results.json in {out} is of an earlier version of this package, and is not read" in log.text
+    assert [row for row in read_run(out).result.rows if row.family == "accuracy"] == rows
+
+
+@pytest.mark.parametrize("damage", ["a number", "a line", "identities"])
+def test_damaged_rows_are_not_those_of_a_finished_run(tmp_path, damage):
+    run = {"settings": {"seed": 1}}
+    row = Measurement(writer="training", family="cost", metric="train_seconds", value=1.5, identity=identity_key(run))
+    write_result(Result([row], {identity_key(run): run}), {"settings": {}}, run, tmp_path)
+    assert read_run(tmp_path).result.rows == [row]
+    file = tmp_path / ("identities.json" if damage == "identities" else "measurements.jsonl")
+    text = file.read_text()
+    file.write_text(text.replace("1.5", "2.5") if damage == "a number" else text[: len(text) // 2])
+    assert read_run(tmp_path) is None
 
 
 def test_a_run_that_diverges_says_so_in_its_folder(command, tmp_path):
@@ -145,7 +175,7 @@ def test_a_run_that_diverges_says_so_in_its_folder(command, tmp_path):
         sft.main(words)
     diverged = json.loads((tmp_path / "out" / "diverged.json").read_text())
     assert "not finite" in diverged["error"] and diverged["step"] < 3
-    assert not (tmp_path / "out" / "results.json").exists()
+    assert not (tmp_path / "out" / "run.json").exists()
 
 
 @pytest.fixture
@@ -180,7 +210,7 @@ def test_a_figure_never_costs_a_run(command, tmp_path, capsys, log, monkeypatch)
     words = command(depths=[4])  # the training depth alone: there is nothing to draw
     sft.main(words)
     assert "Accuracy on development" in capsys.readouterr().out and "No figure" not in log.text
-    (tmp_path / "out" / "results.json").unlink()
+    (tmp_path / "out" / "run.json").unlink()
 
     def fail(*given):
         assert "Accuracy on development" in capsys.readouterr().out  # after the tables
@@ -188,7 +218,7 @@ def test_a_figure_never_costs_a_run(command, tmp_path, capsys, log, monkeypatch)
 
     monkeypatch.setattr("loopdropout_trainer.reports.plots.overview_figure", fail)
     sft.main([*words, "--resume_from_checkpoint", "true"])
-    assert "No figure: 'broken'" in log.text and (tmp_path / "out" / "results.json").is_file()
+    assert "No figure: 'broken'" in log.text and (tmp_path / "out" / "run.json").is_file()
 
 
 def test_seeds_that_differ_in_nothing_with_effect_have_a_mean_and_others_have_none(command, tmp_path):

@@ -1,6 +1,7 @@
 """Every optimisation gives the losses and gradients of the plain path, and says when it does not apply."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from test_layouts import forked, layouts
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
-from loopdropout_trainer.looped import TrainingPolicy, applied_gates, costs, find_looped_model
+from loopdropout_trainer.looped import Optimisations, applied_gates, costs, find_looped_model
 from loopdropout_trainer.models.speed import packed_attention
 from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
 
@@ -52,18 +53,19 @@ def batch(layout):
 
 
 @contextmanager
-def training_policy(peft_model, packs, lora_parameters):
-    model = find_looped_model(peft_model)
-    model.training_policy = TrainingPolicy(packs, lora_parameters)
+def optimised(peft_model, packs, lora_parameters):
+    """The gates in force, by these optimisations."""
+    state = find_looped_model(peft_model).loop_state
+    batch, state.batch = state.batch, replace(state.batch, optimisations=Optimisations(packs, lora_parameters))
     yield
-    model.training_policy = TrainingPolicy()
+    state.batch = batch
 
 
 def loss_and_gradients(peft_model, gates, inputs, segments=None, pack=False, skip=False, fused=False):
     state = add_gates(peft_model, in_activation_dtype=True, fused=fused)
     peft_model.zero_grad()
     with applied_gates(state, gates, segments):
-        with training_policy(peft_model, pack or skip, trained_lora_parameters(peft_model) if skip else None):
+        with optimised(peft_model, pack or skip, trained_lora_parameters(peft_model) if skip else None):
             loss = peft_model(**inputs).loss
         loss.backward()
     grads = {name: p.grad for name, p in trained_parameters(peft_model).items()}
@@ -97,11 +99,11 @@ def test_optimisations_give_the_plain_losses_and_gradients(make_tiny, seconds, l
 
 
 def test_optimisations_are_exact_with_a_float_mask_gates_for_each_module_and_truncated_backpropagation():
-    each = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
+    by_module = MIXED.unsqueeze(-1) * torch.tensor([1.0, 0] * 7)  # every other module is off
     for attention, layout, gates, depth, tolerance in (
         ("eager", "right", MIXED, None, 1e-5),  # this kernel's softmax is float32
         ("eager", "packed", MIXED, None, 1e-5),
-        ("sdpa", "left", each, None, 1e-9),
+        ("sdpa", "left", by_module, None, 1e-9),
         ("sdpa", "left", MIXED, 2, 1e-9),
     ):
         model, (inputs, segments) = adapted(tiny_ouro(attn_implementation=attention)), batch(layout)
@@ -117,7 +119,7 @@ def test_a_kernel_that_is_not_there_or_not_supported_is_not_used(make_sft):
     assert model.can_pack
     model.config._attn_implementation = "flex_attention"
     assert not model.can_pack
-    assert make_sft(model).training_policy == TrainingPolicy()
+    assert make_sft(model).optimisations == Optimisations()
 
 
 def test_inference_stays_peft_bit_for_bit_and_bfloat16_stays_close():
@@ -158,8 +160,8 @@ def test_a_training_run_is_the_same_with_and_without_optimisations(name, train):
     model = TINY["huginn" if "huginn" in name else "ouro"]
     on, off = train(model(), **fields), train(model(), **fields, remove_padding=False, fused_lora=False)
     for trainer in (on, off):  # not after training, where other parameters may be trained
-        assert find_looped_model(trainer.model).training_policy == TrainingPolicy()
-    assert on.training_policy.lora_parameters and not off.training_policy.lora_parameters
+        assert trainer.loop_state.batch.optimisations == Optimisations()
+    assert on.optimisations.lora_parameters and not off.optimisations.lora_parameters
     assert_same_weights(on, off, atol=1e-5, rtol=1e-4)
 
 
@@ -247,14 +249,14 @@ def test_optimisations_are_off_where_processes_share_parameters():
 
 
 def test_loops_are_skipped_only_where_the_adapter_alone_is_trained(make_sft):
-    policy = lambda trainer: trainer.training_policy.lora_parameters
+    skipping = lambda trainer: trainer.optimisations.lora_parameters
     assert trained_lora_parameters(adapted(tiny_ouro(), lora_dropout=0.1)) is None
-    assert policy(make_sft(rule="learned", p=[0.5])) is None and not policy(make_sft(skip_frozen_loops=False))
+    assert skipping(make_sft(rule="learned", p=[0.5])) is None and not skipping(make_sft(skip_frozen_loops=False))
     skips = make_sft()
-    assert len(policy(skips)) == 28
+    assert len(skipping(skips)) == 28
     skips.model.get_base_model().model.norm.weight.requires_grad_(True)
     skips.train()
-    assert policy(skips) is None
+    assert skipping(skips) is None
 
 
 @pytest.mark.parametrize("family", ["ouro", "huginn"])
@@ -264,7 +266,7 @@ def test_gates_and_inputs_that_need_gradients_run_every_loop(family):
     embeddings = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
     gates = MIXED.double().requires_grad_()
     for given in (gates, MIXED):
-        with applied_gates(state, given), training_policy(model, True, lora_parameters):
+        with applied_gates(state, given), optimised(model, True, lora_parameters):
             model(inputs_embeds=embeddings, **inputs).loss.backward()
             states = model(inputs_embeds=embeddings, output_hidden_states=True, **inputs).hidden_states
             assert {len(state) for state in states} == {4}

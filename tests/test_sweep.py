@@ -33,7 +33,7 @@ RECIPE = {
 # Stands in for sft.py, and imports nothing of the package: it notes what it did, then writes what a training writes, with a
 # score that peaks at the rate 0.02. `RUN` is the real one where that is imported already.
 SCRIPT = """
-import json, os, pathlib, sys, time, yaml
+import hashlib, json, os, pathlib, sys, time, yaml
 LAB = pathlib.Path(__file__).parent
 REAL = sys.modules.get("loopdropout_trainer.runs.run")
 RUN = REAL.Run if REAL else type("RUN", (), {"read": print, "__init__": print})
@@ -50,7 +50,7 @@ def main(argv):
         print(json.dumps(note), file=log)
     if told("trap", None) in ("fail", str(out)):
         (LAB / "trap").unlink()
-        (out / "results.json").write_text('{"run_info": ')  # cut off
+        (out / "run.json").write_text('{"run_name": ')  # cut off
         print("It is broken.", file=sys.stderr)
         sys.exit(3)
     while (LAB / "hold").exists():
@@ -64,10 +64,17 @@ def main(argv):
     (out / "trained").touch()
     correct = told("scores", {"0.01": 5, "0.02": 7, "0.04": 7}).get(str(rate), 1)
     scores = {name: correct if name == "development" else seed % 10 for name in recipe["benchmarks"]}
-    results = {name: {"score": 10.0 * n, "correct": n, "total": 10, "predictions": []} for name, n in scores.items()}
-    cost, settings = {"train_seconds": 90.0, "peak_memory_gb": 2.5}, {**recipe, "output_dir": str(out)}
-    report = {"benchmarks": results, "train_info": cost, "run_info": {"settings": settings}, "run": identity}
-    (out / "results.json").write_text(json.dumps(report))
+    digest = lambda value: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    known = {"writer": "training", "identity": digest(identity)[:16], "method": recipe["rule"], "depth": 4}
+    costs = {"train_seconds": 90.0, "peak_memory_gb": 2.5}
+    rows = [{**known, "family": "cost", "metric": name, "value": value} for name, value in costs.items()]
+    for name, n in scores.items():
+        rows.append({**known, "family": "accuracy", "metric": name, "benchmark": name, "value": 10.0 * n})
+    (out / "measurements.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    (out / "identities.json").write_text(json.dumps({known["identity"]: identity}))
+    (out / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    run = {"run_name": recipe["run_name"], "identity": known["identity"], "rows": digest(rows), "saved": {}, "files": {}}
+    (out / "run.json").write_text(json.dumps({**run, "settings": recipe}))
 
 if __name__ == "__main__":
     main(sys.argv[1:])
@@ -157,7 +164,7 @@ def test_grid_then_choice_then_every_seed_at_the_chosen_rate(lab):
     }
     choices = [(r["learning_rate"], r["chosen"], r["selection_score"]) for r in runs if r["method"] == "lora"]
     assert choices == [(0.01, False, 50.0), (0.02, True, 70.0), (0.02, True, None), (0.04, False, 70.0)]
-    assert all(r["results"]["run_info"]["settings"]["seed"] == r["seed"] for r in runs)
+    assert all(load_recipe(lab.out / r["folder"] / "recipe.yaml")["seed"] == r["seed"] for r in runs)
     frame = queue.study.trials_dataframe()
     assert len(frame) == len(lab.ran()) == 10 and set(frame["state"]) == {"COMPLETE"}
 
@@ -172,7 +179,7 @@ def test_what_is_measured_may_change_on_a_finished_sweep(lab):
     count = len(lab.ran())
     queue = lab.run(measure={"benchmarks": ["arithmetic_test", "arithmetic_hard"]})
     assert lab.did()[count:] == [("measured", f"lora/lr_0.02/seed_{seed}") for seed in (101, 102)]
-    assert all("arithmetic_hard" in run["results"]["benchmarks"] for run in load_runs(lab.out) if run["final"])
+    assert all("arithmetic_hard" in run["result"].scores() for run in load_runs(lab.out) if run["final"])
     queue.run()
     assert len(lab.ran()) == count + 2
     queue = lab.run(output_dir=str(lab.folder / "two"), selection_seeds=2, measure={"benchmark_limit": 1})
@@ -264,6 +271,17 @@ def test_a_run_whose_folder_is_gone_is_trained_anew(lab):
     assert len([run for run in load_runs(lab.out) if run["final"]]) == 2
 
 
+def test_runs_of_an_earlier_version_are_named(lab):
+    lab.run(learning_rates=[0.01], seeds=[101])
+    folder = lab.out / "lora/lr_0.01/seed_101"
+    (folder / "run.json").rename(folder / "results.json")
+    with pytest.raises(SweepError, match="seed_101 holds the results.json of an earlier version .*delete that file"):
+        lab.run(learning_rates=[0.01], seeds=[101])
+    (folder / "results.json").unlink()
+    lab.run(learning_rates=[0.01], seeds=[101])
+    assert lab.did() == [("trained", "lora/lr_0.01/seed_101"), ("measured", "lora/lr_0.01/seed_101")]
+
+
 def test_other_packages_are_refused_before_anything_runs(lab):
     lab.tell(world={**WORLD, "versions": {"torch": "0.1"}})
     lab.run(learning_rates=[0.01], seeds=[101])
@@ -279,7 +297,7 @@ def test_two_sweeps_of_one_folder_keep_both_their_runs(lab):
         lab.run(learning_rates=rates, seeds=seeds, full_grid=True)
     runs = load_runs(lab.out)
     lora = {(run["learning_rate"], run["seed"]) for run in runs if run["method"] == "lora"}
-    assert lora == {(0.01, 101), (0.01, 102), (0.02, 101)} and all(run["results"] for run in runs)
+    assert lora == {(0.01, 101), (0.01, 102), (0.02, 101)} and all(run["result"].rows for run in runs)
     assert [run["seed"] for run in runs if run["method"] == "loop_dropout" and run["final"]] == [101, 102]
     assert "0.02 70.00*" in " ".join((lab.out / "summary.txt").read_text().split())
     for rates, chosen in (([0.01, 0.02], {0.02}), ([0.01, 0.04], {0.04})):
@@ -301,9 +319,9 @@ def test_parts_share_runs_and_have_settings_of_their_own(lab):
     assert finals["lora", 0.02, True] == finals["lora", 0.04, False] == finals["half", 0.02, True] == 2
     assert finals["half@deep", 0.02, False] == 2
     # A run that two parts share is measured as the first one says; what chose a rate is known although it was measured.
-    measured = [list(r["results"]["benchmarks"]) for r in load_runs(lab.out) if r["method"] == "lora" and r["final"]]
+    measured = [list(r["result"].scores()) for r in load_runs(lab.out) if r["method"] == "lora" and r["final"]]
     assert measured == [["arithmetic_hard"]] * 6
-    settings = json.loads((lab.out / "half@deep/lr_0.02/seed_101/results.json").read_text())["run_info"]["settings"]
+    settings = load_recipe(lab.out / "half@deep/lr_0.02/seed_101/recipe.yaml")
     assert settings["num_loops"] == 6 and settings["depths"] == [2] and settings["rule"] == "loop_dropout"
     plan = lab.sweep(**fields).plan()
     assert [int(line.split()[1]) for line in plan.splitlines()[1:]] == [6, 5, 2, 13]
@@ -317,7 +335,7 @@ def test_a_failure_stops_with_the_log_and_is_done_again(lab):
     with pytest.raises(SweepError, match=r"(?s)lora/lr_0.01/seed_101 failed with exit status 3;.*It is broken"):
         lab.run()
     assert len(lab.ran()) == 1
-    lab.run()  # the first run's results.json is there, but cut off
+    lab.run()  # the first run's run.json is there, but cut off
     assert lab.did()[0] == lab.did()[1] and len(lab.ran()) == 1 + 5
 
 
@@ -414,6 +432,8 @@ REFUSALS = [  # fields, the field that is named, the fault
     ({"methods": ["no_rule"]}, "no_rule", "rule"),
     ({"methods": ["nowhere.yaml"]}, "nowhere.yaml", "cannot be read"),
     ({"learning_rates": [0.0]}, "learning_rates", "above 0"),
+    ({"learning_rates": [0.01], "extend_grid": True}, "extend_grid", "two or more `learning_rates`"),
+    ({"parts": {"x": {"learning_rates": [0.01], "extend_grid": True}}}, "extend_grid", "part `x`"),
     ({"seeds": []}, "seeds", "one or more"),
     ({"seeds": [1, 5000000000]}, "seeds", "from 0 to 4,294,967,295"),
     ({"methods": {"x": {"rule": "lora", "learning_rate": 0.05}}}, "learning_rate", "is the sweep's"),
@@ -500,7 +520,7 @@ def test_a_failure_stops_all_workers(lab):
     code, output = process.wait(), process.stdout
     assert code == 2 and "It is broken" in output and "goes on from there" in output.splitlines()[-1]
     assert ("trained", "loop_dropout/lr_0.02/seed_103") in lab.did()  # what ran beside it was finished
-    assert (lab.out / "loop_dropout/lr_0.02/seed_103/results.json").exists()
+    assert (lab.out / "loop_dropout/lr_0.02/seed_103/run.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -532,10 +552,14 @@ def test_a_real_sweep(tmp_path):
     runs = [run for run in load_runs(tmp_path / "out") if run["final"]]
     assert [run["method"] for run in runs] == ["loop_dropout", "lora", "lora@deep", "lora@deep"]
     for run in runs:
-        assert set(run["results"]["by_depth"]) == {"2", "4"} and run["results"]["single_loop"]
-        assert run["results"]["meta_info"]["num_loops"] == (2 if run["method"] == "lora@deep" else 4)
+        result, depth = run["result"], 2 if run["method"] == "lora@deep" else 4
+        assert result.scores(2) and result.scores(4) and result.value("frozen_loss") > 0
+        assert result.training.depth == depth
         log = (tmp_path / "out" / run["folder"] / "log.txt").read_text()
         assert ("nothing is trained" in log) == (run["method"] != "lora@deep")
+
+
+UNTRAINED = {"log.txt", "expected.json", "_run.lock"}
 
 
 def test_a_real_sweep_goes_on_only_with_its_own_data_and_base(tmp_path, capsys):
@@ -561,10 +585,11 @@ def test_a_real_sweep_goes_on_only_with_its_own_data_and_base(tmp_path, capsys):
     sweep("1")
     for changed, words in (({"answer": 6}, "the training data"), ({"rms_norm_eps": 0.5}, "`rms_norm_eps` was")):
         write(**changed)
-        with pytest.raises(SweepError, match=f"seed_2 cannot stand beside lora/lr_0.001/seed_1: {words}"):
+        refused = f"seed_2 is not trained, since it could not stand beside lora/lr_0.001/seed_1: {words}"
+        with pytest.raises(SweepError, match=refused):
             sweep("1", "2")
         assert [run["seed"] for run in load_runs(tmp_path / "out")] == [1]
-        shutil.rmtree(tmp_path / "out/lora/lr_0.001/seed_2")
+        assert {file.name for file in (tmp_path / "out/lora/lr_0.001/seed_2").iterdir()} <= UNTRAINED
     write()
     capsys.readouterr()
     sweep("1", "2")

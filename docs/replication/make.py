@@ -31,8 +31,11 @@ import numpy as np
 import pandas as pd
 from statsmodels.stats.multitest import multipletests
 
+from loopdropout_trainer.record.measurement import BASE, Measurement
 from loopdropout_trainer.reports.statistics import Estimate, estimate, of_numbers
+from loopdropout_trainer.runs.result import Result
 from loopdropout_trainer.runs.summary import load_runs
+from loopdropout_trainer.settings.recipe import load_recipe
 
 
 HERE = Path(__file__).parent
@@ -46,8 +49,9 @@ FRESH = range(10, 20)
 # From runs to rows.
 
 
-def rows_of(run: dict, study: str) -> Iterator[dict]:
-    """Yield the rows of one run as `load_runs` gives it."""
+def rows_of(run: dict, folder: Path) -> Iterator[dict]:
+    """Yield the rows of one run as `load_runs` gives it; `folder`: of its sweep, with the name of the study."""
+    study = folder.name
     method, _, part = run["method"].partition("@")  # a part with settings of its own: METHOD@PART
     if part == "second_base":
         study = "two_layers"
@@ -60,44 +64,83 @@ def rows_of(run: dict, study: str) -> Iterator[dict]:
         method = run["method"]
     if study == "small" and run["seed"] in FRESH:
         study = "fresh_seeds"
-    results = run["results"]
-    trained = results["train_info"]
-    settings = results["run_info"]["settings"]
-    easiest, hardest = settings.get("arithmetic_steps") or (3, 5)
+    measured = run["result"].rows or rows_of_results_file(folder / run["folder"] / "results.json")
+    result = Result([row for row in measured if row.method != BASE])
+    num_loops = result.training.depth
+    easiest, hardest = load_recipe(folder / run["folder"] / "recipe.yaml").get("arithmetic_steps") or (3, 5)
     known = {
         "study": study, "method": method, "learning_rate": run["learning_rate"], "seed": run["seed"],
-        "num_loops": trained["num_loops"], "examples": trained["examples"],
-        "steps": trained["steps"], "difficulty": f"{easiest} to {hardest}",
+        "num_loops": num_loops, "examples": result.value("examples"), "steps": result.training.steps,
+        "difficulty": f"{easiest} to {hardest}",
     }  # fmt: skip
     if run["selection_score"] is not None:
-        yield {**known, "metric": "development", "depth": trained["num_loops"], "value": run["selection_score"]}
+        yield {**known, "metric": "development", "depth": num_loops, "value": run["selection_score"]}
     if not run["final"]:
         return
-    for name, measured in results["benchmarks"].items():
-        if name == "development":  # held-out problems, of runs at one rate more than a sweep had
-            yield {**known, "metric": "development", "depth": trained["num_loops"], "value": measured["score"]}
-        else:
-            yield {**known, "metric": "accuracy", "depth": trained["num_loops"], **counted(measured)}
-    for depth, measured in results["by_depth"].items():
-        if int(depth) != trained["num_loops"]:
-            yield {**known, "metric": "accuracy", "depth": int(depth), **counted(measured)}
-    for loop, measured in enumerate(results.get("single_loop_benchmarks", ()), 1):
-        yield {**known, "metric": "accuracy", "depth": trained["num_loops"], "loop": loop, **counted(measured)}
-    if results.get("single_loop"):
-        losses = results["single_loop"]
-        yield {**known, "metric": "frozen_loss", "value": losses["frozen"]}
+    frozen = result.value("frozen_loss")
+    for row in result.rows:
+        if (
+            row.family == "accuracy" and row.benchmark == "development"
+        ):  # held-out problems, at one rate more than a sweep had
+            yield {**known, "metric": "development", "depth": row.depth, "value": row.value}
+        elif row.family == "accuracy":
+            yield {**known, "metric": "accuracy", "depth": row.depth, **counted(row), "loop": row.loop}
+        elif row.metric == "frozen_loss":
+            yield {**known, "metric": "frozen_loss", "value": frozen}
+        elif row.metric == "loss" and row.step is None:  # with the adapter in one loop, or in all
+            reduction = 100 * (1 - row.value / frozen)
+            yield {**known, "metric": "loss_reduction", "loop": row.loop, "value": reduction}
+        elif row.metric == "readout_loss":
+            yield {**known, "metric": "readout_loss", "loop": row.loop, "value": row.value}
+
+
+def rows_of_results_file(file: Path) -> list[Measurement]:
+    """Return the measurements of a run that was finished before there were any: they stand in its results.json."""
+    results = json.loads(file.read_text(encoding="utf-8"))
+    trained = results["train_info"]
+    num_loops = trained["num_loops"]
+    known = {"writer": "training", "identity": "unknown", "method": trained["rule"], "steps": trained["steps"]}
+    known |= {"depth": num_loops}
+    rows = [Measurement(**known, family="cost", metric="examples", value=trained["examples"])]
+
+    def add(name: str, benchmark: dict, **place: int) -> None:
+        verdicts = [int(prediction["correct"]) for prediction in benchmark["predictions"]]
+        facts = {
+            **known,
+            "family": "accuracy",
+            "metric": name,
+            "benchmark": name,
+            "value": benchmark["score"],
+            **place,
+        }
+        rows.append(Measurement(**facts, total=len(verdicts), verdicts=verdicts))
+
+    def add_loss(metric: str, value: float, loop: int | None = None) -> None:
+        rows.append(Measurement(**known, family="losses", metric=metric, value=value, loop=loop))
+
+    for name, benchmark in results["benchmarks"].items():
+        add(name, benchmark)
+    first = next(iter(results["benchmarks"]), "")
+    for depth, benchmark in results["by_depth"].items():
+        if int(depth) != num_loops:
+            add(first, benchmark, depth=int(depth))
+    for loop, benchmark in enumerate(results.get("single_loop_benchmarks", ()), 1):
+        add(first, benchmark, loop=loop)
+    if losses := results.get("single_loop"):
+        add_loss("frozen_loss", losses["frozen"])
         for loop, loss in enumerate(losses["only"], 1):
-            yield {**known, "metric": "loss_reduction", "loop": loop, "value": 100 * (1 - loss / losses["frozen"])}
-        yield {**known, "metric": "loss_reduction", "value": 100 * (1 - losses["all_on"] / losses["frozen"])}
+            add_loss("loss", loss, loop)
+        add_loss("loss", losses["all_on"])
     for loop, loss in enumerate(results.get("readout_losses", ()), 1):
-        yield {**known, "metric": "readout_loss", "loop": loop, "value": loss}
+        add_loss("readout_loss", loss, loop)
+    return rows
 
 
-def counted(measured: dict) -> dict:
+def counted(row: Measurement) -> dict:
     """Return accuracy in percent, and the verdicts as hexadecimal digits, the first problem in the highest bit."""
-    bits = "".join(str(int(prediction["correct"])) for prediction in measured["predictions"])
+    bits = "".join(map(str, row.verdicts))
     digits = f"{int(bits + '0' * (-len(bits) % 4), 2):0{-(-len(bits) // 4)}x}"
-    return {"value": measured["score"], "problems": len(bits), "verdicts": digits}
+    return {"value": row.value, "problems": len(bits), "verdicts": digits}
 
 
 def rows_of_agreement(file: Path) -> Iterator[dict]:
@@ -123,7 +166,7 @@ def collect(folders: Iterable[str]) -> pd.DataFrame:
             continue
         runs = {run["folder"]: run for run in load_runs(folder) if not run["diverged"]}  # some are in several parts
         for run in runs.values():
-            rows += rows_of(run, folder.name)
+            rows += rows_of(run, folder)
     key = ["study", "method", "learning_rate", "seed", "examples", "steps", "metric", "depth", "loop"]
     table = pd.DataFrame(rows)
     table = table.reindex(columns=table.columns.union(key, sort=False)).drop_duplicates(key)

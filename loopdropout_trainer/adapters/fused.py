@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from loopdropout_trainer.looped import LoopState, LoopStep, launches_pay
+from loopdropout_trainer.looped import LoopState, RunningLoop, launches_pay
 
 
 class Projections(NamedTuple):
@@ -169,49 +169,50 @@ class FusedProjection:
         if torch.compiler.is_compiling():
             return None
         state = self.loop_state
-        step = self.loop_state.step
+        running = self.loop_state.running
         # The maps must share one gate. Without gradient PEFT's own expression is evaluated, bit for bit, except in loops that
         # run as the frozen model, which have no update at all.
-        if state.plan.per_module or layers[0].disable_adapters:
+        if state.batch.per_module or layers[0].disable_adapters:
             return None
-        if not (torch.is_grad_enabled() or step.frozen):
+        if not (torch.is_grad_enabled() or running.frozen):
             return None
-        if step.gate is not None and step.gate.requires_grad:
+        if running.gate is not None and running.gate.requires_grad:
             return None
         maps = self._maps(x, layers)
         if maps is None:
             return None
-        if step.skips_updates:
+        if running.skips_updates:
             frozen = zip(maps.weights, maps.biases, strict=True)
             outputs = [F.linear(x, weight, bias) for weight, bias in frozen]
         else:
-            num_active = step.num_active
-            if step.gate is None or num_active is None:
+            num_active = running.num_active
+            if running.gate is None or num_active is None:
                 num_active = x.shape[:-1].numel()
-            scale = self._scale(x, step, maps)
+            scale = self._scale(x, running, maps)
             outputs = FusedUpdate.apply(x, scale, num_active, maps, *maps.factors)
         if len(outputs) < len(maps.widths):  # stacked
             outputs = outputs[0].split(maps.widths, dim=-1)
         return outputs
 
-    def _scale(self, x: torch.Tensor, step: LoopStep, maps: Projections) -> float | torch.Tensor:
+    def _scale(self, x: torch.Tensor, running: RunningLoop, maps: Projections) -> float | torch.Tensor:
         """Return gate times scaling of the tokens with an update, made once for all layers of a loop."""
-        if step.gate is None:
+        if running.gate is None:
             return maps.scaling
         shape = x.shape[:-1]
         own = id(maps) if isinstance(maps.scaling, torch.Tensor) else maps.scaling
         key = (own, shape, x.device)
-        if key not in step.scales:
+        if key not in running.scales:
             gate = self.loop_state.gate_for(x)
             gate = gate.expand(*shape, 1).reshape(-1, 1)  # [n, 1], of each token
-            step.scales[key] = gate[: step.num_active] * maps.scaling  # all of them where their number is not known
-        return step.scales[key]
+            gate = gate[: running.num_active]  # all of them where their number is not known
+            running.scales[key] = gate * maps.scaling
+        return running.scales[key]
 
     def _maps(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Projections | None:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         # `prepared` lives as long as the forward pass, all K loops of it: no weight changes meanwhile.
-        prepared = self.loop_state.step.prepared
+        prepared = self.loop_state.running.prepared
         key = (id(layers[0]), dtype)
         if prepared is None:
             return None

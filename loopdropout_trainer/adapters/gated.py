@@ -129,7 +129,7 @@ class GatedLora(LoraVariant):
         A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
         """
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if alone or self.loop_state.step.frozen:
+        if alone or self.loop_state.running.frozen:
             return result
         token = self._cast(x.flatten(0, -2)[:1], result)
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))

@@ -16,13 +16,13 @@ from loopdropout_trainer.adapters.gated import GatedLora
 class SparseLora(GatedLora, kind="lora_dropout"):
     """A gated layer whose A loses columns and whose B loses rows.
 
-    It reads `GatePlan.seeds` as [M], and `p` from the rule.
+    It reads `GatedBatch.seeds` as [M], and `p` from the rule.
     """
 
     _expanded: tuple[int | None, tuple] = (None, ())  # a seed, and the masks that it gives
 
     def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
-        if self.loop_state.plan.seeds is None:
+        if self.loop_state.batch.seeds is None:
             return super().down(module, adapter, x)
         mask_in, _ = self._masks(module, x.device)
         weight = module.lora_A[adapter].weight
@@ -30,7 +30,7 @@ class SparseLora(GatedLora, kind="lora_dropout"):
         return F.linear(x, thinned.to(x.dtype))
 
     def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
-        if self.loop_state.plan.seeds is None:
+        if self.loop_state.batch.seeds is None:
             return super().up(module, adapter, low_rank)
         _, mask_out = self._masks(module, low_rank.device)
         weight = module.lora_B[adapter].weight
@@ -39,7 +39,7 @@ class SparseLora(GatedLora, kind="lora_dropout"):
 
     def _masks(self, module: LoraLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [d_in] and [d_out] masks of the pass, rescaled; all its loops, and their recomputation, share them."""
-        seed = int(self.loop_state.plan.seeds[self.module])
+        seed = int(self.loop_state.batch.seeds[self.module])
         if self._expanded[0] == seed:
             return self._expanded[1]
         p = self.rule.p

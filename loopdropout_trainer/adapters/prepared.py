@@ -63,9 +63,9 @@ class PreparedProjections:
     def __call__(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
         """Return the outputs [..., out_i] of x [..., in], or what would be returned without this."""
         state = self.state
-        step = self.state.step
+        running = self.state.running
         without_gradient = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        if without_gradient and not (step.frozen or step.tokens is not None or state.plan.per_module):
+        if without_gradient and not (running.frozen or running.tokens is not None or state.batch.per_module):
             unit = state.gates is None
             key = (layers[0], unit)
             if key not in self._made:

@@ -22,7 +22,7 @@ from loopdropout_trainer.looped import UNIT_GATES, LoopState, find_looped_model
 class UnitGatesView(LoopState):
     """The running loop of another `LoopState`, at unit gates whatever gates are in force there."""
 
-    plan = UNIT_GATES
+    batch = UNIT_GATES
     loop = property(lambda self: self.state.loop)
 
     def __init__(self, state: LoopState) -> None:

@@ -19,19 +19,19 @@ from loopdropout_trainer.errors import UserError
 class NoisyLora(GatedLora, kind="weight_noise"):
     """A gated layer with noise on its weight for the examples that have an event in the running loop.
 
-    It reads `GatePlan.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
+    It reads `GatedBatch.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
     """
 
     def forward(
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        plan = self.loop_state.plan
+        batch = self.loop_state.batch
         loop = self.loop_state.loop
         rank = self.rule.noise_rank
-        if plan.seeds is None:
+        if batch.seeds is None:
             return updated
-        seeds = plan.seeds[loop, :, self.module]  # [N]
+        seeds = batch.seeds[loop, :, self.module]  # [N]
         events = seeds.nonzero().flatten().tolist()
         if not events:
             return updated
@@ -46,7 +46,7 @@ class NoisyLora(GatedLora, kind="weight_noise"):
             generator = torch.Generator(x.device).manual_seed(seed)
             drawn.append(torch.randn(rank, d_in + d_out, generator=generator, device=x.device))
         g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
-        scales = self.rule.noise_scales(len(plan.seeds))
+        scales = self.rule.noise_scales(len(batch.seeds))
         scale = scales[loop].item() / (d_out * d_in * rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
         # Each token takes the noise of its own example: E times the thin products, and no loop over examples.

@@ -20,7 +20,7 @@ from trl.chat_template_utils import has_generation_markers
 from loopdropout_trainer.checks import check_choice, shown
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.boundary import token_lengths
-from loopdropout_trainer.data.rows import BadRow, DataError, DataReport, Row, fields_of, present
+from loopdropout_trainer.data.rows import BadRow, DataError, DataReport, Row, fields_of, present, text
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
 from loopdropout_trainer.errors import UserError
 
@@ -123,18 +123,6 @@ def random_order(identity: str, seed: int) -> int:
 
 
 # Columns of a row, checked; each raises BadRow.
-
-
-def text(row: Mapping[str, Any], column: str) -> str:
-    """Return a text column of a row."""
-    value = present(row, column)
-    if not isinstance(value, str):
-        raise BadRow(f"field `{column}` is not text", f" (a {type(value).__name__})")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise BadRow(f"field `{column}` is not valid Unicode") from None
-    return value
 
 
 def target(row: Mapping[str, Any], column: str) -> str:

@@ -92,6 +92,18 @@ def present(row: Mapping[str, Any], column: str) -> Any:
     return row[column]
 
 
+def text(row: Mapping[str, Any], column: str) -> str:
+    """Return a text column of a row."""
+    value = present(row, column)
+    if not isinstance(value, str):
+        raise BadRow(f"field `{column}` is not text", f" (a {type(value).__name__})")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"field `{column}` is not valid Unicode") from None
+    return value
+
+
 def fields_of(row: Mapping[str, Any]) -> str:
     return f" (it has {', '.join(f'`{key}`' for key in row) or 'none'}; `column_mapping` may help)"
 

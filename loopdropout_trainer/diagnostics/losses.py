@@ -27,14 +27,14 @@ class SingleLoop(Diagnostic):
         return single_loop_rows(single_loop_activation(context.model, context.batches))
 
 
-def single_loop_rows(found: SingleLoopActivation) -> list[Row]:
+def single_loop_rows(losses: SingleLoopActivation) -> list[Row]:
     """Return the rows of an activation: losses and their reductions, with the adapter in one loop only and in all."""
-    rows = [{"metric": "frozen_loss", "value": found.frozen, "unit": "nats", "gates": NONE}]
-    num_loops = len(found.only)
-    for loop, loss in enumerate(found.only, start=1):
-        gates = gates_text([float(each == loop) for each in range(1, num_loops + 1)])
-        rows += _loss_and_reduction(found.frozen, loss, loop=loop, gates=gates)
-    return rows + _loss_and_reduction(found.frozen, found.all_on)
+    rows = [{"metric": "frozen_loss", "value": losses.frozen, "unit": "nats", "gates": NONE}]
+    num_loops = len(losses.only)
+    for loop, loss in enumerate(losses.only, start=1):
+        gates = gates_text([float(other == loop) for other in range(1, num_loops + 1)])
+        rows += _loss_and_reduction(losses.frozen, loss, loop=loop, gates=gates)
+    return rows + _loss_and_reduction(losses.frozen, losses.all_on)
 
 
 def _loss_and_reduction(frozen: float, loss: float, name: str = "loss", **place: Any) -> list[Row]:
@@ -78,8 +78,8 @@ class Patterns(Diagnostic):
             rows += _loss_and_reduction(frozen, loss, "pattern_loss", gates=gates_text(gates))
             for kind, ends in (("prefix", prefixes), ("suffix", suffixes)):
                 if loops in ends:
-                    of = {"gates": gates_text(gates), "loop": len(loops)}
-                    rows.append(_loss_and_reduction(frozen, loss, f"{kind}_loss", **of)[1])
+                    place = {"gates": gates_text(gates), "loop": len(loops)}
+                    rows.append(_loss_and_reduction(frozen, loss, f"{kind}_loss", **place)[1])
         return rows
 
 
@@ -94,7 +94,10 @@ class Readouts(Diagnostic):
 
 def readout_rows(scores: list[Scores]) -> list[Row]:
     """Return the rows of each loop's readout."""
-    return [row for t, each in enumerate(scores, 1) for row in _loss_and_accuracy("readout", each, loop=t, readout=t)]
+    rows = []
+    for loop, of_loop in enumerate(scores, start=1):
+        rows += _loss_and_accuracy("readout", of_loop, loop=loop, readout=loop)
+    return rows
 
 
 def _loss_and_accuracy(name: str, scores: Scores, **place: int) -> list[Row]:

@@ -56,15 +56,15 @@ def labelled_batches(
         tokenizer, losses: see `data.boundary.tokenise`.
         batch_size: rows of a batch.
     """
-    found = tokenise({name: [row[name] for row in rows] for name in rows[0]}, tokenizer, **losses)
-    return batched(found, batch_size, tokenizer.pad_token_id)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return batched(tokenise(columns, tokenizer, **losses), batch_size, tokenizer.pad_token_id)
 
 
-def batched(found: Mapping[str, list], batch_size: int, pad_token_id: int | None) -> list[Batch]:
+def batched(columns: Mapping[str, list], batch_size: int, pad_token_id: int | None) -> list[Batch]:
     """Return columns `input_ids` and `labels` as batches in their order, padded on the right."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     collate = DataCollatorForLanguageModeling(pad_token_id or 0)
     return [collate(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
 
@@ -100,13 +100,13 @@ def load_rows_to_score(
             raise DataError(f"`rows: {arguments.rows}` has no string column `solution` or `answer`.")
         solutions = [f" {without_calculator(str(row[columns[0]]))}" for row in published]
         rows = {"prompt": benchmark.prompts, "completion": solutions}
-    found = tokenise(rows, tokenizer, arguments.completion_only_loss, arguments.assistant_only_loss)
-    num_tokens = sum(label != -100 for labels in found["labels"] for label in labels[1:])
-    content = sha256_of_json(list(zip(*found.values(), strict=True)))
+    columns = tokenise(rows, tokenizer, arguments.completion_only_loss, arguments.assistant_only_loss)
+    num_tokens = sum(label != -100 for labels in columns["labels"] for label in labels[1:])
+    content = sha256_of_json(list(zip(*columns.values(), strict=True)))
     identity = {
         "source": arguments.rows,
-        "num_rows": len(found["labels"]),
+        "num_rows": len(columns["labels"]),
         "num_tokens": num_tokens,
         "sha256": content,
     }
-    return batched(found, arguments.rows_batch_size, tokenizer.pad_token_id), identity
+    return batched(columns, arguments.rows_batch_size, tokenizer.pad_token_id), identity

@@ -1,31 +1,37 @@
-"""One run of diagnostics: every diagnostic on every model, kept on disk as they come, then written as measurements."""
+"""One run of diagnostics: every diagnostic on every model, each written as soon as it is measured."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import json
 import logging
 import runpy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.data import load_tokenizer
-from loopdropout_trainer.diagnostics.compared import ComparedModel, DiagnosticArguments, find_models
+from loopdropout_trainer.checks import check_folder, check_list
+from loopdropout_trainer.data import DataArguments, load_tokenizer
+from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
-from loopdropout_trainer.diagnostics.rows import RowArguments, load_rows_to_score
-from loopdropout_trainer.errors import one_line, user_supplied
-from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.loading import load_model
+from loopdropout_trainer.diagnostics.rows import HELD_OUT, RowArguments, load_rows_to_score
+from loopdropout_trainer.errors import UserError, one_line, user_supplied
+from loopdropout_trainer.evaluation.subject import Training, load_model, training_of
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import all_processes, from_main_process
-from loopdropout_trainer.record.identity import Identity, identity_key, model_identity
-from loopdropout_trainer.record.measurement import ALL, NONE, Measurement, write_measurements
-from loopdropout_trainer.saving.files import folder_lock
-from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, identity_key, model_identity
+from loopdropout_trainer.record.measurement import ALL, NONE, Measurement, read_measurements, write_measurements
+from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
+from loopdropout_trainer.saving.files import folder_lock, sha256_of_weights
+from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.training.scores import Batch
 
@@ -33,9 +39,135 @@ from loopdropout_trainer.training.scores import Batch
 logger = logging.getLogger(__name__)
 
 WRITER = "diagnostics"
-"""Of measurements: `diagnostics/NAME`."""
+"""Of measurements: `diagnostics/NAME/IDENTITY`."""
 
 FOLDER = "diagnostics"
+
+
+TRAINED_ON = (
+    *("model_name_or_path", "model_revision", "preparation", "dataset_name", "dataset_config", "dataset_revision"),
+    *("dataset_split", "train_files", "column_mapping", "num_train_examples", "num_eval_examples", "split_seed"),
+    *("arithmetic_steps", "prompt_template", "prompt_end", "chat_template", "max_length"),
+)
+"""Settings that the trainings of all adapters and the recipe must share; on a benchmark's rows the recipe the first two."""
+
+_DEFAULTS = {f.name: f.default for kind in (ModelArguments, DataArguments, LossArguments) for f in fields(kind)}
+
+
+@dataclass
+class DiagnosticArguments:
+    """What is diagnosed, how, and where the results go."""
+
+    adapters: list[str] = HfArg(
+        default_factory=list,
+        help="Adapters as name=folder or name=Hub name; a name that comes again is another seed of that method.",
+    )
+    models: list[str] = HfArg(default_factory=list, help="Merged models, likewise as name=folder.")
+    diagnostics: list[str] | None = HfArg(default=None, help="Names of the diagnostics to run. Default: all.")
+    imports: list[str] = HfArg(
+        default_factory=list,
+        aliases=["--import"],
+        help="Files (or module names) with diagnostics of your own; from the command line only.",
+    )
+    depths: list[int] | None = HfArg(default=None, help="Depths to run at. Default: 1 to twice the model's own.")
+    use_cpu: bool = HfArg(default=False, help="Measure on the CPU, also where there is an accelerator.")
+    output_dir: str = HfArg(default="outputs", help="Results go to its subfolder `diagnostics`.")
+
+    def __post_init__(self):
+        check_folder("output_dir", self.output_dir)
+        for name in ("adapters", "models", "diagnostics", "imports"):
+            check_list(name, getattr(self, name))
+        if not self.adapters and not self.models:
+            raise UserError("`adapters` must name one or more as name=path, or `models` a merged model.")
+        check_depths("depths", self.depths)
+
+
+@dataclass
+class ComparedModel:
+    """A model that is measured.
+
+    Attributes:
+        method: its name in tables; several models of one name are one method's seeds.
+        kind: `base`, `adapter` or `merged`.
+        model: name of the base.
+        path: folder or Hub name; None for the base.
+        training: what is known of it.
+        trained_on: `TRAINED_ON` of its training, or of the recipe.
+        weights: hash of its own weight files, or its name where they are not here.
+    """
+
+    method: str
+    kind: str
+    model: str
+    path: str | None = None
+    training: Training = Training()
+    trained_on: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of its measurements."""
+        return {"method": self.method, "model": self.model, **self.training.facts}
+
+
+def find_models(arguments: DiagnosticArguments, base: ModelArguments, rows: RowArguments) -> list[ComparedModel]:
+    """Return the base model of a recipe, then the adapters and merged models that are given as `name=path`."""
+    names = TRAINED_ON[: None if rows.rows == HELD_OUT else 2]
+    name = base.base_name
+    models = [ComparedModel("base", "base", name, trained_on=_trained_on({**asdict(base), **asdict(rows)}, names))]
+    for option, kind in (("adapters", "adapter"), ("models", "merged")):
+        for given in getattr(arguments, option):
+            method, _, path = (part.strip() for part in given.partition("="))
+            if not (method and path) or any(other.method == method and other.kind != kind for other in models):
+                raise RecipeError(f"`{option}` takes name=path, with a name that no other kind has; got {given!r}.")
+            model = _find_model(ComparedModel(method, kind, name, path))
+            for other in models:
+                _check_comparable(other, model)
+            models.append(model)
+    return models
+
+
+def _find_model(model: ComparedModel) -> ComparedModel:
+    """Fill in what the folder of an adapter or of a merged model tells."""
+    folder, pattern = Path(model.path), "*.safetensors"
+    if model.kind == "adapter":
+        folder, pattern = adapter_folder(model.path), WEIGHTS_FILE
+        model.training = training_of(model.path)
+    run = folder / "run.json"
+    if run.is_file():
+        with user_supplied(f"{run} is not the file of a training"):
+            model.trained_on = _trained_on(dict(json.loads(run.read_bytes())["settings"]))
+    model.weights = sha256_of_weights(folder.glob(pattern)) if folder.is_dir() else model.path
+    return model
+
+
+def _check_comparable(other: ComparedModel, model: ComparedModel) -> None:
+    """Refuse what was given before, another base model or other data; in one name, other settings or a seed's second run.
+
+    What an adapter's folder does not tell is not compared.
+    """
+    names = f"`{other.method}` ({other.path or 'the recipe'}) and `{model.method}` ({model.path})"
+    if model.weights == other.weights:
+        raise RecipeError(f"{names} hold the same weights: give each once.")
+    if changed := differences({"data": other.trained_on}, {"data": model.trained_on}, ("data",)):
+        raise RecipeError(f"{names} cannot be compared: {changed[0]}.")
+    if other.method == model.method:
+        reasons = differences(other.training.identity, model.training.identity, ONE_SETTING)
+        if other.training.seed == model.training.seed is not None:
+            reasons.append(f"the seed of both is {model.training.seed}")
+        if reasons:
+            raise RecipeError(f"{names} are no two seeds of one method ({reasons[0]}): give each a name of its own.")
+
+
+def _trained_on(settings: Mapping[str, Any], names: Sequence[str] = TRAINED_ON) -> dict[str, Any]:
+    return {name: _last_part(settings.get(name, _DEFAULTS[name])) for name in names}
+
+
+def _last_part(value: Any) -> Any:
+    """Return files and folders, also in a list, by their names alone, since they move."""
+    if isinstance(value, list):
+        return [_last_part(part) for part in value]
+    return Path(value).name.replace("_", "-") if isinstance(value, str) else value
 
 
 def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: DiagnosticArguments) -> None:
@@ -54,36 +186,55 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
             batches, row_facts = load_rows_to_score(rows, tokenizer)
     with ExitStack() as lock:
         from_main_process(lambda: lock.enter_context(folder_lock(folder)))
-        log = AnswerLog(folder / "parts", processes.process_index)
-        log.found = from_main_process(lambda: log.read({}))
-        measured: dict[str, list[Measurement]] = {each.name: [] for each in diagnostics}
-        identities: list[Identity] = []
+        before, written = from_main_process(lambda: _measured_before(folder)), set()
         for compared in tqdm(models, unit="model", disable=not processes.is_main_process):
             context, of_model = _load(compared, model, arguments, batches)
-            for each in diagnostics:
-                identity = {**of_model, "data": row_facts, "settings": {"diagnostic": each.name}}
-                identity["settings"] |= {"depths": list(context.depths)} if each.runs_at_depths else {}
-                identities.append(identity)
-                measured[each.name] += _measure(each, context, compared, identity, log)
+            for diagnostic in diagnostics:
+                settings = {"diagnostic": diagnostic.name}
+                if diagnostic.runs_at_depths:
+                    settings["depths"] = list(context.depths)
+                identity = {**of_model, "data": row_facts, "settings": settings}
+                measured = _measure(diagnostic, context, compared, identity, before)
+                written.update(row.writer for row in measured)
+                if processes.is_main_process:
+                    write_measurements(folder, measured, [identity, compared.training.identity])
             del context
             gc.collect()
             torch.cuda.empty_cache()
-        if processes.is_main_process:
-            identities += [compared.identity for compared in models]
-            for name, found in measured.items():
-                write_measurements(folder, found, identities, f"{WRITER}/{name}")
+        names = {diagnostic.name for diagnostic in diagnostics}
+        for writer in before.keys() - written:
+            if processes.is_main_process and writer.split("/")[1] in names:  # of other models, rows or settings
+                write_measurements(folder, [], [], writer)
+
+
+def _measured_before(folder: Path) -> dict[str, list[Measurement]]:
+    """Return what earlier runs have measured in the folder, by writer."""
+    measured, _, faults = read_measurements(folder)
+    for fault in faults:
+        logger.warning("Left out: %s", fault)
+    before = defaultdict(list)
+    for row in measured:
+        before[row.writer].append(row)
+    return before
 
 
 def _measure(
-    diagnostic: Diagnostic, context: Context, compared: ComparedModel, identity: Identity, log: AnswerLog
+    diagnostic: Diagnostic,
+    context: Context,
+    compared: ComparedModel,
+    identity: Identity,
+    before: Mapping[str, list[Measurement]],
 ) -> list[Measurement]:
     """Return what a diagnostic measures of a model, or has measured; none of what it cannot, with the reason in the log."""
     key, who = identity_key(identity), f"{diagnostic.name} of {compared.method}"
     if reason := diagnostic.skip_reason(context):
         logger.info("Left out: %s: %s.", who, reason)
         return []
+    writer = f"{WRITER}/{diagnostic.name}/{key}"
+    if writer in before:
+        return [replace(row, **compared.facts) for row in before[writer]]
     facts = {
-        "writer": f"{WRITER}/{diagnostic.name}",
+        "writer": writer,
         "family": diagnostic.name,
         "benchmark": identity["data"]["source"],
         "identity": key,
@@ -91,16 +242,11 @@ def _measure(
         "gates": ALL if compared.kind == "adapter" else NONE,
         **compared.facts,
     }
-    if key in log.found:
-        return [Measurement(**{**facts, **row}) for row in log.found[key]]
     try:
-        rows = [dict(row) for row in diagnostic.measure(context)]
-        found = [Measurement(**{**facts, **row}) for row in rows]
+        return [Measurement(**{**facts, **row}) for row in diagnostic.measure(context)]
     except (TypeError, ValueError) as error:  # the other measurements are there
         logger.warning("%s left out: it measured what no row can hold (%s).", who, one_line(error))
         return []
-    log.keep([(key, rows)])
-    return found
 
 
 def choose(arguments: DiagnosticArguments) -> list[Diagnostic]:

@@ -1,4 +1,4 @@
-"""What happens to the states of the loops: how fast they settle, how alike they are, and what the update does to them."""
+"""The states of the loops: how fast they settle and agree with the last, how alike they are, what the update does to them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,12 @@ def states_and_readouts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, t
         groups = (output.loop_states, output.readouts)
     else:
         groups = (looped.loop_readouts(**inputs),) * 2
-    return tuple(torch.stack([each[:, :-1][labels != -100] for each in group]) for group in groups)
+    return tuple(torch.stack([states[:, :-1][labels != -100] for states in group]) for group in groups)
+
+
+def _by_token(values: torch.Tensor) -> np.ndarray:
+    """Return numbers of loops and tokens, [K, n], as [n, K]."""
+    return values.T.double().cpu().numpy()
 
 
 class Settling(_OfStates):
@@ -51,7 +56,7 @@ class Settling(_OfStates):
 
     name = "settling"
 
-    def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, ...]:
+    def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return distances and divergences, [n, K] each."""
         states, readouts = states_and_readouts(context.model, batch)
         states = states.float()
@@ -62,7 +67,7 @@ class Settling(_OfStates):
         for readout in readouts:  # one loop's logits at a time
             own = F.log_softmax(head(readout).float(), dim=-1)
             divergences.append((last.exp() * (last - own)).sum(dim=-1))
-        return tuple(each.T.double().cpu().numpy() for each in (distances, torch.stack(divergences)))
+        return _by_token(distances), _by_token(torch.stack(divergences))
 
     def summary(self, states: str, distances: np.ndarray, divergences: np.ndarray) -> list[Row]:
         distances = by_loop(f"{states}_distance", distances.mean(axis=0))
@@ -127,8 +132,35 @@ class Updates(_OfStates):
         sizes = effects.norm(dim=-1) / without.norm(dim=-1)  # [K, n]
         directions = F.normalize(effects, dim=-1)
         cosines = torch.einsum("snh,tnh->nst", directions, directions)
-        return sizes.T.double().cpu().numpy(), cosines.double().cpu().numpy()
+        return _by_token(sizes), cosines.double().cpu().numpy()
 
     def summary(self, states: str, sizes: np.ndarray, cosines: np.ndarray) -> list[Row]:
         sizes = by_loop(f"{states}_update_size", sizes.mean(axis=0))
         return sizes + by_two_loops(f"{states}_update_cosine", cosines.mean(axis=0))
+
+
+class Agreement(_OfStates):
+    """Agreement of every loop's readout with the last one's: one pass with every loop adapted.
+
+    With the distributions p_t and p_K of the next token, loop t keeps the most probable token of loop K, and it overlaps with
+    it by 1 - TV(p_t, p_K), the sum over tokens of min(p_t, p_K). The two are the shares of drafted tokens that speculative
+    decoding accepts, greedy and sampled (Leviathan et al. 2023), where loop t drafts what loop K checks.
+    """
+
+    name = "agreement"
+
+    def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Return whether the most probable tokens are the same, and overlaps, [n, K] each."""
+        _, readouts = states_and_readouts(context.model, batch)
+        head = find_looped_model(context.model).get_output_embeddings()
+        last = head(readouts[-1]).float().softmax(dim=-1)  # [n, V]
+        same, overlaps = [], []
+        for readout in readouts:  # one loop's probabilities at a time
+            own = head(readout).float().softmax(dim=-1)
+            same.append(own.argmax(dim=-1) == last.argmax(dim=-1))
+            overlaps.append(torch.minimum(own, last).sum(dim=-1))
+        return _by_token(torch.stack(same)), _by_token(torch.stack(overlaps))
+
+    def summary(self, kind: str, same: np.ndarray, overlaps: np.ndarray) -> list[Row]:
+        same_tokens = by_loop("same_tokens", 100 * same.mean(axis=0), "%")
+        return same_tokens + by_loop("overlap", 100 * overlaps.mean(axis=0), "%")

@@ -23,9 +23,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.loading import load_model
-from loopdropout_trainer.evaluation.subject import Subject
+from loopdropout_trainer.evaluation.benchmark import AnswerLog
+from loopdropout_trainer.evaluation.subject import Subject, load_model
 from loopdropout_trainer.generation.generation import generate_greedy
 from loopdropout_trainer.processes import all_processes
 from loopdropout_trainer.saving.files import sha256_of_json
@@ -122,8 +121,9 @@ class LoopedLM(HFLM):
         room = self.max_length - budget
         if room < 1:
             raise UserError(f"`max_gen_toks` must be less than `max_length`, {self.max_length}; got {budget}.")
+        contexts = [request.args[0] for request in requests]
         # Tokenized as `hf` does before it generates: a text that brings its first special token gets no second one.
-        prompts = [self.tok_batch_encode([each.args[0]], left_truncate_len=room)[0][0].tolist() for each in requests]
+        prompts = [self.tok_batch_encode([text], left_truncate_len=room)[0][0].tolist() for text in contexts]
         return generate_greedy(
             self.model,
             self.tokenizer,
@@ -176,16 +176,17 @@ class LoggedLM(LoopedLM):
             hashed = sha256_of_json([kind, *request.args])
             keys.append(f"{hashed} {asked[hashed]}")
             asked[hashed] += 1
-        missing = {key: each for key, each in zip(keys, requests, strict=True) if key not in self.log.found}
+        by_key = dict(zip(keys, requests, strict=True))
+        missing = {key: request for key, request in by_key.items() if key not in self.log.answers}
         # Shared out by context, since the choices of one question are computed together.
         contexts = list(dict.fromkeys(request.args[0] for request in missing.values()))
         mine = set(contexts[self.state.process_index :: self.state.num_processes])
         share = {key: request for key, request in missing.items() if request.args[0] in mine}
         if share:
             getattr(super(), kind)(list(share.values()), disable_tqdm=not self.progress)  # it calls `add_partial`
-        for part in gather_object([{key: self.log.found[key] for key in share}]):
-            self.log.found.update(part)
-        return [self.log.found[key] for key in keys]
+        for part in gather_object([{key: self.log.answers[key] for key in share}]):
+            self.log.answers.update(part)
+        return [self.log.answers[key] for key in keys]
 
     def add_partial(self, kind: str, arguments: Iterable[Any], answer: Any) -> None:
         """Log an answer under the first key of its request that has none yet."""
@@ -193,4 +194,4 @@ class LoggedLM(LoopedLM):
             raise UserError("A log-likelihood is not a finite number: the model's outputs hold NaN or infinity.")
         hashed = sha256_of_json([kind, *arguments])
         keys = (f"{hashed} {number}" for number in count())
-        self.log.keep([(next(key for key in keys if key not in self.log.found), answer)])
+        self.log.keep([(next(key for key in keys if key not in self.log.answers), answer)])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import Any, NamedTuple
 
 from loopdropout_trainer.errors import UserError, user_supplied
-from loopdropout_trainer.evaluation.metrics import last_integer
 from loopdropout_trainer.record.measurement import Measurement
+from loopdropout_trainer.record.measurement import mean_sd as mean_sd  # handed on
 from loopdropout_trainer.saving.files import write_atomically
 
 
@@ -26,6 +25,32 @@ PREDICTIONS_FILE = "predictions.jsonl"
 
 LAST_NUMBER = "last_number"
 """Family and metric of the completions whose last number is the reference's."""
+
+
+class Verdict(NamedTuple):
+    """What a scorer says about one completion.
+
+    Attributes:
+        correct: whether the answer equals the reference.
+        extracted: the answer that was read out of the completion; None if there is none.
+        error: name of the exception that reading or comparing raised; such a completion is wrong and has no answer.
+    """
+
+    correct: bool
+    extracted: str | int | None
+    error: str | None = None
+
+
+Scorer = Callable[[str | None, str | None], Verdict]
+"""Judges a completion by a reference, and never raises."""
+
+SCORERS: dict[str, Scorer] = {}
+
+
+def scorer(function: Scorer) -> Scorer:
+    """Make a function a scorer that benchmarks name as their metric."""
+    SCORERS[function.__name__] = function
+    return function
 
 
 @dataclass(frozen=True)
@@ -168,7 +193,8 @@ class BenchmarkResult:
         rows.append(_share(missing, family="missing", metric="missing", **facts))
         rows.append(_share(errors, family="missing", metric="errors", **facts))
         if all("####" in prediction.reference for prediction in self.predictions):
-            values = [int(_has_the_last_number(prediction)) for prediction in self.predictions]
+            pairs = [(prediction.completion, prediction.reference) for prediction in self.predictions]
+            values = [int(same_last_number(*pair)) for pair in pairs]
             rows.append(_share(values, family=LAST_NUMBER, metric=LAST_NUMBER, verdicts=values, **facts))
         return rows
 
@@ -186,9 +212,15 @@ def _share(values: Sequence[float], **facts: Any) -> Measurement:
     return Measurement(value=100 * sum(values) / len(values), total=len(values), unit="%", **facts)
 
 
-def _has_the_last_number(prediction: Prediction) -> bool:
-    wanted = last_integer(prediction.reference)
-    return wanted is not None and last_integer(prediction.completion) == wanted
+def same_last_number(completion: str, reference: str) -> bool:
+    """Return whether the last integer of a completion is that of the reference, whatever stands before it."""
+    wanted = _last_integer(reference)
+    return wanted is not None and _last_integer(completion) == wanted
+
+
+def _last_integer(text: str) -> str | None:
+    numbers = re.findall(r"-?\d[\d,]*", text)
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def write_predictions(folder: str | Path, predictions: Sequence[Prediction]) -> None:
@@ -197,22 +229,9 @@ def write_predictions(folder: str | Path, predictions: Sequence[Prediction]) -> 
     write_atomically(Path(folder, PREDICTIONS_FILE), "".join(lines))
 
 
-def load_predictions(output_dir: str | Path, row: str | None = None) -> dict[str, list[Prediction]]:
-    """Read the predictions of one row (None: the only one) of an evaluation, by benchmark.
-
-    Raises:
-        ValueError: for a row that the evaluation does not have, or a file that cannot be read.
-    """
-    files: dict[str, list[Path]] = defaultdict(list)
-    for file in sorted(Path(output_dir, ANSWERS_FOLDER).glob(f"*/*/{PREDICTIONS_FILE}")):
-        files[file.parts[-3]].append(file)
-    row = next(iter(files)) if row is None and len(files) == 1 else row
-    if row not in files:
-        raise UserError(f"`row` must be one of the rows in {output_dir} ({', '.join(files)}); got {row!r}.")
-    return {file.parent.name: _read_predictions(file) for file in files[row]}
-
-
-def _read_predictions(file: Path) -> list[Prediction]:
+def load_predictions(folder: str | Path) -> list[Prediction]:
+    """Read what `answers/ROW/BENCHMARK`, a folder of an evaluation, holds of the problems; ValueError if it cannot be read."""
+    file = Path(folder, PREDICTIONS_FILE)
     with user_supplied(f"{file} holds no predictions"):
         return [Prediction(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
@@ -244,13 +263,3 @@ def _average(column: Mapping[str, Measurement], metrics: Sequence[str]) -> str:
     if not all(metric in column for metric in metrics):
         return "-"
     return f"{sum(column[metric].value for metric in metrics) / len(metrics):.2f}"
-
-
-def mean_sd(values: Sequence[float], decimals: int = 2) -> str:
-    """Return `mean ± SD` (n - 1) of one value for each training seed, the mean alone for a single one; a NaN makes both NaN.
-
-    Give it rates of counts: of rounded percentages the standard deviation can come out 0.01 off.
-    """
-    values = pd.Series(values, dtype=float)
-    spread = f" ± {values.std(skipna=False):.{decimals}f}" if len(values) > 1 else ""
-    return f"{values.mean(skipna=False):.{decimals}f}{spread}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -15,19 +16,15 @@ from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.errors import UserError, user_supplied
-from loopdropout_trainer.evaluation.answer_log import AnswerLog, check_same
-from loopdropout_trainer.evaluation.benchmark import Benchmark, evaluate_subject
+from loopdropout_trainer.evaluation.benchmark import AnswerLog, Benchmark, check_same, evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_benchmark
-from loopdropout_trainer.evaluation.loading import load_model, training_of
 from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, BenchmarkResult
-from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.evaluation.subject import Subject, load_model, training_of
 from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import ONE_MODEL, ONE_RUN, Identity, differences, identity_key, model_identity
 from loopdropout_trainer.record.measurement import (
     BASE,
     MEASUREMENTS_FILE,
-    Measurement,
     read_measurements,
     write_measurements,
 )
@@ -82,13 +79,8 @@ class EvaluationArguments(BenchmarkArguments):
             find_task(name)
         self.averages = self.averages or {}
         averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
-        tasks = BENCHMARKS.items() if averages else ()
-        known = {metric for name, task in tasks for metric in task.metric_names(name)}
-        for name, metrics in averages.items():  # lm-eval's own metrics are written `metric,filter`
-            valid = isinstance(metrics, list) and all(each in known or "," in str(each) for each in metrics)
-            if not (valid and metrics):
-                raise UserError(f"`averages` must map names to lists of {', '.join(known)}; got `{name}: {metrics}`.")
-            check_distinct("averages", metrics)
+        for name, metrics in averages.items():
+            _check_average(name, metrics)
         check_depths("at_depths", self.at_depths)
         self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
         if len(self.at_depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
@@ -98,64 +90,62 @@ class EvaluationArguments(BenchmarkArguments):
         if self.at_depths and self.readout is not None and self.readout > min(self.at_depths):
             raise UserError(f"`readout` must be one of the loops of all `at_depths`; got {self.readout}.")
         check_distinct("gates", self.gates or [])
-        if not any(adapter for _, adapter, _ in self.rows().values()) and self.gates:
+        if not any(row.adapter for row in self.rows()) and self.gates:
             raise UserError("`gates` multiply an adapter's update: give `adapter`, or leave them out.")
 
-    def rows(self) -> dict[str, tuple[str, str | None, int | None]]:
-        """Return of each row, by its name, that of its adapter, the adapter (None: the model alone), and the depth, if any."""
-        rows: dict[str, tuple[str, str | None, int | None]] = {}
-        for each in [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]:
-            name, path = str(each).split("=", 1) if "=" in str(each) else ("", str(each))
+    def rows(self) -> list[Row]:
+        """Return a row for each adapter (none: the model alone) at each depth; `under_gates` makes those under gates of it."""
+        rows: list[Row] = []
+        for given in [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]:
+            name, mark, path = str(given).partition("=")
+            if not mark:
+                name, path = "", name
             adapter = None if path == "none" else path
             name = name or (BASE if adapter is None else Path(path).name)
-            new = {f"{name}_K{depth}": (name, adapter, depth) for depth in self.at_depths or ()}
-            new = new or {name: (name, adapter, None)}
-            is_of_gates = self.gates and re.search(r"_(loop\d+|gates_.+)$", name)  # as `gate_rows` names them
-            if name in ("", ".", "..") or "/" in name or not path or is_of_gates or rows.keys() & new:
-                raise UserError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {each!r}.")
-            rows |= new
+            is_of_gates = self.gates and re.search(r"_(loop\d+|gates_.+)$", name)  # as `under_gates` names them
+            depths = {f"{name}_K{depth}": depth for depth in self.at_depths or ()} or {name: None}
+            is_taken = any(row.name in depths for row in rows)
+            if name in ("", ".", "..") or "/" in name or not path or is_of_gates or is_taken:
+                raise UserError(f"`adapter` must give each row a name of its own, as NAME=PATH; got {given!r}.")
+            rows += [Row(row, depth, name, adapter) for row, depth in depths.items()]
         return rows
 
-    def gate_rows(self, row: str, num_loops: int) -> dict[str, str | None]:
-        """Return the gates of the rows that a model of K loops with an adapter has, by name."""
-        loops, several = range(num_loops), len(self.gates or ()) > 1
-        rows: dict[str, str | None] = {}
-        for gates in self.gates or [None]:
+    def under_gates(self, row: Row, num_loops: int) -> list[Row]:
+        """Return the rows of a model of K loops: one for each of the gates, if it has an adapter."""
+        if row.adapter is None or not self.gates:
+            return [row]
+        rows = []
+        for gates in self.gates:
             if gates == SINGLE_LOOP:
-                rows |= {f"{row}_loop{t + 1}": "-".join(str(int(t == loop)) for loop in loops) for t in loops}
+                for loop in range(1, num_loops + 1):
+                    one_hot = ["1" if other == loop else "0" for other in range(1, num_loops + 1)]
+                    rows.append(row._replace(name=f"{row.name}_loop{loop}", gates="-".join(one_hot)))
             else:
-                rows[f"{row}_gates_{gates}" if several else row] = gates
+                name = f"{row.name}_gates_{gates}" if len(self.gates) > 1 else row.name
+                rows.append(row._replace(name=name, gates=gates))
         return rows
 
 
-class _Row(NamedTuple):
-    """One row of the results: an adapter, or none, at a depth and under gates; `given` is the name of its adapter's rows."""
+def _check_average(name: str, metrics: Any) -> None:
+    """Refuse what is no list of metrics: those of this package's benchmarks, or lm-eval's own, written `metric,filter`."""
+    valid = {metric for benchmark, task in BENCHMARKS.items() for metric in task.metric_names(benchmark)}
+    is_list = isinstance(metrics, list) and len(metrics) > 0
+    if not is_list or not all(metric in valid or "," in str(metric) for metric in metrics):
+        raise UserError(f"`averages` must map names to lists of {', '.join(sorted(valid))}; got `{name}: {metrics}`.")
+    check_distinct("averages", metrics)
+
+
+class Row(NamedTuple):
+    """One row of the table: an adapter, or none, at a depth (None: the model's own) and under gates.
+
+    `of_adapter` is the name that the adapter was given, which its rows at several depths share.
+    """
 
     name: str
-    given: str
-    model: ModelArguments
+    depth: int | None
+    of_adapter: str
     adapter: str | None
-    gates: str | None
-
-
-class _Models:
-    """Loads models, and keeps the last one, which several rows may share."""
-
-    def __init__(self) -> None:
-        self._key: tuple[str | None, int | None] | None = None
-        self.model: nn.Module | None = None
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.identity: Identity = {}
-
-    def load(self, model: ModelArguments, adapter: str | None) -> None:
-        if self._key == (adapter, model.num_loops):
-            return
-        self.model, state = None, all_processes()  # before the next one takes its place in memory
-        with state.main_process_first():
-            self.model, self.tokenizer = load_model(model, adapter)
-        self.model.to(state.device)
-        self.identity = from_main_process(lambda: model_identity(self.model, self.tokenizer))
-        self._key = (adapter, model.num_loops)
+    gates: str | None = None
 
 
 def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dict[str, list[BenchmarkResult]]:
@@ -181,95 +171,97 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
         raise UserError(f"{old} is of an earlier version of this package: move it away, or give another `output_dir`.")
     with ExitStack() as lock:
         from_main_process(lambda: lock.enter_context(folder_lock(folder / ANSWERS_FOLDER)))
+        evaluation = _Evaluation(model, arguments)
+        return {row.name: evaluation.evaluate(row) for row in evaluation.checked_rows()}
+
+
+class _Evaluation:
+    """An evaluation at work: its benchmarks, and the model that was loaded last, which several rows may share."""
+
+    def __init__(self, model: ModelArguments, arguments: EvaluationArguments) -> None:
+        self.base, self.arguments, self.folder = model, arguments, Path(arguments.output_dir)
         with all_processes().main_process_first():
-            benchmarks = _load_benchmarks(arguments)
-        models = _Models()
-        rows = _checked_rows(model, arguments, benchmarks, models)
-        return {row.name: _evaluate_row(row, arguments, benchmarks, models) for row in rows}
+            self.benchmarks = _load_benchmarks(arguments)
+        self._loaded: tuple[str | None, int | None] | None = None
+        self.model: nn.Module | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.identity: Identity = {}
+
+    def subject(self, row: Row) -> Subject:
+        """Return the model of a row, which is loaded unless it is there."""
+        if self._loaded != (row.adapter, row.depth):
+            self.model, state = None, all_processes()  # before the next one takes its place in memory
+            model = self.base if row.depth is None else replace(self.base, num_loops=row.depth)
+            with state.main_process_first():
+                self.model, self.tokenizer = load_model(model, row.adapter)
+            self.model.to(state.device)
+            self.identity = from_main_process(lambda: model_identity(self.model, self.tokenizer))
+            self._loaded = (row.adapter, row.depth)
+        options = {"gates": row.gates, "readout": self.arguments.readout}
+        return Subject.of(self.model, self.tokenizer, self.arguments, **options)
+
+    def checked_rows(self) -> list[Row]:
+        """Return all rows, after loading every model once, and comparing each row with what was measured under its name."""
+        before, rows = from_main_process(self._measured_before), []
+        for row in self.arguments.rows():
+            num_loops = self.subject(row).num_loops
+            for under_gates in self.arguments.under_gates(row, num_loops):
+                self._check(under_gates, before)
+                rows.append(under_gates)
+        return rows
+
+    def _measured_before(self) -> dict[str, Identity]:
+        """Return what the measurements of earlier evaluations in the folder depend on, by their writer."""
+        measured, identities, faults = read_measurements(self.folder)
+        for fault in faults:
+            logger.warning("Left out: %s", fault)
+        return {row.writer: identities[row.identity] for row in measured if row.writer.startswith(f"{WRITER}/")}
+
+    def _check(self, row: Row, before: Mapping[str, Identity]) -> None:
+        subject = self.subject(row)
+        for benchmark in self.benchmarks:  # a chat template may be missing, too
+            identity = benchmark.identity(subject, self.identity)
+            for writer, measured in before.items():
+                if writer.startswith(f"{WRITER}/{row.name}/"):
+                    parts = ONE_RUN if writer == _writer(row, benchmark) else ONE_MODEL
+                    check_same(measured, identity, f"{self.folder}, row `{row.name}`,", parts)
+            log = AnswerLog(self._log_dir(row, benchmark))
+            from_main_process(lambda log=log, identity=identity: log.check(identity))
+
+    def _log_dir(self, row: Row, benchmark: Benchmark) -> Path:
+        return self.folder / ANSWERS_FOLDER / row.name / benchmark.name.replace("/", "_")
+
+    def evaluate(self, row: Row) -> list[BenchmarkResult]:
+        """Evaluate one row on every benchmark, and write what was measured as soon as it is there."""
+        subject, is_main = self.subject(row), all_processes().is_main_process
+        training = from_main_process(lambda: training_of(row.adapter))
+        if is_main:
+            for difference in differences(training.identity, self.identity, ("base",)):
+                logger.warning("The adapter %s was trained on another base: %s.", row.adapter, difference)
+        facts = {"model": self.base.base_name, **training.facts, **subject.place}
+        facts["method"] = training.method or row.of_adapter
+        results = []
+        for benchmark in self.benchmarks:
+            result = evaluate_subject(subject, benchmark, self._log_dir(row, benchmark), self.identity)
+            results.append(result)
+            if is_main:
+                identity = benchmark.identity(subject, self.identity)
+                named = {"writer": _writer(row, benchmark), "identity": identity_key(identity)}
+                write_measurements(self.folder, result.measurements(**named, **facts), [identity, training.identity])
+        return results
+
+
+def _writer(row: Row, benchmark: Benchmark) -> str:
+    return f"{WRITER}/{row.name}/{benchmark.name}"
 
 
 def _load_benchmarks(arguments: EvaluationArguments) -> list[Benchmark]:
     """Return the benchmarks that are asked for, but those that are parts of others among them."""
-    benchmarks, files = [], arguments.benchmark_files
+    benchmarks, revisions = [], arguments.benchmark_revisions or {}
+    options = {"limit": arguments.benchmark_limit, "confirm_run_unsafe_code": arguments.confirm_run_unsafe_code}
     for name in arguments.benchmarks:
         if find_task(name).part_of not in arguments.benchmarks:
+            files = arguments.benchmark_files.get(name)
             with user_supplied(f"The benchmark `{name}` cannot be loaded"):
-                limit, confirmed = arguments.benchmark_limit, arguments.confirm_run_unsafe_code
-                revision = (arguments.benchmark_revisions or {}).get(name)
-                benchmarks.append(load_benchmark(name, files.get(name), limit, confirmed, revision))
+                benchmarks.append(load_benchmark(name, files, revision=revisions.get(name), **options))
     return benchmarks
-
-
-def _checked_rows(
-    model: ModelArguments, arguments: EvaluationArguments, benchmarks: list[Benchmark], models: _Models
-) -> list[_Row]:
-    """Return all rows, after loading every model once, and comparing each row with what was measured under its name."""
-    folder = Path(arguments.output_dir)
-    before, known = from_main_process(lambda: _measured_before(folder))
-    rows = []
-    for name, (given, adapter, depth) in arguments.rows().items():
-        settings = model if depth is None else replace(model, num_loops=depth)
-        models.load(settings, adapter)
-        num_loops = find_looped_model(models.model).config.num_loops
-        gates_of = {name: None} if adapter is None else arguments.gate_rows(name, num_loops)
-        for row, gates in gates_of.items():
-            rows.append(_Row(row, given, settings, adapter, gates))
-            for benchmark in benchmarks:  # a chat template may be missing, too
-                now = benchmark.identity(_subject(models, arguments, gates), models.identity)
-                for measured in before.get(row, ()):
-                    parts = ONE_RUN if measured.benchmark == benchmark.name else ONE_MODEL
-                    check_same(known[measured.identity], now, f"{folder}, row `{row}`,", parts)
-                answers = AnswerLog(_log_dir(folder, row, benchmark))
-                from_main_process(lambda answers=answers, now=now: answers.check(now))
-    return rows
-
-
-def _measured_before(folder: Path) -> tuple[dict[str, list[Measurement]], dict[str, Identity]]:
-    """Return the measurements of earlier evaluations in a folder by row, and the identities that they refer to."""
-    measured, known, faults = read_measurements(folder)
-    for fault in faults:
-        logger.warning("Left out: %s", fault)
-    rows: dict[str, list[Measurement]] = {}
-    for each in measured:
-        writer, *names = each.writer.split("/", 2)
-        if writer == WRITER:
-            rows.setdefault(names[0], []).append(each)
-    return rows, known
-
-
-def _log_dir(folder: Path, row: str, benchmark: Benchmark) -> Path:
-    return folder / ANSWERS_FOLDER / row / benchmark.name.replace("/", "_")
-
-
-def _subject(models: _Models, arguments: EvaluationArguments, gates: str | None) -> Subject:
-    return Subject.of(models.model, models.tokenizer, arguments, gates=gates, readout=arguments.readout)
-
-
-def _evaluate_row(
-    row: _Row, arguments: EvaluationArguments, benchmarks: list[Benchmark], models: _Models
-) -> list[BenchmarkResult]:
-    """Evaluate one row on every benchmark, and write each result as soon as it is there."""
-    folder, state = Path(arguments.output_dir), all_processes()
-    models.load(row.model, row.adapter)
-    subject, trained = _subject(models, arguments, row.gates), from_main_process(lambda: training_of(row.adapter))
-    if state.is_main_process and trained["identity"]:
-        for each in differences(trained["identity"], models.identity, ("base",)):
-            logger.warning("The adapter %s was trained on another base: %s.", row.adapter, each)
-    results = []
-    for benchmark in benchmarks:
-        result = evaluate_subject(subject, benchmark, _log_dir(folder, row.name, benchmark), models.identity)
-        results.append(result)
-        if state.is_main_process:
-            identity = benchmark.identity(subject, models.identity)
-            measurements = result.measurements(
-                **subject.place,
-                writer=f"{WRITER}/{row.name}/{benchmark.name}",
-                method=trained["method"] or row.given,
-                model=row.model.base_name,
-                identity=identity_key(identity),
-                run=trained["identity"] and identity_key(trained["identity"]),
-                seed=trained["seed"],
-                steps=trained["steps"],
-            )
-            write_measurements(folder, measurements, [identity, trained["identity"]])
-    return results

@@ -1,25 +1,112 @@
-"""The model that is evaluated: its depth, its gates, the loop that it is read out after, and how it is prompted."""
+"""The model that is evaluated: how it is loaded, its depth, gates and readout, how it is prompted, and what trained it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from loopdropout_trainer.adapters import adapted_layers, use_gates
+from loopdropout_trainer.adapters import add_gates, use_gates
 from loopdropout_trainer.checks import check_integer
-from loopdropout_trainer.data.templates import apply_chat_template, check_vocabulary
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.data.templates import apply_chat_template, check_vocabulary, load_tokenizer
+from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
+from loopdropout_trainer.record.identity import Identity, identity_key
 from loopdropout_trainer.record.measurement import NONE, gates_text
-from loopdropout_trainer.saving.adapter_files import end_tokens
+from loopdropout_trainer.saving import adapter_files
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.arguments import BenchmarkArguments
+from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
+from loopdropout_trainer.settings.recipe import method_title
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
+from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, is_sealed, run_of
+
+
+def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Load a looped model at its evaluation depth, with an adapter on it if there is one, and its tokenizer.
+
+    Raises:
+        ValueError: if there is no such model or adapter, its weights are not finite, or the adapter is of another kind of
+            model or method.
+    """
+    tokenizer = load_tokenizer(model)
+    with user_supplied(f"The model {model.model_name_or_path} cannot be loaded"):
+        base = AutoModelForCausalLM.from_pretrained(
+            model.model_name_or_path, trust_remote_code=False, **model.init_kwargs
+        )
+    check_vocabulary(tokenizer, find_looped_model(base).config)
+    if adapter is None:
+        return base.eval(), tokenizer
+    with user_supplied(f"The adapter {adapter} cannot be loaded"):
+        adapted = adapter_files.load_adapter(base, adapter_files.adapter_folder(adapter))
+    add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
+    return adapted.eval(), tokenizer
+
+
+class Training(NamedTuple):
+    """The training that an adapter comes from, as far as its folder tells."""
+
+    identity: Identity | None = None
+    method: str | None = None
+    seed: int | None = None
+    steps: int | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of the adapter's measurements."""
+        run = None if self.identity is None else identity_key(self.identity)
+        return {"run": run, "seed": self.seed, "steps": self.steps}
+
+
+def training_of(adapter: str | None) -> Training:
+    """Return the training that an adapter comes from.
+
+    The identity is that of its manifest, if the weights are those that were sealed; else what was saved with the adapter.
+    """
+    if adapter is None:
+        return Training()
+    with user_supplied(f"The adapter {adapter} cannot be loaded"):
+        folder = adapter_files.adapter_folder(adapter)
+        identity = _sealed_identity(folder) or _saved_identity(folder)
+    fields = {**identity.get("adapter", {}), **identity.get("settings", {})}
+    try:
+        steps = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        steps = None
+    seed = identity.get("seeds", {}).get("seed")
+    return Training(
+        identity,
+        method_title(fields) if fields.get("rule") else None,
+        seed if isinstance(seed, int) else None,
+        steps if isinstance(steps, int) else None,
+    )
+
+
+def _sealed_identity(folder: Path) -> Identity | None:
+    try:
+        return run_of(folder) if is_sealed(folder, adapter_files.WEIGHTS_FILE) else None
+    except CheckpointError:  # of another version
+        return None
+
+
+def _saved_identity(folder: Path) -> Identity:
+    config, settings = adapter_files.read_adapter_config(folder), adapter_files.adapter_metadata(folder)
+    targets = config.target_modules
+    return {
+        "adapter": {
+            **{name: getattr(config, name) for name in ("r", "lora_alpha", "use_rslora")},
+            "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
+        },
+        "loops": {name: settings.pop(name) for name in ("num_loops",) if name in settings},
+        "seeds": {"seed": settings.pop("gate_seed")} if "gate_seed" in settings else {},
+        "settings": settings,
+    }
 
 
 @dataclass
@@ -59,7 +146,7 @@ class Subject:
         self.num_loops = self.looped.config.num_loops
         if self.gates is not None:
             self.gates = parse_gates(self.gates, self.num_loops)
-        if self.gates is not None and not adapted_layers(self.model):
+        if self.gates is not None and not isinstance(self.model, PeftModel):
             raise UserError("`gates` multiply an adapter's update, and the model has no adapter: leave them out.")
         if self.readout is not None:
             check_integer("readout", self.readout, 1, self.num_loops)
@@ -110,7 +197,7 @@ class Subject:
     @property
     def place(self) -> dict[str, Any]:
         """The fields of `Measurement` that say the same."""
-        if not adapted_layers(self.model):
+        if not isinstance(self.model, PeftModel):
             return {"depth": self.num_loops, "gates": NONE, "readout": self.readout}
         gates = self.gates or []
         alone = gates.index(1) + 1 if sorted(gates) == [*[0] * (len(gates) - 1), 1] and len(gates) > 1 else None
@@ -122,7 +209,6 @@ class Subject:
             "chat_template": sha256_of_json(self.tokenizer.chat_template) if in_turns else None,
             "system_instruction": self.system_instruction,
             "own_max_new_tokens": self.max_new_tokens,
-            "end_tokens": sorted({self.tokenizer.eos_token_id, *end_tokens(self.looped)} - {None}),
         }
 
 

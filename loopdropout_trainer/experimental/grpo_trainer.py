@@ -18,10 +18,10 @@ from trl.trainer.utils import RepeatSampler
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
-from loopdropout_trainer.gates.streams import ExampleId
+from loopdropout_trainer.gates.streams import ExampleId, Streams
 from loopdropout_trainer.generation.decoding import Sampler, why_unsupported
 from loopdropout_trainer.generation.generation import sample_completions
-from loopdropout_trainer.looped import GatePlan
+from loopdropout_trainer.looped import GatedBatch
 from loopdropout_trainer.record.identity import Identity
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.depth import score_loops
@@ -114,8 +114,14 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         length, generation = self.max_completion_length, self._round if mode == "train" else self._eval_batch
         self._eval_batch += mode == "eval"
         cut = (self.temperature, self.top_k, self.top_p, self.min_p)
+<<<<<<< HEAD
         rows = self._new_rows(len(prompt_ids)).tolist()
         sampler = Sampler(self.args.seed, f"completions, {mode}", generation, rows, length, *cut)
+=======
+        rows = [(row, 0) for row in self._new_rows(len(prompt_ids))]
+        uniforms = Streams(self.args.seed, generation, rows).uniforms(f"completions, {mode}", length)
+        sampler = Sampler(uniforms, *cut)
+>>>>>>> main
         slots = self.args.completion_slots or len(prompt_ids)
         model = self.accelerator.unwrap_model(self.model)
         compiled = self._decoding == "compiled"
@@ -166,8 +172,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
             rows = slice(first, first + size)
             draw = self._draw(ids[rows], self.num_loops)
             gates, seeds = (self.rule.sample(draw), self.rule.seeds(draw)) if gated else (None, None)
-            self.loop_state.apply(GatePlan(gates, None, seeds, draw))
-            self.looped.training_policy = self.training_policy
+            self.loop_state.apply(GatedBatch(gates, None, seeds, draw, self.optimisations))
             parts.append(score(model, input_ids[rows], attention_mask[rows], logits_to_keep, **kw))
         self._unit_gates()
         return tuple(None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True))

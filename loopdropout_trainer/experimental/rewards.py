@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from loopdropout_trainer.evaluation.metrics import gsm8k_strict as strict
-from loopdropout_trainer.evaluation.metrics import last_integer
+from loopdropout_trainer.evaluation.benchmarks import gsm8k
+from loopdropout_trainer.evaluation.results import same_last_number
 
 
 Completion = str | list[dict[str, str]]
@@ -39,20 +39,19 @@ def _text(completion: Completion) -> str:
 @_reward
 def gsm8k_strict(completion: str, reference: str) -> bool:
     """Say whether the number after the first `#### ` is written as the reference's: the score of the benchmark `gsm8k`."""
-    return strict.score(completion, reference).correct
+    return gsm8k.gsm8k_strict(completion, reference).correct
 
 
 @_reward
 def gsm8k_format(completion: str, reference: str) -> bool:
     """Say whether a number stands after a `#### `, right or wrong."""
-    return strict.extract_answer(completion) is not None
+    return gsm8k.extract_answer(completion) is not None
 
 
 @_reward
 def last_number(completion: str, reference: str) -> bool:
     """Say whether the last number is the reference's last, whatever stands before it."""
-    number = last_integer(completion)
-    return number is not None and number == last_integer(reference)
+    return same_last_number(completion, reference)
 
 
 @_reward

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 
+from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.gates import RULES, make_rule
 
 
@@ -24,8 +25,4 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        print(f"gates: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command(lambda: main(sys.argv[1:]), "gates")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.rule import Draw, GateRule, check_p, register_rule
@@ -27,16 +28,16 @@ class MaskedRule(GateRule):
         if isinstance(self.p, tuple) and len(self.p) != num_loops:
             raise UserError(f"`p` has {len(self.p)} values, but the model runs {num_loops} loops: give one for each.")
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         return rescaled_masks(draw, self.p)
 
 
-def survival(p: float | Sequence[float] | torch.Tensor) -> torch.Tensor:
+def survival(p: float | Sequence[float] | Tensor) -> Tensor:
     """Return q = 1 - p as a float64 column, [1, 1] or [K, 1]."""
     return 1 - torch.as_tensor(p, dtype=torch.float64).view(-1, 1)
 
 
-def rescaled_masks(draw: Draw, p: float | tuple[float, ...] | torch.Tensor) -> torch.Tensor:
+def rescaled_masks(draw: Draw, p: float | tuple[float, ...] | Tensor) -> Tensor:
     """Return gates b / q, [K, N] float32, with b = 0 with probability p."""
     return (~draw.removals(p) / survival(p)).to(torch.float32)
 
@@ -70,7 +71,7 @@ class Unscaled(MaskedRule):
 
     name = "unscaled"
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         return (~draw.removals(self.p)).to(torch.float32)
 
 
@@ -87,7 +88,7 @@ class DoseControl(MaskedRule):
 
     name = "dose_control"
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         return super().sample(draw).mean(dim=0, keepdim=True).expand(draw.num_loops, -1).contiguous()
 
 
@@ -104,7 +105,7 @@ class ModuleWise(MaskedRule):
 
     name = "module_wise"
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         p = torch.as_tensor(self.p, dtype=torch.float64).view(-1, 1, 1)
         return ((draw.module_event_uniforms() >= p) / (1 - p)).to(torch.float32)
 

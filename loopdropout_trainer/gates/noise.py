@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from loopdropout_trainer.checks import check_integer, check_number
 from loopdropout_trainer.gates.loop_dropout import MaskedRule, survival
@@ -35,7 +36,7 @@ class ParallelNoise(MaskedRule):
         super().__post_init__()
         check_number("c", self.c, 0, 1e3)
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         noise = draw.normals("parallel noise", draw.num_loops).T
         gates = 1 + draw.removals(self.p) * self.c * noise / survival(self.p).sqrt()
         return gates.to(torch.float32)
@@ -66,14 +67,14 @@ class WeightNoise(MaskedRule):
         check_number("c", self.c, 0, 1e3)
         check_integer("noise_rank", self.noise_rank, 1, 1024)
 
-    def noise_scales(self, num_loops: int) -> torch.Tensor:
+    def noise_scales(self, num_loops: int) -> Tensor:
         """Return c / sqrt(q_t), [K] float64."""
         return (self.c / survival(self.p).sqrt()).view(-1).expand(num_loops)
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         return torch.ones(draw.num_loops, len(draw.example_ids))
 
-    def seeds(self, draw: Draw) -> torch.Tensor:
+    def seeds(self, draw: Draw) -> Tensor:
         """Return [K, N, M] seeds of the noise of each loop, example and module, 0 where there is no event."""
         u = draw.uniforms("weight noise", draw.num_loops * draw.num_modules)
         seeds = (u * 2.0**53).to(torch.int64) + 1

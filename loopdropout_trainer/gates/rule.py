@@ -17,56 +17,41 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from loopdropout_trainer.checks import check_number
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gates.streams import ExampleId, normals, uniforms
+from loopdropout_trainer.gates.streams import Streams
 
 
 @dataclass(frozen=True)
-class Draw:
+class Draw(Streams):
     """The examples that need gates, and the random numbers that belong to them.
 
-    Attributes:
-        seed: of all streams of the run.
-        step: optimizer step, from 0; `num_steps` is their total number, for rules that follow a schedule.
-        example_ids: of the N examples in the step's global batch.
+    Attributes, besides those of `Streams`:
         num_loops: recurrence depth K.
+        num_steps: total number of optimizer steps, for rules that follow a schedule.
         num_modules: number M of adapted linear maps.
         layers: [M] index of the physical layer that each of them is part of.
         pass_index: of this pass among the rule's `passes` over one micro-batch.
     """
 
-    seed: int
-    step: int
-    example_ids: Sequence[ExampleId]
     num_loops: int
     num_steps: int = 0
     num_modules: int = 1
     layers: Sequence[int] = ()
     pass_index: int = 0
 
-    def uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
-        """Return [N, num_draws] uniforms of the stream `purpose`."""
-        return uniforms(self.seed, purpose, self.step, self.example_ids, num_draws)
-
-    def normals(self, purpose: str, num_draws: int) -> torch.Tensor:
-        """Return [N, num_draws] standard normals of the stream `purpose`."""
-        return normals(self.seed, purpose, self.step, self.example_ids, num_draws)
-
-    def step_uniforms(self, purpose: str, num_draws: int) -> torch.Tensor:
-        """Return [num_draws] uniforms that are the same for all examples of the optimizer step, on every process."""
-        return uniforms(self.seed, purpose, self.step, [(0, 0)], num_draws)[0]
-
-    def event_uniforms(self) -> torch.Tensor:
+    def event_uniforms(self) -> Tensor:
         """Return the [K, N] uniforms behind every rule's events, so that two rules of one seed see paired masks."""
         return self.uniforms("events", self.num_loops).T
 
-    def module_event_uniforms(self) -> torch.Tensor:
+    def module_event_uniforms(self) -> Tensor:
         """Return [K, N, M] event uniforms, one for each adapted module; those of module 0 are `event_uniforms`."""
         u = self.uniforms("events", self.num_modules * self.num_loops)
         return u.view(-1, self.num_modules, self.num_loops).permute(2, 0, 1)
 
-    def removals(self, p: float | Sequence[float]) -> torch.Tensor:
+    def removals(self, p: float | Sequence[float]) -> Tensor:
         """Return the removal events a ~ Bernoulli(p), [K, N] booleans; with p < p', those of p are among those of p'."""
         return self.event_uniforms() < torch.as_tensor(p, dtype=torch.float64).view(-1, 1)
 
@@ -96,15 +81,15 @@ class GateRule:
     def check(self, num_loops: int) -> None:
         """Raise ValueError if the rule's fields do not fit a model of `num_loops` loops."""
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         """Return float32 gates [K, N], or [K, N, M] with one for each adapted module; N may be 1 for all examples alike."""
         raise NotImplementedError
 
-    def seeds(self, draw: Draw) -> torch.Tensor | None:
+    def seeds(self, draw: Draw) -> Tensor | None:
         """Return int64 seeds of the random factors that the rule's adapter expands itself; the adapter says their shape."""
         return None
 
-    def observe(self, sensitivity: torch.Tensor) -> None:
+    def observe(self, sensitivity: Tensor) -> None:
         """Take the step's sum over all examples and processes of |d loss / d g_t|, [K], if `wants_sensitivity`."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,13 +131,12 @@ def field_names(cls: type[GateRule]) -> list[str]:
 
 def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
     """Return p as a float or a tuple of floats; raise ValueError if one is not a number in [0, 1)."""
-    values = list(p) if isinstance(p, Sequence) and not isinstance(p, str) else [p]
+    values = p if isinstance(p, (list, tuple)) else [p]
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise UserError(f"`{name}` is a drop probability and must lie in [0, 1); got {value!r}.")
+        check_number(name, value, 0, 1, below=True)
     if not values:
         raise UserError(f"`{name}` must be one drop probability, or one for each loop; got an empty list.")
-    return float(values[0]) if len(values) == 1 else tuple(float(value) for value in values)
+    return float(values[0]) if len(values) == 1 else tuple(map(float, values))
 
 
 def check_one_p(p: float | Sequence[float], name: str = "p") -> float:

@@ -1,4 +1,4 @@
-"""Loop Dropout whose p moves: over training, or with how sensitive the loss is to each loop's gate."""
+"""Gates whose probabilities move: over training, or with how sensitive the loss is to each loop's gate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from loopdropout_trainer.checks import check_number
 from loopdropout_trainer.errors import UserError
@@ -39,8 +40,45 @@ class Schedule(GateRule):
         progress = min(step / max(num_steps - 1, 1), 1.0)
         return self.p_start + (self.p_end - self.p_start) * progress
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         return rescaled_masks(draw, self.p_at(draw.step, draw.num_steps))
+
+
+@register_rule
+@dataclass(frozen=True)
+class CoTo(GateRule):
+    """One switch for each of L physical layers, fixed over its projections, all loops, all examples of the step.
+
+    The keep probability q goes linearly from `keep_start` in the first optimizer step to 1 after the fraction `ramp` of
+    the steps. If the draw switches all layers off, the layer with the largest draw is on. No rescaling. An adapter that is
+    switched off for a step is not computed on a single process; in distributed runs it takes part with zero.
+
+    Gate: b_l for the modules of layer l, b_l ~ Bernoulli(q(step)), not all zero
+    Mean: q + (1-q)^L / L
+    Covariance: m (1-m) 11' for the mean m: one switch for all loops
+    Paper: Appendix "Baseline Configurations and Per-Seed Results" (CoTo-on-Ouro)
+    """
+
+    name = "coto"
+    keep_start: float = 0.1
+    ramp: float = 0.75
+
+    def __post_init__(self):
+        check_number("keep_start", self.keep_start, 0, 1)
+        check_number("ramp", self.ramp, 0, 1)
+
+    def keep_at(self, step: int, num_steps: int) -> float:
+        """Return q in optimizer step `step` (from 0) of `num_steps`."""
+        ramp_steps = self.ramp * num_steps
+        progress = min(step / ramp_steps, 1.0) if ramp_steps > 0 else 1.0
+        return self.keep_start + (1 - self.keep_start) * progress
+
+    def sample(self, draw: Draw) -> Tensor:
+        layers = torch.tensor(draw.layers)  # [M]
+        u = draw.step_uniforms("coto", int(layers.max()) + 1)  # [L]
+        on = u >= 1 - self.keep_at(draw.step, draw.num_steps)
+        on[u.argmax()] = True  # the last to go, so that the set is never empty
+        return on[layers].to(torch.float32).expand(draw.num_loops, 1, -1).contiguous()  # [K, 1, M]
 
 
 @register_rule
@@ -66,7 +104,7 @@ class Adaptive(GateRule):
     p_min: float = 0.05
     p_max: float = 0.95
     decay: float = 0.95
-    estimate: torch.Tensor | None = field(default=None, init=False, repr=False)  # [K] float64, mean 1
+    estimate: Tensor | None = field(default=None, init=False, repr=False)  # [K] float64, mean 1
 
     def __post_init__(self):
         self.p = check_one_p(self.p)
@@ -79,7 +117,7 @@ class Adaptive(GateRule):
                 f"`p` must lie between `p_min` and `p_max`; got {self.p} outside [{self.p_min}, {self.p_max}]."
             )
 
-    def probabilities(self, num_loops: int) -> torch.Tensor:
+    def probabilities(self, num_loops: int) -> Tensor:
         """Return p_t, [K] float64."""
         if self.estimate is None:
             return torch.full((num_loops,), self.p, dtype=torch.float64)
@@ -88,10 +126,10 @@ class Adaptive(GateRule):
         weights = weights if self.direction == "more" else 1 / weights
         return _proportional(weights / weights.mean(), self.p, self.p_min, self.p_max)
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: Draw) -> Tensor:
         return rescaled_masks(draw, self.probabilities(draw.num_loops))
 
-    def observe(self, sensitivity: torch.Tensor) -> None:
+    def observe(self, sensitivity: Tensor) -> None:
         total = sensitivity.double().sum()
         if not (torch.isfinite(total) and total > 0):  # an overflown step of float16 training, or B still zero
             return
@@ -106,7 +144,7 @@ class Adaptive(GateRule):
         self.estimate = None if estimate is None else torch.tensor(estimate, dtype=torch.float64)
 
 
-def _proportional(weights: torch.Tensor, mean: float, low: float, high: float) -> torch.Tensor:
+def _proportional(weights: Tensor, mean: float, low: float, high: float) -> Tensor:
     """Return clip(lambda * weights, low, high) with the one lambda that gives it this mean, which is in reach."""
     lower, upper = 0.0, high / float(weights.min())  # all low, all high; the mean grows with lambda in between
     for _ in range(200):

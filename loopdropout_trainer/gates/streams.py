@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 ExampleId = tuple[int, int]
@@ -24,34 +26,45 @@ _MASK64 = 2**64 - 1
 
 
 def _purpose_key(purpose: str) -> int:
-    return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
-def uniforms(seed: int, purpose: str, step: int, example_ids: Sequence[ExampleId], num_draws: int) -> torch.Tensor:
-    """Draw uniform numbers in [0, 1) for each example.
+def _words(*words: int) -> np.ndarray:
+    return np.array(words, np.uint64)
 
-    Args:
-        seed: any integer.
-        purpose: name of the stream; streams of different purpose are independent.
-        step: optimizer step, counted from 0.
-        example_ids: of N examples in the step's global batch.
-        num_draws: numbers for each example; a longer request starts with the shorter one's numbers.
 
-    Returns:
-        [N, num_draws] float64.
+@dataclass(frozen=True)
+class Streams:
+    """The random numbers of some examples in one optimizer step; streams of different purpose are independent.
+
+    Attributes:
+        seed: of all streams of the run, any integer.
+        step: optimizer step, from 0.
+        example_ids: of the N examples in the step's global batch.
     """
-    key = np.array([seed & _MASK64, _purpose_key(purpose)], dtype=np.uint64)
-    generator = np.random.Philox(key=key)
-    state = generator.state  # setting its counter takes a quarter of the time that another generator takes
-    raw = np.empty((len(example_ids), num_draws), dtype=np.uint64)
-    for place, (row, segment) in enumerate(example_ids):
-        state["state"]["counter"] = np.array([0, segment, row, step], dtype=np.uint64)
-        generator.state = state
-        raw[place] = generator.random_raw(num_draws)
-    return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
+    seed: int
+    step: int
+    example_ids: Sequence[ExampleId]
 
-def normals(seed: int, purpose: str, step: int, example_ids: Sequence[ExampleId], num_draws: int) -> torch.Tensor:
-    """Draw standard normal numbers for each example; arguments and result as in `uniforms`."""
-    u = uniforms(seed, purpose, step, example_ids, num_draws)
-    return torch.special.ndtri(u + 2.0**-54)  # the middle of each of the 2^53 cells, never 0 or 1
+    def uniforms(self, purpose: str, num_draws: int) -> Tensor:
+        """Return [N, num_draws] float64 in [0, 1); a longer request starts with the shorter one's numbers."""
+        generator = np.random.Philox(key=_words(self.seed & _MASK64, _purpose_key(purpose)))
+        state = generator.state  # setting its counter takes a quarter of the time that another generator takes
+        raw = np.empty((len(self.example_ids), num_draws), np.uint64)
+        for place, (row, segment) in enumerate(self.example_ids):
+            state["state"]["counter"] = _words(0, segment, row, self.step)
+            generator.state = state
+            raw[place] = generator.random_raw(num_draws)
+        highest = (raw >> np.uint64(11)).astype(np.float64)  # 53 bits
+        return torch.from_numpy(highest * 2.0**-53)
+
+    def normals(self, purpose: str, num_draws: int) -> Tensor:
+        """Return [N, num_draws] standard normals, float64; as in `uniforms`."""
+        middles = self.uniforms(purpose, num_draws) + 2.0**-54  # of the 2^53 cells, never 0 or 1
+        return torch.special.ndtri(middles)
+
+    def step_uniforms(self, purpose: str, num_draws: int) -> Tensor:
+        """Return [num_draws] uniforms that are the same for all examples of the optimizer step, on every process."""
+        return Streams(self.seed, self.step, [(0, 0)]).uniforms(purpose, num_draws)[0]

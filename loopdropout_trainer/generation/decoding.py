@@ -14,16 +14,16 @@ An example with two slots, the cache as it lies in memory (a letter: a token; .:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
 import transformers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
-
-from loopdropout_trainer.gates.streams import uniforms
 
 
 COLUMNS = {False: 16, True: 256}
@@ -36,6 +36,11 @@ PREFILL_TOKENS = 16384
 """Prompts are read in batches: batch size times the longest one's length is at most this, unless one alone is longer."""
 
 
+def rounded_up(size: int, block: int) -> int:
+    """Return the least multiple of `block` that is at least `size`."""
+    return -(-size // block) * block
+
+
 class SlotCache(Cache):
     """Keys and values [slots, heads, columns, d] of every layer; a looped model has a layer here for each (loop, layer).
 
@@ -45,13 +50,13 @@ class SlotCache(Cache):
         num_slots: number of slots in use, from the first.
         columns: indices of the columns in use, [columns].
         allocated_columns: number of columns allocated in each slot.
-        positions: of the tokens that the next call computes, [B, S].
-        targets: where their keys and values go, counted over all slots' allocated columns, [B * S].
+        slots: of the rows that the next call computes, [B, 1].
+        positions: of their tokens, [B, S], which are the columns that keys and values go to.
         is_prefill: whether these rows begin with that call, and attend to nothing but its tokens.
     """
 
-    positions: torch.Tensor
-    targets: torch.Tensor
+    slots: Tensor
+    positions: Tensor
 
     def __init__(self, allocated_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
@@ -68,7 +73,7 @@ class SlotCache(Cache):
             # Allocated in steps of ALLOCATED_COLUMNS, used in steps of COLUMNS: with 256 and 16, a cache for 300 columns holds
             # 512 and attends over 304.
             if num_columns > self.allocated_columns:
-                self.allocated_columns = -(-num_columns // ALLOCATED_COLUMNS) * ALLOCATED_COLUMNS
+                self.allocated_columns = rounded_up(num_columns, ALLOCATED_COLUMNS)
             self.columns = torch.arange(num_columns, device=self.columns.device)
             torch._dynamo.maybe_mark_dynamic(self.columns, 0)  # one compiled step for caches of any length
             for layer in self.layers:
@@ -93,7 +98,7 @@ class SlotLayer(StaticLayer):
         super().__init__(max_cache_len=0)
         self.cache = cache
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Called with the first keys [B, heads, S, d]: only they tell heads and d, which may differ from layer to layer.
         self.allocated = [
             states.new_zeros(self.cache.allocated_slots, 0, states.shape[1], states.shape[3])
@@ -107,26 +112,20 @@ class SlotLayer(StaticLayer):
         more = self.cache.allocated_columns - self.allocated[0].shape[1]
         if more > 0:  # zeros, since what a mask leaves out is multiplied by zero, and must be finite
             self.allocated = [torch.nn.functional.pad(states, (0, 0, 0, 0, 0, more)) for states in self.allocated]
-        # Three views of one memory: by token, to write single tokens; by slot, to attend to the columns in use.
-        self.tokens = [states.flatten(0, 1) for states in self.allocated]  # [slots * columns, heads, d]
         self.keys, self.values = (states[:num_slots, :num_columns].transpose(1, 2) for states in self.allocated)
-        for states in (self.keys, self.values, *self.tokens):  # CUDA graphs then read and write them in place
-            torch._dynamo.mark_static_address(states, guard=False)
         # What the others are views of comes first: one compiled step for caches of any length.
-        for dimension, views in ((1, self.allocated), (2, (self.keys, self.values)), (0, self.tokens)):
+        for dimension, views in ((1, self.allocated), (2, (self.keys, self.values))):
             for states in views:
+                torch._dynamo.mark_static_address(states, guard=False)  # CUDA graphs then read and write it in place
                 torch._dynamo.maybe_mark_dynamic(states, dimension)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the states [B, heads, S, d] of the current rows; return all that these may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        # Token (slot i, position p) is row i * columns + p of `tokens`: all rows of the call are written at once.
-        targets = self.cache.targets.to(key_states.device)
-        for tokens, states in zip(self.tokens, (key_states, value_states), strict=True):
-            tokens.index_copy_(0, targets, states.transpose(1, 2).flatten(0, 1))
+        slots, positions = self.cache.slots.to(key_states.device), self.cache.positions.to(key_states.device)
+        for allocated, states in zip(self.allocated, (key_states, value_states), strict=True):
+            allocated[slots, positions] = states.transpose(1, 2)  # all rows of the call at once
         # A prompt attends to itself alone, so that its own states, without the rest of the cache, are all that it needs.
         return (key_states, value_states) if self.cache.is_prefill else (self.keys, self.values)
 
@@ -138,52 +137,43 @@ class SlotLayer(StaticLayer):
         return 0
 
 
-@dataclass
 class _Row:
-    index: int
-    prompt: list[int]
-    completion: list[int] = field(default_factory=list)
+    """Prompt `index` with what it is continued by so far."""
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion)
+    def __init__(self, index: int, prompt: list[int]) -> None:
+        self.index, self.tokens, self.start = index, list(prompt), len(prompt)
 
     @property
-    def last_token(self) -> int:
-        return self.completion[-1] if self.completion else self.prompt[-1]
+    def completion(self) -> list[int]:
+        return self.tokens[self.start :]
 
 
 _FREE = _Row(-1, [0])
-"""What compiled steps compute in a free slot: token 0 at position 0, which the next prompt writes over."""
+"""What a free slot holds, and compiled steps compute there: token 0 at position 0, which the next prompt writes over."""
 
 
 class Sampler:
     """Draws tokens from softmax(logits / temperature), cut by top-k, top-p and min-p in this order, as transformers does.
 
-    The token at position n of row i is the one at which the cumulative probability, in the order of the vocabulary, passes
-    a uniform number that is a function of (seed, step, row i, n). So a row has the same completion in any batch, process
-    and order, and again after a resume, up to the rounding of its logits.
+    A token is the one at which the cumulative probability, in the order of the vocabulary, passes a uniform number that
+    belongs to its row and its place. So a row has the same completion in any batch, process and order, and again after a
+    resume, up to the rounding of its logits.
 
     Args:
-        seed, purpose, step: key of the stream.
-        rows: index of each prompt in that stream.
-        length: maximum number of tokens of a completion.
+        uniforms: [N, tokens of a completion] of the rows, in [0, 1).
         temperature: above 0. top_k: number of tokens that may be drawn, 0 for all. top_p: their least joint probability.
         min_p: least probability relative to the most probable token, or None.
     """
 
     def __init__(
         self,
-        seed: int,
-        purpose: str,
-        step: int,
-        rows: Sequence[int],
-        length: int,
+        uniforms: Tensor,
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float | None = None,
     ) -> None:
-        self.uniforms = uniforms(seed, purpose, step, [(row, 0) for row in rows], length)  # [N, length]
+        self.uniforms = uniforms
         warpers = (
             (temperature != 1, transformers.TemperatureLogitsWarper, float(temperature)),
             (top_k, transformers.TopKLogitsWarper, top_k),
@@ -192,13 +182,14 @@ class Sampler:
         )
         self.warpers = transformers.LogitsProcessorList([make(value) for wanted, make, value in warpers if wanted])
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Return the tokens [B] that rows, counted as in `rows` of the constructor, draw at positions from logits [B, V]."""
+    def __call__(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Return the tokens [B] that rows of `uniforms` draw at positions from logits [B, V]."""
         probabilities = self.warpers(None, logits).softmax(dim=-1)
         cumulated = probabilities.double().cumsum(dim=-1)
         u = self.uniforms[list(rows), list(positions)].to(logits.device)  # [B]
         # The first token whose cumulative probability is above u: never one of probability 0.
-        return torch.searchsorted(cumulated, (u * cumulated[:, -1]).unsqueeze(1), right=True).squeeze(1)
+        wanted = (u * cumulated[:, -1]).unsqueeze(1)
+        return torch.searchsorted(cumulated, wanted, right=True).squeeze(1)
 
 
 @dataclass(eq=False)
@@ -222,43 +213,45 @@ class Decoder:
     num_slots: int
     have_ended: Callable[[list[list[int]]], list[bool]]
     compiled: bool = False
-    choose: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor] = lambda logits, rows, places: logits.argmax(
-        dim=-1
-    )
+    choose: Callable[[Tensor, list[int], list[int]], Tensor] = lambda logits, rows, places: logits.argmax(dim=-1)
 
     def __post_init__(self) -> None:
         self.device = self.model.device  # found by a walk through the modules: once
         rows = (_Row(index, prompt) for index, prompt in enumerate(self.prompts))
-        self.waiting = deque(sorted(rows, key=len, reverse=True))  # what fills memory comes first
+        self.waiting = deque(sorted(rows, key=lambda row: -row.start))  # what fills memory comes first
         self.num_slots = min(self.num_slots, len(self.prompts))
-        self.slots: list[_Row | None] = [None] * self.num_slots  # fewer when compacted, up to as many when admitting
+        self.slots = [_FREE] * self.num_slots  # fewer when compacted, up to as many when admitting
         self.cache = SlotCache(self.num_slots, self.device, self.model.dtype)
 
     @torch.no_grad()
-    def advance(self) -> list[tuple[int, list[int]]]:
-        """Decode until one or more completions have ended, and return them with their prompts' indices; [] at the end."""
-        # Each turn admits what fits, then adds one token to every row. It returns as soon as a completion has ended, so that
-        # the caller can write it down before anything else can go wrong.
-        ended: list[_Row] = []
-        while not ended and (self.waiting or any(self.slots)):
-            if self._admit():  # a completion may end with its first token
-                ended = self._evict()
+    def __iter__(self) -> Iterator[list[tuple[int, list[int]]]]:
+        """Yield the completions that end together, with their prompts' indices."""
+        # Each turn admits what fits, then adds one token to every row. A completion is handed on as soon as it has ended, so
+        # that the caller can write it down before anything else can go wrong.
+        while self.waiting or self._used():
+            ended = self._evict() if self._admit() else []  # a completion may end with its first token
             if not ended:
                 self._step()
                 ended = self._evict()
-        return [(row.index, row.completion) for row in ended]
+            if ended:
+                yield [(row.index, row.completion) for row in ended]
+
+    def _used(self) -> list[int]:
+        """Return the slots that hold a row."""
+        return [slot for slot, row in enumerate(self.slots) if row is not _FREE]
 
     def _admit(self) -> bool:
         """Admit waiting prompts to free slots, with the first token of their completions; return whether there were any."""
         waiting = len(self.waiting)
-        self.slots += [None] * (self.num_slots - len(self.slots))
-        free = [slot for slot, row in enumerate(self.slots) if row is None]
-        if 4 * len(free) >= self.num_slots:  # not to each one alone, since reading a prompt takes a call of its own
-            while free and self.waiting:
-                # The first prompt's length is the batch's width, since the longest come first.
-                size = max(1, PREFILL_TOKENS // len(self.waiting[0]))
-                taken, free = free[:size], free[size:]
-                self._prefill(taken[: len(self.waiting)])
+        self.slots += [_FREE] * (self.num_slots - len(self.slots))
+        free = [slot for slot, row in enumerate(self.slots) if row is _FREE]
+        if 4 * len(free) < self.num_slots:
+            free = []  # not to each one alone, since reading a prompt takes a call of its own
+        while free and self.waiting:
+            # The first prompt's length is the batch's width, since the longest come first.
+            size = min(len(self.waiting), max(1, PREFILL_TOKENS // self.waiting[0].start))
+            self._prefill(free[:size])
+            free = free[size:]
         if not self.compiled:
             self._compact()
         return len(self.waiting) < waiting
@@ -266,9 +259,10 @@ class Decoder:
     def _compact(self) -> None:
         """Move the last rows to the free slots before them, and leave out the slots behind."""
         # Slots [a, -, c, -, e]: three rows, so that e moves to slot 1, and slots 3 and 4 are left out.
-        size = sum(row is not None for row in self.slots)
-        targets = [slot for slot in range(size) if self.slots[slot] is None]
-        sources = [slot for slot in range(size, len(self.slots)) if self.slots[slot] is not None]
+        used = self._used()
+        size = len(used)
+        targets = [slot for slot in range(size) if slot not in used]
+        sources = [slot for slot in used if slot >= size]
         if targets:
             self.cache.move(sources, targets)
             for source, target in zip(sources, targets, strict=True):
@@ -278,9 +272,8 @@ class Decoder:
     def _fit(self) -> None:
         """Make the cache as large as the rows."""
         # Rounded up, so that a cache is not resized with every token: each length costs a new view, or a new CUDA graph.
-        block = COLUMNS[self.compiled]
-        num_columns = max(len(row) for row in self.slots if row is not None) + block - 1
-        num_columns -= num_columns % block
+        longest = max(len(row.tokens) for row in self.slots)
+        num_columns = rounded_up(longest, COLUMNS[self.compiled])
         if self.compiled:
             num_columns = max(num_columns, len(self.cache.columns))
         self.cache.resize(len(self.slots), num_columns)
@@ -291,54 +284,53 @@ class Decoder:
         for slot, row in zip(slots, rows, strict=True):
             self.slots[slot] = row
         self._fit()
-        length = max(map(len, rows))
-        ids = torch.tensor([row.prompt + [0] * (length - len(row)) for row in rows], device=self.device)
+        prompts = [torch.tensor(row.tokens) for row in rows]
+        ids = pad_sequence(prompts, batch_first=True).to(self.device)  # [B, S]
         # Padding comes after the prompt, which does not see it; its columns are those of the completion. Prompts ab and x:
         # ids [[a, b], [x, 0]], positions [[0, 1], [0, 1]], and the logits are read at `ends` [1, 0].
-        self._set(slots, torch.arange(length).expand(len(rows), -1), is_prefill=True)
-        ends = torch.tensor([len(row) - 1 for row in rows])
+        self._set(slots, torch.arange(ids.shape[1]).expand(len(rows), -1), is_prefill=True)
+        ends = torch.tensor([row.start - 1 for row in rows])
         self._extend(rows, _logits(self.model, self.cache, ids, ends))
 
-    def _set(self, slots: list[int], positions: torch.Tensor, is_prefill: bool) -> None:
+    def _set(self, slots: list[int], positions: Tensor, is_prefill: bool) -> None:
         """Tell the cache which tokens the next call computes: `positions` [B, S] of the rows in these slots."""
-        targets = torch.tensor(slots).unsqueeze(1) * self.cache.allocated_columns + positions  # [B, S]
-        self.cache.targets = targets.flatten().to(self.device)
+        self.cache.slots = torch.tensor(slots, device=self.device).unsqueeze(1)
         self.cache.positions = positions.to(self.device)
         self.cache.is_prefill = is_prefill
 
     def _step(self) -> None:
         """Add a token to every row."""
         self._fit()
-        computed = [_FREE if row is None else row for row in self.slots]
-        ids = torch.tensor([[row.last_token] for row in computed], device=self.device)  # [B, 1]
-        positions = torch.tensor([[len(row) - 1] for row in computed])
+        ids = torch.tensor([[row.tokens[-1]] for row in self.slots], device=self.device)  # [B, 1]
+        positions = torch.tensor([[len(row.tokens) - 1] for row in self.slots])
         self._set(list(range(len(self.slots))), positions, is_prefill=False)
         step = _compiled(self.device.type) if self.compiled else _logits
         logits = step(self.model, self.cache, ids)  # [B, V]
-        used = [slot for slot, row in enumerate(self.slots) if row is not None]
-        self._extend([self.slots[slot] for slot in used], logits[used])
+        used = self._used()
+        rows = [self.slots[slot] for slot in used]
+        self._extend(rows, logits[used])
 
-    def _extend(self, rows: list[_Row], logits: torch.Tensor) -> None:
+    def _extend(self, rows: list[_Row], logits: Tensor) -> None:
         """Add a token to the completion of each row, by its logits [B, V]."""
-        tokens = self.choose(logits, [row.index for row in rows], [len(row.completion) for row in rows])
+        indices = [row.index for row in rows]
+        places = [len(row.tokens) - row.start for row in rows]
+        tokens = self.choose(logits, indices, places)
         for row, token in zip(rows, tokens.tolist(), strict=True):
-            row.completion.append(token)
+            row.tokens.append(token)
 
     def _evict(self) -> list[_Row]:
         """Evict the rows whose completions have ended, and return them."""
-        running = [row for row in self.slots if row is not None]
-        ends = self.have_ended([row.completion for row in running])
-        ended = [
-            row for row, end in zip(running, ends, strict=True) if end or len(row.completion) >= self.max_new_tokens
-        ]
-        gone = {row.index for row in ended}
-        self.slots = [None if row is None or row.index in gone else row for row in self.slots]
+        used = self._used()
+        completions = [self.slots[slot].completion for slot in used]
+        ended = []
+        for slot, completion, has_ended in zip(used, completions, self.have_ended(completions), strict=True):
+            if has_ended or len(completion) >= self.max_new_tokens:
+                ended.append(self.slots[slot])
+                self.slots[slot] = _FREE
         return ended
 
 
-def _logits(
-    model: PreTrainedModel, cache: SlotCache, ids: torch.Tensor, ends: torch.Tensor | None = None
-) -> torch.Tensor:
+def _logits(model: PreTrainedModel, cache: SlotCache, ids: Tensor, ends: Tensor | None = None) -> Tensor:
     """Return the logits [B, V], in float32, after the tokens [B, S] of the cache's rows: the last ones, or those at `ends`."""
     # A token attends to the columns up to its own position: at position 2 of 5 columns [0, 0, 0, -inf, -inf]. A prompt's
     # columns are its own tokens, a step's all that are in use.

@@ -2,32 +2,84 @@
 
 The gates are those in force: unit gates, or what `use_gates` applies around the call. A completion does not depend on the
 rows beside it. (In bfloat16 two nearly equal logits may change places with the batch's shape and with the form of decoding.)
+
+What it keeps in memory is estimated by arithmetic, `decoding_memory`:
+
+    weights + copies of projections + libraries + keys and values of every (loop, layer) + work
+
+The work is that of reading prompts: a few tensors as wide as the widest projection, and the logits of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.utils import logging
 
 from loopdropout_trainer.adapters import PreparedProjections
-from loopdropout_trainer.checks import shown_parts
+from loopdropout_trainer.checks import check_choice, shown_parts
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.generation.decoding import Decoder, Sampler, why_unsupported
-from loopdropout_trainer.generation.memory import decoding_memory
+from loopdropout_trainer.generation.decoding import (
+    ALLOCATED_COLUMNS,
+    PREFILL_TOKENS,
+    Decoder,
+    Sampler,
+    rounded_up,
+    why_unsupported,
+)
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import end_tokens
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
 logger = logging.get_logger(__name__)
+
+WIDEST_TENSORS = 4
+"""Tensors as wide as the widest projection that one layer holds at a time."""
+
+LOGITS_BYTES = 12
+"""Of a logit: as the head gives it, in float32, and while the most probable one is looked for."""
+
+
+def decoding_memory(
+    model: PreTrainedModel, lengths: Sequence[int], max_new_tokens: int, num_slots: int, copied_bytes: int = 0
+) -> dict[str, int]:
+    """Return the bytes that continuing prompts takes at most: of `libraries`, `weights`, `copies`, `keys and
+    values` and `work`.
+
+    Args:
+        model: looped model, with its adapter if it has one.
+        lengths: tokens of each prompt.
+        max_new_tokens: most tokens of a completion.
+        num_slots: rows that are decoded together.
+        copied_bytes: of projections that are made ready for many calls (`PreparedProjections.copied_bytes`).
+    """
+    config, itemsize = model.config, model.dtype.itemsize
+    slots, longest = min(num_slots, len(lengths)), max(lengths, default=0)
+    columns = rounded_up(longest + max_new_tokens, ALLOCATED_COLUMNS)
+    layers = getattr(config, "num_layer_runs", config.num_loops * config.num_hidden_layers)  # of each loop its own
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    linears = [model.get_submodule(name) for name in model.recurrent_linears()]
+    widest = max(max(linear.in_features, linear.out_features) for linear in linears)
+    read_together = max(longest, min(slots * longest, PREFILL_TOKENS))
+    return {
+        "libraries": int(LIBRARY_BYTES) if model.device.type == "cpu" else 0,
+        "weights": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        "copies": copied_bytes,
+        "keys and values": 2 * layers * slots * columns * heads * width * itemsize,
+        "work": read_together * widest * WIDEST_TENSORS * itemsize + slots * config.vocab_size * LOGITS_BYTES,
+    }
 
 
 def generate_greedy(
@@ -62,8 +114,7 @@ def generate_greedy(
     Raises:
         ValueError: if a prompt has no tokens, for another `decoding`, or under gates that differ between examples.
     """
-    if decoding not in DECODINGS:
-        raise UserError(f"`decoding` must be one of {', '.join(DECODINGS)}; got {decoding!r}.")
+    check_choice("decoding", decoding, DECODINGS)
     tokenizer = as_in_its_file(tokenizer)
     token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if [] in token_ids:
@@ -71,8 +122,8 @@ def generate_greedy(
     looped = find_looped_model(model)
     reason = None if decoding == "generate" else why_unsupported(looped)
     form = decoding if reason is None else "generate"
-    prepared = PreparedProjections(looped)
-    copied_bytes = 0 if form == "compiled" else prepared.copied_bytes
+    prepared = None if form == "compiled" else PreparedProjections(looped)
+    copied_bytes = 0 if prepared is None else prepared.copied_bytes
     sizes = decoding_memory(looped, list(map(len, token_ids)), max_new_tokens, batch_size, copied_bytes)
     logger.info(f"Memory: about {shown_parts(sizes)}.")
     logger.info(f"Decoding: {form}{f', because {reason}' if reason else ''} (`decoding`).")
@@ -80,7 +131,7 @@ def generate_greedy(
     decoder = DECODINGS[form](looped, token_ids, max_new_tokens, batch_size, ends)
     completions: dict[int, str] = {}
     with tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
-        for finished in _advancing(decoder, model, looped, prepared if form != "compiled" else None):
+        for finished in _advancing(decoder, model, looped, prepared):
             for index, tokens in finished:
                 completions[index] = ends.text(tokens)
                 keep(index, completions[index])
@@ -115,29 +166,30 @@ def sample_completions(
 
 
 def _advancing(
-    decoder: Decoder | _Generate,
+    decoder: Iterable[list[tuple[int, list[int]]]],
     model: torch.nn.Module,
     looped: PreTrainedModel,
     prepared: PreparedProjections | None,
 ):
-    """Yield (index of the prompt, completion) pairs as they come; while the caller has them, the model is as it was.
+    """Yield lists of (index of the prompt, completion) as they come; while the caller has them, the model is as it was.
 
     `prepared` is None for compiled steps, which read the weights where they are, and join the products by themselves.
     """
     gates = looped.loop_state.gates
     if gates is not None and gates.shape[1] > 1:
         raise UserError(f"Generation applies the same gates to all prompts; those of {gates.shape[1]} are in force.")
+    batches = iter(decoder)
     while True:
         was_training, generation_config = model.training, looped.generation_config
         model.eval()
         looped.generation_config = GenerationConfig()  # `generate` fills unset fields from it, such as penalties
         try:
             with nullcontext() if prepared is None else prepared.in_use():
-                finished = decoder.advance()
+                finished = next(batches, None)
         finally:
             looped.generation_config = generation_config
             model.train(was_training)
-        if not finished:
+        if finished is None:
             return
         yield finished
 
@@ -146,7 +198,8 @@ class _Ends:
     """Where completions end: at an end token, or before a stop string."""
 
     def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, stops
+        self.tokenizer = tokenizer
+        self.stops = re.compile("|".join(map(re.escape, stops))) if stops else None
         ids = [tokenizer.eos_token_id, *end_tokens(looped)]
         added = tokenizer.get_added_vocab()  # a stop string that is a special token never shows in decoded text
         ids += [added[stop] for stop in stops if stop in added]
@@ -157,52 +210,45 @@ class _Ends:
     def __call__(self, completions: list[list[int]]) -> list[bool]:
         """Tell which of these completions, not empty and not ended before their last token, have ended."""
         ended = [tokens[-1] in self.end_ids for tokens in completions]
-        if not self.stop_strings:
+        if self.stops is None:
             return ended
         tails = self._decode([tokens[-self.window :] for tokens in completions])
-        return [end or any(stop in tail for stop in self.stop_strings) for end, tail in zip(ended, tails, strict=True)]
+        return [end or bool(self.stops.search(tail)) for end, tail in zip(ended, tails, strict=True)]
 
     def text(self, completion: list[int]) -> str:
         """Return the completion's text, up to the earliest end."""
-        length = next((place for place, token in enumerate(completion) if token in self.end_ids), len(completion))
-        text = self._decode([completion[:length]])[0]
-        return text[: min((text.find(stop) for stop in self.stop_strings if stop in text), default=len(text))]
+        answer = list(takewhile(lambda token: token not in self.end_ids, completion))
+        text = self._decode([answer])[0]
+        return text if self.stops is None else self.stops.split(text, maxsplit=1)[0]
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-class _Generate:
-    """transformers' own greedy generation, in left-padded batches: the arguments and the results of `Decoder`."""
-
-    def __init__(
-        self, looped: PreTrainedModel, prompts: list, max_new_tokens: int, batch_size: int, ends: _Ends
-    ) -> None:
-        self.looped, self.ends, self.prompts = looped, ends, prompts
-        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        self.batches = iter([order[at : at + batch_size] for at in range(0, len(order), batch_size)])  # of indices
-        pad_id, end_ids = ends.tokenizer.pad_token_id, ends.end_ids
-        self.pad_id = next(iter(end_ids), 0) if pad_id is None else pad_id
-        options = {"do_sample": False, "use_cache": True, "pad_token_id": self.pad_id, "eos_token_id": end_ids or None}
-        self.config = GenerationConfig(max_new_tokens=max_new_tokens, **options)
-
-    @torch.no_grad()
-    def advance(self) -> list[tuple[int, list[int]]]:
-        indices = next(self.batches, [])
-        batch = [self.prompts[index] for index in indices]
-        if not batch:
-            return []
-        length, device = max(map(len, batch)), self.looped.device
-        ids = torch.tensor([[self.pad_id] * (length - len(row)) + row for row in batch], device=device)  # [B, S]
-        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in batch], device=device)
-        have_ended = lambda ids, scores, **kwargs: torch.tensor(self.ends(ids[:, length:].tolist()), device=device)
-        rows = self.looped.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=self.config,
-            stopping_criteria=StoppingCriteriaList([have_ended] if self.ends.stop_strings else []),
+@torch.no_grad()
+def _generate(
+    looped: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, batch_size: int, ends: _Ends
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """Yield transformers' own greedy completions, in left-padded batches: arguments and results as of `Decoder`."""
+    # Padding is masked before a prompt, and cut off behind a completion: any token will do.
+    options = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": ends.end_ids or None}
+    config = GenerationConfig(max_new_tokens=max_new_tokens, **options)
+    device, left = looped.device, {"batch_first": True, "padding_side": "left"}
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    for first in range(0, len(order), batch_size):
+        indices = order[first : first + batch_size]
+        rows = [torch.tensor(prompts[index]) for index in indices]
+        ids = pad_sequence(rows, **left)  # [B, S]
+        mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
+        length = ids.shape[1]
+        ended = lambda ids, *_, start=length, **kwargs: torch.tensor(ends(ids[:, start:].tolist()), device=device)
+        answers = looped.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([ended]),
         )
-        return list(zip(indices, rows[:, length:].tolist(), strict=True))
+        yield list(zip(indices, answers[:, length:].tolist(), strict=True))
 
 
-DECODINGS = {"eager": Decoder, "compiled": partial(Decoder, compiled=True), "generate": _Generate}
+DECODINGS = {"eager": Decoder, "compiled": partial(Decoder, compiled=True), "generate": _generate}

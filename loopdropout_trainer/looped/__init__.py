@@ -8,17 +8,16 @@ from loopdropout_trainer.looped.costs import launch_flops, launches_pay
 from loopdropout_trainer.looped.model import (
     LoopedModelMixin,
     NotLoopedError,
-    TrainingPolicy,
     check_num_loops,
     find_looped_model,
 )
-from loopdropout_trainer.looped.plan import (
+from loopdropout_trainer.looped.state import (
     UNIT_GATES,
-    DrawKey,
-    GatePlan,
-    LoopStep,
+    GatedBatch,
+    LoopState,
+    Optimisations,
+    RunningLoop,
+    applied_gates,
     as_gate_matrix,
     example_starts,
-    first_active_loops,
 )
-from loopdropout_trainer.looped.state import LoopState, applied_gates

@@ -7,12 +7,12 @@ same: which modules recur, which loop is running, how deep the model runs, and h
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from loopdropout_trainer.errors import UserError
@@ -63,15 +63,6 @@ class LoopDescription(LoopedModelMixin):
 
     # What follows from it.
 
-    def recurrent_linears(self) -> list[str]:
-        layers = set(map(id, self.recurrent_layers()))
-        inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
-        return [
-            name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
-            for name, module in self.named_modules()
-            if name.startswith(inside) and isinstance(module, nn.Linear) and ".lora_" not in name
-        ]
-
     def loop_readouts(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
         readouts: list[torch.Tensor] = []
         hook = self.readout_module().register_forward_hook(
@@ -116,7 +107,7 @@ class _Announcing:
     def forward(self, *args, **kwargs):
         (model,) = self.looped_model
         state = model.loop_state
-        state.announce(state.plan.step(model.running_loop(self, *args, **kwargs), model.device))
+        state.announce(state.batch.loop(model.running_loop(self, *args, **kwargs), model.device))
         return super().forward(*args, **kwargs)
 
 
@@ -152,6 +143,7 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         for layer in self.recurrent_layers():
             layer.__class__ = _both(_Announcing, type(layer))
             layer.looped_model = (self,)
+        self.register_projections()
 
     model_class.config_class.num_loops = property(description.get_num_loops, set_num_loops)
     for field in ("auto_map", "served_by"):  # what the configurations of this package's own families have
@@ -173,21 +165,19 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
     Raises NotLoopedError, naming a projection and the loops that were announced when it ran.
     """
     looped = find_looped_model(model)
-    announced = defaultdict(list)
-    modules = dict(looped.named_modules())
-    hooks = [
-        modules[name].register_forward_pre_hook(
-            lambda module, args, name=name: announced[name].append(looped.loop_state.loop)
-        )
-        for name in looped.recurrent_linears()
-    ]
+    announced = {name: [] for name in looped.recurrent_linears()}
+    names = {looped.get_submodule(name): name for name in announced}
+
+    def note(module: nn.Module, args: tuple) -> None:
+        if module in names:
+            announced[names[module]].append(looped.loop_state.loop)
+
+    hook = register_module_forward_pre_hook(note)  # of all modules
     try:
         model(**inputs, use_cache=False)
     finally:
-        for hook in hooks:
-            hook.remove()
-    for name in looped.recurrent_linears():
-        loops = announced[name]
+        hook.remove()
+    for name, loops in announced.items():
         if sorted(set(loops)) != list(range(looped.config.num_loops)) or loops != sorted(loops):
             raise NotLoopedError(
                 f"`{name}` should run in each of the {looped.config.num_loops} loops, in order; those announced were {loops}."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -25,20 +25,6 @@ class NotLoopedError(ValueError):
     """The model has no recurrent block that announces its loops."""
 
 
-@dataclass(frozen=True)
-class TrainingPolicy:
-    """How a model may run the micro-batch of a training step; the result is the same, in less time and memory.
-
-    Attributes:
-        packs: whether the examples of a batch may run packed in one row, without their padding.
-        lora_parameters: the adapter's trained parameters, if nothing else is trained; a packed micro-batch's loops before an
-            example's first active gate may then run as the frozen model, without gradient. None: all loops run alike.
-    """
-
-    packs: bool = False
-    lora_parameters: tuple[nn.Parameter, ...] | None = None
-
-
 class LoopedModelMixin:
     """What is known of a looped model: which modules recur, which loop runs, how deep it runs, how it is read out.
 
@@ -49,14 +35,33 @@ class LoopedModelMixin:
 
     loop_state: LoopState
     config: PreTrainedConfig
-    training_policy = TrainingPolicy()  # written by the trainer, for the time of a training step
-    can_pack = False  # whether the model does what a `TrainingPolicy` allows
+    can_pack = False  # whether the model does what `Optimisations` allow
     trains_at_one_depth = False  # whether it is built for the depth that it trains at, and for the final loop's loss
     trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
 
+    def recurrent_layers(self) -> Iterable[nn.Module]:
+        """Return the modules that run in every loop. Their linear projections are where adapters go by default."""
+        raise NotImplementedError
+
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""
-        raise NotImplementedError
+        layers = set(map(id, self.recurrent_layers()))
+        inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
+        names = [
+            name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
+            for name, module in self.named_modules()
+            if f"{name}.".startswith(inside) and hasattr(module, "in_features") and ".lora_" not in name
+        ]
+        return list(dict.fromkeys(names))
+
+    def register_projections(self) -> None:
+        """Tell PEFT where an adapter without `target_modules` goes in models of this type: on `recurrent_linears`."""
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # late: it takes long
+
+        names = [name.removeprefix(f"{self.base_model_prefix}.") for name in self.recurrent_linears()]
+        patterns = dict.fromkeys(re.sub(r"\b\d+\b", r"\\d+", re.escape(name)) for name in names)  # of any layer
+        pattern = rf"(.*\.)?({'|'.join(patterns)})"
+        TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(self.config.model_type, pattern)
 
     def loop_readouts(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""

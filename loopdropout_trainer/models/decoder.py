@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from loopdropout_trainer.looped import LoopState
-from loopdropout_trainer.models.layers import PROJECTIONS, ExactRotaryEmbedding, GatedMLP, RMSNorm, SelfAttention
+from loopdropout_trainer.models.layers import ExactRotaryEmbedding, GatedMLP, RMSNorm, SelfAttention
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedConfigMixin,
@@ -31,14 +30,16 @@ class DecoderLayer(RecurrentLayer):
     Args:
         config: with the fields of transformers' Llama.
         layer_idx: layer of the cache that holds its keys.
-        loop_state: of the model.
-        norm: of queries' and keys' heads, see `SelfAttention`.
+
+    Class attributes:
+        norms_heads: see `SelfAttention`.
     """
 
-    def __init__(self, config, layer_idx: int, loop_state: LoopState, norm: Any = None) -> None:
+    norms_heads = False
+
+    def __init__(self, config, layer_idx: int) -> None:
         super().__init__()
-        self.loop_state = loop_state
-        self.self_attn = SelfAttention(config, layer_idx, norm)
+        self.self_attn = SelfAttention(config, layer_idx, self.norms_heads)
         self.mlp = GatedMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -57,13 +58,13 @@ class DecoderBackbone(LoopedBackbone):
     def __init__(self, config) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        layers = (self.layer_class(config, index, self.loop_state) for index in range(config.num_hidden_layers))
+        layers = (self.layer_class(config, index) for index in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = ExactRotaryEmbedding(config)
 
-    def recurrent_names(self) -> list[str]:
-        return [f"layers.{layer}.{name}" for layer in range(len(self.layers)) for name in PROJECTIONS]
+    def recurrent_layers(self) -> nn.ModuleList:
+        return self.layers
 
 
 class DecoderForCausalLM(LoopedForCausalLM):
@@ -71,10 +72,3 @@ class DecoderForCausalLM(LoopedForCausalLM):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    backbone_class: type[DecoderBackbone]
-
-    def __init__(self, config) -> None:
-        super().__init__(config)
-        self.model = self.backbone_class(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -23,7 +23,7 @@ PROJECTIONS = (
 """Names, in a decoder layer of Llama's kind, of its linear projections: where adapters go by default."""
 
 
-def project(x: torch.Tensor, *linears: nn.Module) -> Sequence[torch.Tensor]:
+def project(x: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
     """Return the linear maps of one input [..., in], each [..., out].
 
     What adapts them may compute them together: a callable `project_together(x, linears)` on the first, which returns their
@@ -57,19 +57,19 @@ class Attention(nn.Module):
         self.is_causal = True
 
     def heads(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of states [B, S, H], rotated, each [B, heads, S, d]."""
         raise NotImplementedError
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | Any | None = None,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | Any | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the attention's output [B, S, H], and its weights if the kernel gives them.
 
         The mask has the form of the kernel that the configuration names, or attends by itself, as packed examples do.
@@ -90,22 +90,23 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Attention with rotary positions and separate projections, as in Llama; with `norm`, also of each head as in Qwen3.
+    """Attention with rotary positions and separate projections, as in Llama; with `norms_heads` as in Qwen3.
 
     Args:
         config: with the fields of transformers' Llama.
-        norm: makes the normalisation of queries' and keys' heads from their size; None: there is none.
+        norms_heads: whether queries and keys are normalised, head by head.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int, norm: Any = None) -> None:
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, norms_heads: bool = False) -> None:
         super().__init__(config, layer_idx)
-        width, kv_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
-        if norm is not None:
-            self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
+        if norms_heads:
+            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def heads(self, hidden_states, position_embeddings):
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
@@ -124,7 +125,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.variance_epsilon = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.variance_epsilon)
 
 
@@ -138,11 +139,11 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = None if config.hidden_act in ("silu", "swish") else ACT2FN[config.hidden_act]  # None: SwiGLU
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)
         return project(self.activation(gate, up), self.down_proj)[0]
 
-    def activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def activation(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return act(gate) * up."""
         return swiglu(gate, up) if self.act_fn is None else self.act_fn(gate) * up
 
@@ -151,7 +152,7 @@ class StaysFloat32(nn.Module):
     """A module whose float32 weights and buffers a cast of the model, such as `model.bfloat16()`, does not round."""
 
     def _apply(self, fn, recurse: bool = True):
-        def moved_only(tensor: torch.Tensor) -> torch.Tensor:
+        def moved_only(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if tensor.dtype != torch.float32 or moved.dtype.itemsize >= tensor.dtype.itemsize:
                 return moved

@@ -11,24 +11,23 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, LoopStep, TrainingPolicy, check_num_loops
+from loopdropout_trainer.looped import LoopedModelMixin, LoopState, check_num_loops
+from loopdropout_trainer.models.forward_pass import LoopCacheView, LoopInputs, PlainPass, fit_cache
 from loopdropout_trainer.models.layers import Attention
-from loopdropout_trainer.models.loop_cache import LoopCacheView, fit_cache
 from loopdropout_trainer.models.strict_loading import load_strictly
 
 
@@ -39,105 +38,16 @@ class LoopedModelOutput(BaseModelOutputWithPast):
     If asked for, `readouts` holds all K of them and `loop_states` the K states carried out of the loops, each [B, S, H].
     """
 
-    readouts: tuple[torch.FloatTensor, ...] | None = None
-    loop_states: tuple[torch.FloatTensor, ...] | None = None
+    readouts: tuple[Tensor, ...] | None = None
+    loop_states: tuple[Tensor, ...] | None = None
 
 
 @dataclass
 class LoopedCausalLMOutput(CausalLMOutputWithPast):
     """`loss` and `logits` belong to the final loop; `readouts` and `loop_states` are the backbone's, if asked for."""
 
-    readouts: tuple[torch.FloatTensor, ...] | None = None
-    loop_states: tuple[torch.FloatTensor, ...] | None = None
-
-
-@dataclass
-class LoopInputs:
-    """All that a loop reads besides weights and cache: of a batch, row by row, or of examples packed in one row.
-
-    Nothing about the rows of a batch is passed in any other way.
-
-    Attributes:
-        state: [B, S, H], carried from loop to loop; [1, T, H] if the examples are packed.
-        attention_mask: in the attention kernel's own form: None, [B, 1, S, cached + S], a block mask, or packed lengths.
-        position_ids: [B or 1, S].
-        position_embeddings: cosines and sines, each [B or 1, S, ...].
-        injected: [B, S, H] that every loop mixes in again, or None.
-        attention_kwargs: further arguments of the attention kernel.
-        step: the loop that runs, which its layers announce; None before and after the loops.
-    """
-
-    state: torch.Tensor
-    attention_mask: Any
-    position_ids: torch.Tensor
-    position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    injected: torch.Tensor | None = None
-    attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    step: LoopStep | None = None
-
-    def take(self, rows: torch.Tensor) -> LoopInputs:
-        """Return the inputs of some packed tokens, in another order; state and attention mask are still to be set."""
-        with torch.no_grad():  # examples are put in another order only where none of this needs a gradient
-            return replace(
-                self,
-                position_ids=self.position_ids[:, rows],
-                position_embeddings=tuple(x[:, rows] for x in self.position_embeddings),
-                injected=None if self.injected is None else self.injected[:, rows],
-            )
-
-    def run(self, layers: Iterable[nn.Module], **layer_kwargs) -> torch.Tensor:
-        """Return the state [B, S, H] after some layers, which are told the loop."""
-        state = self.state
-        for layer in layers:
-            state = layer(
-                state,
-                attention_mask=self.attention_mask,
-                position_ids=self.position_ids,
-                position_embeddings=self.position_embeddings,
-                step=self.step,
-                **self.attention_kwargs,
-                **layer_kwargs,
-            )
-        return state
-
-
-class PlainRun:
-    """One forward pass of a backbone, row by row of its batch. `FastRun` gives the same results in less time and memory."""
-
-    def __init__(self, backbone: LoopedBackbone) -> None:
-        self.backbone = backbone
-        self.prepared: dict[Any, Any] = {}  # see `LoopStep`
-
-    def arrange(self, inputs: LoopInputs, attention_mask: Any, cache: Cache | None) -> LoopInputs:
-        """Return inputs [B, S, ...] as the layers of this pass read them, from the prelude on, with their mask."""
-        self.backbone.loop_state.announce(LoopStep())
-        if isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
-            mask = attention_mask["full_attention"]
-        else:
-            options = {"past_key_values": cache, "position_ids": inputs.position_ids}
-            mask = create_causal_mask(self.backbone.config, inputs.state, attention_mask, **options)
-        return replace(inputs, attention_mask=mask)
-
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, S, ...] as `arrange` returns its inputs; `unpack` is the way back."""
-        return x
-
-    unpack = pack
-
-    def start(self, inputs: LoopInputs) -> None:
-        """Take the first loop's inputs."""
-        self.inputs = inputs
-
-    def loop(self, recurrent_step: Callable[[LoopInputs], torch.Tensor], loop: int) -> None:
-        """Run one loop: a function from inputs to the state after it."""
-        state = self.backbone.loop_state
-        step = state.plan.step(loop, self.inputs.state.device, prepared=self.prepared)
-        state.announce(step)  # for what runs outside of a layer
-        self.inputs = replace(self.inputs, state=recurrent_step(replace(self.inputs, step=step)))
-
-    def result(self) -> LoopInputs:
-        """Return the inputs with the state after the loops so far."""
-        return self.inputs
+    readouts: tuple[Tensor, ...] | None = None
+    loop_states: tuple[Tensor, ...] | None = None
 
 
 class LoopedConfigMixin:
@@ -152,6 +62,7 @@ class LoopedConfigMixin:
     # Other programs that read the family's checkpoints, and how, for the card of a merged model: a command with {name}, and
     # {remote} where a name on the Hub needs an option. All of them read the tokenizer.
     served_by: ClassVar[dict[str, str]] = {}
+    _left_open: ClassVar[dict[str, Any]] = {}
 
     def __setattr__(self, name, value):
         depth = name in ("num_loops", self.attribute_map.get("num_loops"))
@@ -193,31 +104,31 @@ class LoopedConfigMixin:
         fields = self.hub_fields(super().to_diff_dict())
         if "dtype" in fields:  # `torch_dtype` before transformers 5; a file that has one of the two names keeps it
             fields["torch_dtype"] = fields["dtype"]
-        left_open = {"backprop_depth": None, **self.__dict__.get("_left_open", {})}
-        of_the_run = ("dtype", "torch_dtype", "use_cache")  # loading and training set them
-        changed = lambda name, value: name not in of_the_run and value != left_open[name]
-        return {name: value for name, value in fields.items() if name not in left_open or changed(name, value)}
+        set_by_running = ("dtype", "torch_dtype", "use_cache")  # whatever the file says
+        for name, value in {"backprop_depth": None, **self._left_open}.items():
+            if name in set_by_running or fields.get(name) == value:
+                fields.pop(name, None)
+        return fields
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
     """A transformer layer that may be part of the loop. A subclass defines `layer_forward`.
 
-    Args of `forward`: the hidden states [B, S, H], the running loop (None outside of the loops), and what `layer_forward`
-    takes.
+    Args of `forward`: the hidden states [B, S, H], what announces the running loop (None outside of the loops), and what
+    `layer_forward` takes.
     """
 
-    loop_state: LoopState
-    compiled_forward: Callable[..., torch.Tensor] | None = None  # `layer_forward`, compiled, for training
+    compiled_forward: Callable[..., Tensor] | None = None  # `layer_forward`, compiled, for training
 
-    def forward(self, hidden_states: torch.Tensor, step: LoopStep | None = None, **kwargs) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, announce: Callable[[], None] | None = None, **kwargs) -> Tensor:
         # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
-        if step is not None:
-            self.loop_state.announce(step)
+        if announce is not None:
+            announce()
         if self.compiled_forward is not None and self.training:
             return self.compiled_forward(self, hidden_states, **kwargs)
         return self.layer_forward(hidden_states, **kwargs)
 
-    def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+    def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
         raise NotImplementedError
 
 
@@ -244,23 +155,22 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     def can_pack(self) -> bool:
         return self.config._attn_implementation in ("sdpa", "eager")
 
-    def recurrent_linears(self) -> list[str]:
-        prefix = "" if self is self.base_model else f"{self.base_model_prefix}."
-        return [f"{prefix}{name}" for name in self.base_model.recurrent_names()]
+    def post_init(self) -> None:
+        super().post_init()
+        self.register_projections()
 
     def compile_layers(self) -> bool:
         # torch keeps the programs of a function with its code, allows few, and after them runs the function uncompiled. So
         # each model compiles a copy: the trainings of one process, each with its own rule, would use up each other's.
-        compiled = {}
-        for layer in (module for module in self.modules() if isinstance(module, RecurrentLayer)):
-            if (kind := type(layer)) not in compiled:
-                own = kind.layer_forward
-                copied = types.FunctionType(own.__code__.replace(), own.__globals__, closure=own.__closure__)
-                compiled[kind] = torch.compile(copied, dynamic=True)
-            layer.compiled_forward = compiled[kind]
+        layers = [module for module in self.modules() if isinstance(module, RecurrentLayer)]
+        own = type(layers[0]).layer_forward
+        copied = types.FunctionType(own.__code__.replace(), own.__globals__, closure=own.__closure__)
+        compiled = torch.compile(copied, dynamic=True)
+        for layer in layers:
+            layer.compiled_forward = compiled
         return True
 
-    def loop_readouts(self, **inputs) -> tuple[torch.Tensor, ...]:
+    def loop_readouts(self, **inputs) -> tuple[Tensor, ...]:
         return self.base_model(**inputs, use_cache=False, output_readouts=True).readouts
 
 
@@ -277,72 +187,69 @@ class LoopedBackbone(LoopedPreTrainedModel):
         super().__init__(config)
         self.loop_state = LoopState()
         self.gradient_checkpointing = False
-        self.block_sizes: tuple[int, int] | None = None  # numbers in its projections and their adapter, see `FastRun`
+        # Numbers in the block's projections and in their adapter, once `PackedPass` has counted them.
+        self.block_sizes: tuple[int, int] | None = None
 
     # What a family supplies.
 
-    def recurrent_names(self) -> list[str]:
-        """Return the names, in the backbone, of the linear projections inside the recurrent block."""
-        raise NotImplementedError
-
-    def rotate(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(self, embeddings: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the positions, in the form that the family's attention takes."""
         return self.rotary_emb(embeddings, position_ids)
 
-    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None, **layer_kwargs) -> LoopInputs:
         """Return the first loop's inputs; those given hold the embeddings [B, S, H] as their state."""
         return inputs if initial_state is None else replace(inputs, state=initial_state.to(inputs.state))
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
-        """Return the state [B, S, H] after loop `loop`, from the state before it and what else `inputs` holds."""
+    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
+        """Return the state [B, S, H] after a loop, from the state before it and what else `inputs` holds."""
         raise NotImplementedError
 
-    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         """Return the head-ready hidden state [B, S, H] of a loop's state; the state carried on is another matter."""
         return inputs.state
 
     # What all of them do.
 
     def run_loops(
-        self, run: PlainRun, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_states: bool
-    ) -> tuple[LoopInputs, list[torch.Tensor]]:
+        self, one_pass: PlainPass, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_all: bool
+    ) -> list[LoopInputs]:
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
         The loops before the last `config.backprop_depth` run without gradient; so do those of packed examples before their
-        first active gate, where the training policy allows it.
+        first active gate, where the micro-batch's optimisations allow it.
 
         Args:
-            run: of this forward pass.
+            one_pass: of this forward pass.
             inputs: of the first loop.
             cache: with one cache layer for every (loop, layer), or None; `use_cache`: whether layers write to it.
-            keep_states: whether to return the state of every loop.
+            keep_all: whether to return what every loop gives.
 
         Returns:
-            The inputs with the final state; and the K states [B, S, H] in order if `keep_states`, else nothing.
+            The inputs with the state after each loop, in order; with that after the last one alone unless `keep_all`.
         """
         num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
-        first_with_gradient = 0 if backprop_depth is None else max(0, num_loops - backprop_depth)
-        states = []
-        run.start(inputs)
+        results = []
+        one_pass.start(inputs)
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * self.config.num_recurrent_layers)
-            options = {"loop": loop, "past_key_values": view, "use_cache": use_cache}
-            with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= first_with_gradient):
-                run.loop(functools.partial(self.recurrent_step, **options), loop)
-            if keep_states:
-                states.append(run.result().state)
-        return run.result(), states
+            recurrent_step = functools.partial(self.recurrent_step, past_key_values=view, use_cache=use_cache)
+            has_gradient = backprop_depth is None or loop >= num_loops - backprop_depth
+            with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
+                one_pass.loop(recurrent_step, loop)
+            if keep_all or loop == num_loops - 1:
+                results.append(one_pass.result())
+        return results
 
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        initial_state: torch.FloatTensor | None = None,
+        initial_state: Tensor | None = None,
         output_readouts: bool = False,
         **kwargs,
     ) -> LoopedModelOutput:
@@ -365,31 +272,31 @@ class LoopedBackbone(LoopedPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts
         cache = self._fit_cache(past_key_values, use_cache, output_readouts)
-        run = self._new_run(embeddings, attention_mask, cache, kwargs)
+        one_pass = self._new_pass(embeddings, attention_mask, cache, kwargs)
         if position_ids is None:
             position_ids = _positions(embeddings, attention_mask, 0 if cache is None else cache.get_seq_length())
         rotations = self.rotate(embeddings, position_ids)
         inputs = LoopInputs(embeddings, None, position_ids, rotations, attention_kwargs=kwargs)
-        inputs = run.arrange(inputs, attention_mask, cache)
+        inputs = one_pass.arrange(inputs, attention_mask, cache)
 
         outside = {"past_key_values": cache, "use_cache": use_cache}
-        inputs = self.run_prelude(inputs, None if initial_state is None else run.pack(initial_state), **outside)
-        inputs, states = self.run_loops(run, inputs, cache, use_cache, output_readouts)
-        readouts = [run.unpack(self.readout(replace(inputs, state=state), **outside)) for state in states]
-        last = readouts[-1] if output_readouts else run.unpack(self.readout(inputs, **outside))
-        self.loop_state.announce(self.loop_state.plan.step(0))  # what belongs to this pass ends with it
-        output = LoopedModelOutput(last_hidden_state=last, past_key_values=cache)
+        inputs = self.run_prelude(inputs, None if initial_state is None else one_pass.pack(initial_state), **outside)
+        results = self.run_loops(one_pass, inputs, cache, use_cache, output_readouts)
+        readouts = tuple(one_pass.unpack(self.readout(result, **outside)) for result in results)
+        self.loop_state.announce(self.loop_state.batch.loop(0))  # what belongs to this pass ends with it
+        output = LoopedModelOutput(last_hidden_state=readouts[-1], past_key_values=cache)
         if output_readouts:
-            output.readouts, output.loop_states = tuple(readouts), tuple(map(run.unpack, states))
+            output.readouts = readouts
+            output.loop_states = tuple(one_pass.unpack(result.state) for result in results)
         return output
 
-    def _embed(self, input_ids, inputs_embeds, initial_state) -> torch.Tensor:
+    def _embed(self, input_ids, inputs_embeds, initial_state) -> Tensor:
         """Return the embeddings [B, S, H] of checked inputs."""
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-            if self.training_policy.lora_parameters is not None and inputs_embeds.is_leaf:
+            if self.loop_state.batch.optimisations.lora_parameters is not None and inputs_embeds.is_leaf:
                 # PEFT and TRL make the embeddings require a gradient that nothing uses, for reentrant checkpointing.
                 inputs_embeds = inputs_embeds.detach()
         if initial_state is not None and initial_state.shape != inputs_embeds.shape:
@@ -411,20 +318,21 @@ class LoopedBackbone(LoopedPreTrainedModel):
         fit_cache(cache, self.config.num_layer_runs)
         return cache
 
-    def _new_run(self, embeddings: torch.Tensor, attention_mask: Any, cache: Cache | None, options: dict) -> PlainRun:
+    def _new_pass(self, embeddings: Tensor, attention_mask: Any, cache: Cache | None, options: dict) -> PlainPass:
         """Return what runs this forward pass: plainly, unless an optimisation is switched on and applies."""
         # Packed examples have no rows: nothing may be asked of these, and a mask must say which tokens are padding.
         records = ("output_hidden_states", "output_attentions")
         shaped = torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
-        packs = cache is None and self.training_policy.packs and self.can_pack and (attention_mask is None or shaped)
+        allowed = cache is None and self.can_pack and self.loop_state.batch.optimisations.packs
+        packs = allowed and (attention_mask is None or shaped)
         if not packs or any(options.get(name, getattr(self.config, name, False)) for name in records):
-            return PlainRun(self)
-        from loopdropout_trainer.models.speed.run import FastRun  # which is made of this module's classes
+            return PlainPass(self)
+        from loopdropout_trainer.models.speed.packed_pass import PackedPass  # which is made of this module's classes
 
-        return FastRun(self)
+        return PackedPass(self)
 
 
-def _positions(embeddings: torch.Tensor, attention_mask: Any, seen: int) -> torch.Tensor:
+def _positions(embeddings: Tensor, attention_mask: Any, seen: int) -> Tensor:
     """Return positions [B or 1, S]: of a token among its row's tokens, padding not counted."""
     length = embeddings.shape[1]
     if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 and attention_mask.shape[1] == seen + length:
@@ -436,20 +344,30 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     """A looped backbone with its head. Loss and logits are always the final loop's.
 
     Class attributes:
+        backbone_class: of the backbone, which `base_model_prefix` names.
         float32_logits: whether logits are returned in float32 at least, whatever the model's dtype.
     """
 
+    backbone_class: type[LoopedBackbone]
     float32_logits = False
 
     def __init__(self, config) -> None:
         super().__init__(config)
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        if self.get_output_embeddings() is None:
+            size, width = self.get_input_embeddings().weight.shape
+            self.lm_head = nn.Linear(width, size, bias=False)
         self.register_load_state_dict_pre_hook(type(self).accept_hub_weights)
+        self.post_init()
 
-    def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def recurrent_layers(self) -> Iterable[nn.Module]:
+        return self.base_model.recurrent_layers()
+
+    def hub_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict `weights` as the published code names and completes it: what is saved."""
         return weights
 
-    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    def accept_hub_weights(self, weights: dict[str, Tensor], prefix: str, *_: Any) -> None:
         """Turn a published state dict, whose keys start with `prefix`, into this model's in place."""
 
     def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
@@ -461,14 +379,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     def loop_state(self) -> LoopState:
         return self.base_model.loop_state
 
-    @property
-    def training_policy(self) -> TrainingPolicy:
-        return self.base_model.training_policy
-
-    @training_policy.setter
-    def training_policy(self, policy: TrainingPolicy) -> None:
-        self.base_model.training_policy = policy
-
     def init_continuous_batching(self, *args, **kwargs):
         """Refuse what `generate_batch` begins with."""
         raise UserError(
@@ -479,13 +389,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> LoopedCausalLMOutput:
         """Run all loops and score with the final one; the other arguments are those of the backbone's `forward`.
@@ -494,8 +404,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             labels: [B, S], -100 for tokens without a loss; shifted inside.
             logits_to_keep: number of last positions (0: all), or their indices, to compute logits [B, S', V] for.
         """
-        inputs = {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
-        outputs = self.base_model(input_ids, attention_mask, **inputs, **kwargs)
+        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        outputs = self.base_model(*inputs, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])
         if self.float32_logits:

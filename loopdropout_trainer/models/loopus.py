@@ -9,7 +9,6 @@ reasoning stack's answer with the state that went in.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from dataclasses import fields, replace
@@ -17,28 +16,26 @@ from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopState
 from loopdropout_trainer.models.decoder import DecoderLayer
-from loopdropout_trainer.models.layers import PROJECTIONS, ExactRotaryEmbedding, RMSNorm, StaysFloat32
+from loopdropout_trainer.models.forward_pass import LoopInputs
+from loopdropout_trainer.models.layers import ExactRotaryEmbedding, RMSNorm, StaysFloat32
 from loopdropout_trainer.models.looped_modeling import (
     LoopedBackbone,
     LoopedConfigMixin,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
-    LoopInputs,
 )
 
 
 _COMMON_FIELDS = {field.name for field in fields(PreTrainedConfig)}
 _QWEN3_FIELDS = [field.name for field in fields(Qwen3Config) if field.init and field.name not in _COMMON_FIELDS]
-_SPLIT = ("encoder_layer_indices", "reasoning_layer_indices", "decoder_layer_indices")
 
 
 @strict
@@ -79,25 +76,29 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
     def __post_init__(self, **kwargs):
         if self.base_config_dict is not None:
             nested = dict(self.base_config_dict)
-            if nested.get("model_type", "qwen3") != "qwen3":
-                raise UserError(
-                    f"LoopUS is implemented over Qwen3; `base_config_dict` is of a {nested['model_type']!r} model."
-                )
-            base = Qwen3Config(**{key: value for key, value in nested.items() if key != "model_type"})
+            if (base_type := nested.pop("model_type", "qwen3")) != "qwen3":
+                raise UserError(f"LoopUS is implemented over Qwen3; `base_config_dict` is of a {base_type!r} model.")
+            base = Qwen3Config(**nested)
             for name in _QWEN3_FIELDS:
                 if name in nested or name == "rope_parameters":
                     setattr(self, name, getattr(base, name))
         self.tie_word_embeddings = False  # embedding and head are two tensors, whatever the base model had
-        last = self.num_hidden_layers - 1
-        if all(getattr(self, name) is None for name in _SPLIT):
-            self.encoder_layer_indices, self.decoder_layer_indices = list(range(min(2, last - 1))), [last]
-            self.reasoning_layer_indices = list(range(min(2, last - 1), last))
+        layers = list(range(self.num_hidden_layers))
+        if (self.encoder_layer_indices, self.reasoning_layer_indices, self.decoder_layer_indices) == (
+            None,
+            None,
+            None,
+        ):
+            first = min(2, max(len(layers) - 2, 0))
+            self.encoder_layer_indices, self.decoder_layer_indices = layers[:first], layers[-1:]
+            self.reasoning_layer_indices = layers[first:-1]
         super().__post_init__(**kwargs)
-        split = [getattr(self, name) or [] for name in _SPLIT]
-        if sorted(sum(split, [])) != list(range(self.num_hidden_layers)) or not split[1]:
+        encoder, looped = self.encoder_layer_indices or [], self.reasoning_layer_indices or []
+        decoder = self.decoder_layer_indices or []
+        if sorted(encoder + looped + decoder) != layers or not looped:
             raise UserError(
-                f"{', '.join(f'`{name}`' for name in _SPLIT)} must share the {self.num_hidden_layers} base layers among "
-                f"them, with at least one to loop; got {split[0]}, {split[1]}, {split[2]}."
+                "`encoder_layer_indices`, `reasoning_layer_indices`, `decoder_layer_indices` must share the "
+                f"{len(layers)} base layers among them, with at least one to loop; got {encoder}, {looped}, {decoder}."
             )
         if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
             raise UserError("Only full attention is implemented for LoopUS; set `use_sliding_window` to false.")
@@ -112,14 +113,11 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
 
     def nested(self) -> dict[str, Any]:
         """Return `base_config_dict` with the present values."""
-        stored, present = (
-            self.base_config_dict,
-            [name for name in _QWEN3_FIELDS if name != "use_cache"],
-        )  # off in training
+        present = {name: getattr(self, name) for name in _QWEN3_FIELDS if name != "use_cache"}  # off in training
+        stored = self.base_config_dict
         if stored is None:
-            base = Qwen3Config(**{name: getattr(self, name) for name in present})
-            stored = {**base.to_dict(), "model_type": "qwen3"}
-        return {**stored, **{name: getattr(self, name) for name in stored if name in present and "rope" not in name}}
+            return Qwen3Config(**present).to_dict()
+        return {name: value if "rope" in name else present.get(name, value) for name, value in stored.items()}
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "base_config_dict": self.nested()}
@@ -133,8 +131,7 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
 class LoopusLayer(DecoderLayer):
     """A Qwen3 layer of any of the three stacks: Llama's, with normed heads."""
 
-    def __init__(self, config: LoopusConfig, layer_idx: int, loop_state: LoopState) -> None:
-        super().__init__(config, layer_idx, loop_state, functools.partial(RMSNorm, eps=config.rms_norm_eps))
+    norms_heads = True
 
 
 class HaltingHead(StaysFloat32, nn.Sequential):
@@ -151,7 +148,7 @@ class SelectiveGate(StaysFloat32, GradientCheckpointingLayer):
         self.dt_input_proj = nn.Linear(config.hidden_size, rank, bias=False, dtype=torch.float32)
         self.delta_proj = nn.Linear(rank, config.hidden_size, dtype=torch.float32)
 
-    def forward(self, answer: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def forward(self, answer: Tensor, state: Tensor) -> Tensor:
         """Return x_t [B, S, H] for the stack's answer y and the state x_{t-1} before it."""
         dtype = self.A_log.dtype
         with torch.autocast(state.device.type, enabled=False):
@@ -164,9 +161,9 @@ class SelectiveGate(StaysFloat32, GradientCheckpointingLayer):
 class LoopusStack(nn.Module):
     """Consecutive layers of the base model; numbered from 0 in each stack."""
 
-    def __init__(self, config: LoopusConfig, cache_layers: range, loop_state: LoopState) -> None:
+    def __init__(self, config: LoopusConfig, cache_layers: range) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LoopusLayer(config, index, loop_state) for index in cache_layers)
+        self.layers = nn.ModuleList(LoopusLayer(config, index) for index in cache_layers)
 
 
 class LoopusPreTrainedModel(LoopedPreTrainedModel):
@@ -207,9 +204,9 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         super().__init__(config)
         encoder, decoder = len(config.encoder_layer_indices or ()), len(config.decoder_layer_indices or ())
         cache_layers = range(config.num_hidden_layers)  # those outside of the loop come first
-        self.encoder = LoopusStack(config, cache_layers[:encoder], self.loop_state)
-        self.reasoning = LoopusStack(config, cache_layers[encoder + decoder :], self.loop_state)
-        self.decoder = LoopusStack(config, cache_layers[encoder : encoder + decoder], self.loop_state)
+        self.encoder = LoopusStack(config, cache_layers[:encoder])
+        self.reasoning = LoopusStack(config, cache_layers[encoder + decoder :])
+        self.decoder = LoopusStack(config, cache_layers[encoder : encoder + decoder])
         self.encoder.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.reasoning.gate = SelectiveGate(config)
         self.decoder.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -221,30 +218,25 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         self.rotary_emb = ExactRotaryEmbedding(config)
         self.post_init()
 
-    def recurrent_names(self) -> list[str]:
-        layers = range(len(self.reasoning.layers))
-        return [f"reasoning.layers.{layer}.{name}" for layer in layers for name in PROJECTIONS]
+    def recurrent_layers(self) -> nn.ModuleList:
+        return self.reasoning.layers
 
-    def run_prelude(self, inputs: LoopInputs, initial_state: torch.Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None, **layer_kwargs) -> LoopInputs:
         encoded = inputs.run(self.encoder.layers, **layer_kwargs)
         return super().run_prelude(replace(inputs, state=encoded), initial_state)
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         return self.reasoning.gate(inputs.run(self.reasoning.layers, **layer_kwargs), inputs.state)
 
-    def readout(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
+    def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         return self.decoder.norm(inputs.run(self.decoder.layers, **layer_kwargs))
 
 
 class LoopusForCausalLM(LoopusPreTrainedModel, LoopedForCausalLM):
     """LoopUS with its head."""
 
+    backbone_class = LoopusModel
     _tied_weights_keys = {}
-
-    def __init__(self, config: LoopusConfig) -> None:
-        super().__init__(config)
-        self.model = LoopusModel(config)
-        self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.decoder.lm_head
@@ -254,10 +246,10 @@ class LoopusForCausalLM(LoopusPreTrainedModel, LoopedForCausalLM):
 
     # The hub's checkpoints hold the backbone's keys.
 
-    def hub_weights(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def hub_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
-    def accept_hub_weights(self, weights: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    def accept_hub_weights(self, weights: dict[str, Tensor], prefix: str, *_: Any) -> None:
         for name in [name for name in weights if name.startswith(prefix)]:
             key = re.sub(r"^plateau\.", "reasoning.", name.removeprefix(prefix).replace(".module.", "."))
             if not key.startswith("model."):

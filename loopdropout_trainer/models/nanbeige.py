@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
-from loopdropout_trainer.models.looped_modeling import LoopInputs
+from loopdropout_trainer.models.forward_pass import LoopInputs
 
 
 # Switches of the published code for what is not implemented here. Every `enable_...` field is one of them too.
@@ -93,7 +93,7 @@ class NanbeigeModel(DecoderBackbone):
         super().__init__(config)
         self.post_init()
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> torch.Tensor:
         hidden_states = inputs.run(self.layers, **layer_kwargs)
         return hidden_states if self.config.skip_loop_final_norm else self.norm(hidden_states)
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import Qwen2Config
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
+from loopdropout_trainer.models.forward_pass import LoopInputs
 from loopdropout_trainer.models.layers import RMSNorm
-from loopdropout_trainer.models.looped_modeling import LoopInputs
 
 
 @strict
@@ -59,12 +60,12 @@ class OuroConfig(DecoderConfigMixin, Qwen2Config):
 class OuroDecoderLayer(DecoderLayer):
     """One layer of the recurrent block."""
 
-    def __init__(self, config, *args) -> None:
-        super().__init__(config, *args)
+    def __init__(self, config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
         self.input_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def layer_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+    def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
         attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + self.input_layernorm_2(attention)
         feed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
@@ -83,18 +84,18 @@ class OuroModel(DecoderBackbone):
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)  # kept for the checkpoint; see exit_distribution
         self.post_init()
 
-    def recurrent_step(self, inputs: LoopInputs, loop: int, **layer_kwargs) -> torch.Tensor:
+    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
         return self.norm(inputs.run(self.layers, **layer_kwargs))
 
-    def exit_distribution(self, readouts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def exit_distribution(self, readouts: tuple[Tensor, ...]) -> Tensor:
         """Return the exit gate's distribution over loops, [B, S, K], for K readouts [B, S, H].
 
         Nothing in this package exits by it. The published code mixes the loops' losses with it when it is given labels.
         """
-        stop = torch.sigmoid(torch.stack([self.early_exit_gate(readout).squeeze(-1) for readout in readouts], dim=-1))
-        survived = torch.cumprod(1 - stop, dim=-1)  # probability of not having stopped after loop t
-        reached = torch.cat([torch.ones_like(survived[..., :1]), survived[..., :-1]], dim=-1)
-        return torch.cat([(reached * stop)[..., :-1], reached[..., -1:]], dim=-1)
+        logits = torch.cat([self.early_exit_gate(readout) for readout in readouts], dim=-1)
+        stop = torch.sigmoid(logits[..., :-1])  # [B, S, K - 1], once loop t is reached; nothing comes after the last
+        reached = F.pad(torch.cumprod(1 - stop, dim=-1), (1, 0), value=1.0)
+        return reached * F.pad(stop, (0, 1), value=1.0)
 
 
 class OuroForCausalLM(DecoderForCausalLM):

@@ -72,9 +72,9 @@ def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 def _listed(names: Collection[str]) -> str:
     """Return names with their numbers as stars, and how many each stands for."""
     counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in sorted(names))
-    shown = [f"`{name}`" + (f" ({count} times)" if count > 1 else "") for name, count in list(counts.items())[:6]]
-    more = sum(list(counts.values())[6:])
-    return ", ".join(shown) + (f" and {more} others" if more else "")
+    listed = [f"`{name}` ({count} times)" if count > 1 else f"`{name}`" for name, count in counts.items()]
+    more = f" and {len(listed) - 6} others" if len(listed) > 6 else ""
+    return ", ".join(listed[:6]) + more
 
 
 def checkpoint_names(name_or_path: str, **init_kwargs: Any) -> list[str] | None:

@@ -7,26 +7,22 @@ whose results may be averaged, `ALIKE` for results that may be compared.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
-
-import datasets
-import pyarrow
-import pyarrow.compute
-import torch
-from peft import PeftModel
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import sha256_of_json
 
+
+if TYPE_CHECKING:  # sweeps compare identities, and wait for no model to be imported
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 Identity = dict[str, dict[str, Any]]
 """Fields by part, as JSON values."""
@@ -158,13 +154,17 @@ def make_identity(
     """
     identity: dict[str, dict[str, Any]] = {"versions": _versions()}
     if model is not None:
+        from peft import PeftModel
+
+        from loopdropout_trainer.looped import find_looped_model
+
         looped = find_looped_model(model)
         identity |= {"base": _base(looped, tokenizer, unsharded), "loops": {"num_loops": looped.config.num_loops}}
-    if isinstance(model, PeftModel):
-        config = model.peft_config[model.active_adapters[0]].to_dict()
-        identity["adapter"] = {
-            key: value for key, value in config.items() if key not in _OF_NO_ADAPTER and value is not None
-        }
+        if isinstance(model, PeftModel):
+            config = model.peft_config[model.active_adapters[0]].to_dict()
+            identity["adapter"] = {
+                key: value for key, value in config.items() if key not in _OF_NO_ADAPTER and value is not None
+            }
     if data is not None:
         identity["data"] = dict(data) if isinstance(data, Mapping) else _data(data)
     if settings is not None:
@@ -184,8 +184,10 @@ def model_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
 
 def trained_weights(model: nn.Module | None) -> dict[str, str | None]:
     """Return the part `weights`: the hash of a model's adapter as it is now; None for the model alone."""
+    from loopdropout_trainer.looped import find_looped_model
+
     named = () if model is None else find_looped_model(model).named_parameters()
-    trained = {name: each for name, each in named if ".lora_" in name}
+    trained = {name: weight for name, weight in named if ".lora_" in name}
     return {"adapter": _weights_sha256(trained) if trained else None}
 
 
@@ -209,14 +211,14 @@ def differences(before: Identity | None, now: Identity | None, parts: Iterable[s
     They are compared in the fields that both name, since a younger version of a library may know more; and a hash that was not
     taken, as of sharded weights, says nothing.
     """
-    found = []
+    changed = []
     for part in parts:
         old, new = ((identity or {}).get(part, {}) for identity in (before, now))
         for name in sorted(old.keys() & new.keys()):
             is_unknown = (part, name) in _MAY_BE_UNKNOWN and None in (old[name], new[name])
             if old[name] != new[name] and not is_unknown:
-                found.append(Difference(part, name, old[name], new[name]))
-    return found
+                changed.append(Difference(part, name, old[name], new[name]))
+    return changed
 
 
 def continues(before: Identity | None, now: Identity | None) -> bool:
@@ -241,12 +243,9 @@ def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharde
     depth = type(config).attribute_map.get("num_loops", "num_loops")
     frozen = {name: weight for name, weight in looped.named_parameters() if ".lora_" not in name}
     own = getattr(looped, "generation_config", None)
-    generation = {} if own is None else {f"generation.{name}": value for name, value in own.to_diff_dict().items()}
-    facts = {
-        name: value
-        for name, value in _flat({**config.to_dict(), **generation})
-        if name != depth and name.split(".")[-1] not in _OF_NO_MODEL and "_" not in (name[0], name.split(".")[-1][0])
-    }
+    generation = {} if own is None else own.to_diff_dict()
+    facts = dict(_flat({**config.to_dict(), "generation": generation}))
+    facts.pop(depth, None)
     facts["dtype"] = str(next(iter(frozen.values())).dtype).removeprefix("torch.")
     facts["attn_implementation"] = getattr(config, "_attn_implementation", None)
     facts["weights"] = _weights_sha256(frozen) if unsharded else None
@@ -273,7 +272,7 @@ def _settings(settings: Any) -> Identity:
     if isinstance(settings, Mapping):
         given, facts, length = dict(settings), {}, {name: settings[name] for name in _LENGTH if name in settings}
     else:
-        given = {name: getattr(settings, name) for name, of in type(settings).__dataclass_fields__.items() if of.init}
+        given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings) if field.init}
         given |= {name: given["seed"] if given.get(name) is None else given[name] for name in _SEEDS}
         facts = {"examples_per_step": settings.examples_per_step}
         if getattr(settings, "loss_average", "tokens") == "micro_batches":
@@ -288,9 +287,11 @@ def _settings(settings: Any) -> Identity:
 
 
 def _flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields of nested mappings under dotted names."""
+    """Yield the fields of nested mappings under dotted names, but those that say nothing of a model."""
     for name, value in fields.items():
-        if isinstance(value, Mapping) and str(name) not in _OF_NO_MODEL:
+        if str(name) in _OF_NO_MODEL or str(name).startswith("_"):
+            continue
+        if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
@@ -304,8 +305,11 @@ def _plain(value: Any) -> Any:
 
 def _weights_sha256(parameters: Mapping[str, nn.Parameter]) -> str:
     """Return a hash of the names, shapes and all numbers of weights."""
+    import torch
+
     digest = hashlib.sha256()
-    for name, parameter in sorted((name.replace(".base_layer.", "."), each) for name, each in parameters.items()):
+    by_name = {name.replace(".base_layer.", "."): parameter for name, parameter in parameters.items()}
+    for name, parameter in sorted(by_name.items()):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
@@ -313,6 +317,9 @@ def _weights_sha256(parameters: Mapping[str, nn.Parameter]) -> str:
 
 def _data(rows: Any) -> dict[str, Any]:
     """Return the number of rows and a hash of all of them in their order; of streamed ones what they are called."""
+    import datasets
+    import pyarrow.compute
+
     if not isinstance(rows, datasets.Dataset):
         info = getattr(rows, "info", None)
         name = {"name": getattr(info, "dataset_name", None), "version": getattr(info, "version", None)}

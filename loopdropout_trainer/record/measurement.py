@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 from filelock import FileLock
 
 from loopdropout_trainer.checks import shown
@@ -95,15 +96,15 @@ class Measurement:
                 raise RecordError(f"`{name}` must be a finite number; got {shown(value)}")
         for name in ("verdicts", "answered"):
             values = getattr(self, name)
-            if values is not None and not (
-                len(values) == self.total and all(type(each) in (int, float) and 0 <= each <= 1 for each in values)
-            ):
+            if values is not None and not (len(values) == self.total and all(map(_is_share, values))):
                 raise RecordError(f"`{name}` must be a number from 0 to 1 for each of {self.total} problems")
-        if self.verdicts is not None and not math.isclose(
-            100 * sum(self.verdicts), self.value * self.total, abs_tol=1e-6
-        ):
-            mean = 100 * sum(self.verdicts) / self.total
-            raise RecordError(f"`value` must be {mean:g}, as its `verdicts` say; got {self.value:g}")
+        right = 100 * sum(self.verdicts or ())
+        if self.verdicts is not None and not math.isclose(right, self.value * self.total, abs_tol=1e-6):
+            raise RecordError(f"`value` must be {right / self.total:g}, as its `verdicts` say; got {self.value:g}")
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1
 
 
 _TYPES = {
@@ -111,6 +112,15 @@ _TYPES = {
 }
 PLACES = ("depth", "gates", "loop", "other_loop", "readout", "dose", "group", "step")
 """The fields that say where in a measurement a number is."""
+
+
+def mean_sd(values: Sequence[float], decimals: int = 2) -> str:
+    """Return `mean ± SD` (n - 1) of one value for each training seed, the mean alone for a single one; a NaN makes both NaN.
+
+    Give it rates of counts: of rounded percentages the standard deviation can come out 0.01 off.
+    """
+    spread = f" ± {np.std(values, ddof=1):.{decimals}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{decimals}f}{spread}"
 
 
 def gates_text(gates: Sequence[float] | None) -> str:
@@ -128,19 +138,19 @@ def write_measurements(
     Raises:
         RecordError: if the folder's identities cannot be read.
     """
-    folder, rows = Path(folder), list(rows)
+    folder, new = Path(folder), [as_json(row) for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
-    replaced = {row.writer for row in rows} | ({writer} if writer else set())
+    replaced = {writer, *(row["writer"] for row in new)} - {None}
     with FileLock(folder / f".{MEASUREMENTS_FILE}.lock"):
         # Lines that somebody has damaged stay as they are: what was measured for hours is written all the same.
-        before = [(text, _fields(text) or {}) for text in _text(folder / MEASUREMENTS_FILE).splitlines()]
-        new = [as_json(row) for row in rows]
-        kept = [(text, line) for text, line in before if line.get("writer") not in replaced]
-        used = {line.get(name) for line in [*new, *(line for _, line in kept)] for name in ("identity", "run")}
-        known = {**read_identities(folder), **{identity_key(each): each for each in identities if each}}
-        named = {key: identity for key, identity in known.items() if key in used}
+        lines = _text(folder / MEASUREMENTS_FILE).splitlines()
+        lines = [line for line in lines if _fields(line).get("writer") not in replaced]
+        lines += [json.dumps(row, ensure_ascii=False) for row in new]
+        used = {_fields(line).get(name) for line in lines for name in ("identity", "run")}
+        named = read_identities(folder)
+        named |= {identity_key(identity): identity for identity in identities if identity}
+        named = {key: identity for key, identity in named.items() if key in used}
         write_atomically(folder / IDENTITIES_FILE, json.dumps(named, indent=1, ensure_ascii=False) + "\n")
-        lines = [*(text for text, _ in kept), *(json.dumps(line, ensure_ascii=False) for line in new)]
         write_atomically(folder / MEASUREMENTS_FILE, "".join(f"{line}\n" for line in lines))
 
 
@@ -168,8 +178,8 @@ def read_measurements(folder: str | Path) -> tuple[list[Measurement], dict[str, 
     return rows, identities, faults
 
 
-def _row(line: Mapping[str, Any] | None, identities: Mapping[str, Identity]) -> Measurement:
-    if line is None:
+def _row(line: Mapping[str, Any], identities: Mapping[str, Identity]) -> Measurement:
+    if not line:
         raise RecordError("it is no JSON mapping")
     if strange := sorted(line.keys() - _TYPES.keys()):
         raise RecordError(f"`{strange[0]}` is no field of a measurement")
@@ -183,13 +193,13 @@ def _row(line: Mapping[str, Any] | None, identities: Mapping[str, Identity]) -> 
     return row
 
 
-def _fields(text: str) -> dict[str, Any] | None:
-    """Return the fields of a line; None if it is no JSON mapping."""
+def _fields(text: str) -> dict[str, Any]:
+    """Return the fields of a line; none if it is no JSON mapping."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
+        return {}
+    return line if isinstance(line, dict) else {}
 
 
 def read_identities(folder: str | Path) -> dict[str, Identity]:
@@ -200,13 +210,14 @@ def read_identities(folder: str | Path) -> dict[str, Identity]:
     """
     path = Path(folder) / IDENTITIES_FILE
     try:
-        found = {key: read_identity(each) for key, each in json.loads(_text(path) or "{}").items()}
+        contents = json.loads(_text(path) or "{}")
+        identities = {key: read_identity(content) for key, content in contents.items()}
     except (ValueError, AttributeError, RecursionError) as error:
         reason = str(error) if str(error).startswith(("holds", "was written")) else "cannot be read as JSON"
         raise RecordError(f"{path} {reason}") from None
-    if changed := [key for key, each in found.items() if identity_key(each) != key]:
+    if changed := [key for key, identity in identities.items() if identity_key(identity) != key]:
         raise RecordError(f"{path} has been changed: `{changed[0]}` is not the key of what stands there")
-    return found
+    return identities
 
 
 def _text(path: Path) -> str:

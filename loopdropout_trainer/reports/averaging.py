@@ -41,7 +41,8 @@ def settings_of(rows: pd.DataFrame) -> list[str]:
 
 def varying(rows: pd.DataFrame, names: Iterable[str]) -> list[str]:
     """Return those columns that hold more than one value; a missing value counts as one."""
-    return [name for name in names if name in rows and rows[name].nunique(dropna=False) > 1]
+    present = [name for name in names if name in rows]
+    return [name for name in present if rows[name].nunique(dropna=False) > 1]
 
 
 def telling(rows: pd.DataFrame, names: Iterable[str], beside: Sequence[str] = ()) -> list[str]:
@@ -64,8 +65,9 @@ def shown(value: Any) -> str:
     if pd.isna(value):
         return "–"
     if isinstance(value, float):
-        small = 0 < abs(value) < 1e-3
-        return np.format_float_scientific(value, precision=3, trim="-", exp_digits=1) if small else f"{value:g}"
+        if 0 < abs(value) < 1e-3:
+            return np.format_float_scientific(value, precision=3, trim="-", exp_digits=1)
+        return f"{value:g}"
     text = " ".join(str(value).split())
     if len(text) <= 60:
         return text
@@ -84,7 +86,8 @@ def check_column(table: pd.DataFrame, name: Any) -> None:
 def numbers_in(values: pd.Series, name: str) -> pd.Series:
     """Return a column's values as floats; ReportError if they are no numbers."""
     if pd.api.types.infer_dtype(values) not in ("integer", "floating", "mixed-integer-float"):
-        raise ReportError(f"`{name}` must hold numbers; got {shown(values.tolist()[:3])}.")
+        first = shown(values.tolist()[:3])
+        raise ReportError(f"`{name}` must hold numbers; got {first}.")
     return values.astype(float)
 
 
@@ -112,7 +115,8 @@ def at_trained_depth(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows at the depth that their models were trained at."""
     if "num_loops" not in rows:
         return rows
-    return rows[(rows["depth"] == rows["num_loops"]) | rows["num_loops"].isna()]
+    trained = rows["num_loops"]
+    return rows[trained.isna() | (rows["depth"] == trained)]
 
 
 def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
@@ -131,7 +135,8 @@ def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
         settings = "; ".join(differing[:4])
         raise ReportError(f"{what} would average runs of different settings ({settings}): filter or tell them apart.")
     seeds = [f"unknown {place}" if seed is None else seed for place, seed in enumerate(rows["seed"])]
-    values = pd.Series(rows[column].tolist(), seeds).sort_index(key=lambda index: index.map(str))
+    values = pd.Series(rows[column].tolist(), seeds)
+    values = values.sort_index(key=lambda index: index.map(str))
     if values.index.has_duplicates:
         seed = values.index[values.index.duplicated()][0]
         sources = ", ".join(rows["source"][rows["seed"] == seed])

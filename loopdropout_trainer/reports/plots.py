@@ -49,9 +49,17 @@ LOOKS = {  # method: colour, line, marker, width of the line
 }
 """How the methods look; the others have the same look in every figure, too."""
 
-_COLORS = ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", GREY, "#8c6d1f")
+_MARKERS = {
+    "#009E73": "^",
+    "#CC79A7": "D",
+    "#D55E00": "v",
+    "#56B4E9": "*",
+    "#000000": "X",
+    GREY: "P",
+    "#8c6d1f": "p",
+}
 _LINES = ("solid", "dashed", "dashdot", "dotted")
-_MORE = [(color, line, marker, 0.9) for line in _LINES for color, marker in zip(_COLORS, "^Dv*XPp", strict=True)]
+_MORE = [(color, line, marker, 0.9) for line in _LINES for color, marker in _MARKERS.items()]
 _KNOWN = ("LoRA+", "rsLoRA", "Input dropout", *(method_title({"rule": rule}) for rule in RULES))
 LOOKS |= zip((title for title in _KNOWN if title not in LOOKS), _MORE, strict=False)
 
@@ -110,7 +118,8 @@ def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str | No
         data.append([*key, values.mean(skipna=False), values.std(), len(values)])
     if not data:
         raise ReportError(f"There is nothing to draw by {', '.join(names)}.")
-    means = pd.DataFrame(data, columns=[*columns, "mean", "sd", "seeds"]).fillna({"sd": 0.0})  # of a single seed
+    means = pd.DataFrame(data, columns=[*columns, "mean", "sd", "seeds"])
+    means = means.fillna({"sd": 0.0})  # of a single seed
     panels = means.get("panel", pd.Series("", means.index))
     return means.assign(panel=pd.Categorical(panels, panels.unique()))
 
@@ -188,7 +197,8 @@ def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
     values = sorted(data["x"].unique())
     if len(values) > 20:  # a learning curve
         return layers
-    is_wide = values[0] > 0 and values[-1] >= 16 * values[0]
+    least = values[0]
+    is_wide = least > 0 and values[-1] >= 16 * least
     scale = p9.scale_x_log10 if is_wide else p9.scale_x_continuous
     names = lambda breaks: [shown(float(value)) for value in breaks]
     return [*layers, p9.geom_point(size=2.4), scale(breaks=values, labels=names)]
@@ -223,8 +233,9 @@ def heat_plot(
         *colours,
         p9.scale_y_discrete(limits=list(data["y"].cat.categories[::-1])),
     ]
-    plot = _with_panels(p9.ggplot(data, p9.aes("x", "y")) + theme() + layers, "fixed")
-    return plot + p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
+    plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + layers
+    legend = p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
+    return _with_panels(plot, "fixed") + legend
 
 
 def _of_gains(data: pd.DataFrame, top: float) -> list[Any]:
@@ -289,27 +300,30 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     Each metric, and each way in which a benchmark was evaluated, is a panel. What cannot be drawn is left out, and said.
     """
     figures: dict[str, p9.ggplot] = {}
+    drawn = set()
     for family, x, rows in _what_to_draw(table):
-        if not len(rows):
+        if not len(rows) or (x == "metric" and family in drawn):
             continue
         name = family if x == "metric" else f"{family}_{x}"
         try:
             figures[re.sub(r"[^\w-]", "_", name)] = _figure(family, x, rows)  # a part of a file's name
+            drawn.add(family)
         except ReportError as error:
             table.attrs["skipped"].append(f"the figure {name}: {error}")
     return figures
 
 
 def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yield families of numbers, what to draw them over, and their rows: those that stand at several places of it."""
+    """Yield families of numbers, what to draw them over, and their rows: those that stand at several places of it.
+
+    `metric` is for families that nothing else has been drawn of.
+    """
     rows = table[table["family"] != "cost"]
-    single = rows["step"].isna()
     for (family, axis), part in rows.groupby(["family", axis_of(rows)], sort=False):
-        part = _at_several_places(part if axis == "depth" else at_own_depth(part), axis, ["metric"])
-        if len(part):
-            single &= rows["family"] != family
-        yield family, axis, part
-    for family, part in rows[single].groupby("family", sort=False):
+        part = part if axis == "depth" else at_own_depth(part)
+        yield family, axis, _at_several_places(part, axis, ["metric"])
+    single = rows[rows["step"].isna()]
+    for family, part in single.groupby("family", sort=False):
         yield family, "metric", _at_several_places(at_own_depth(part), "metric", ["family"])
     accuracies = select(table, {"family": "accuracy", "gates": ALL, "readout": None})
     for setting in (name for name in OF_TRAINING if name in table):
@@ -338,7 +352,8 @@ def _figure(family: str, x: str, rows: pd.DataFrame) -> p9.ggplot:
         rows = rows.assign(panel=rows["label"] + "\n" + rows["panel"])
         return heat_plot(rows, "loop", x, "", "panel", x_label, x_label, title)
     panel = None if x == "metric" else "panel"
-    return line_plot(rows, x, "", "label", panel, x_label, title, bars=x in ("group", "gates", "metric"))
+    bars = x in ("group", "gates", "metric")
+    return line_plot(rows, x, "", "label", panel, x_label, title, bars)
 
 
 def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFrame:
@@ -376,8 +391,11 @@ def _measured(row: dict[str, Any], several: list[str]) -> str:
 
 def _said(row: dict[str, Any], names: Iterable[str]) -> str:
     """Return what a row says in these columns."""
-    given = [name for name in names if not pd.isna(row[name])]
-    return ", ".join(f"{name.removeprefix('evaluation.')} = {shown(row[name])}" for name in given)
+    texts = []
+    for name in names:
+        if not pd.isna(row[name]):
+            texts.append(f"{name.removeprefix('evaluation.')} = {shown(row[name])}")
+    return ", ".join(texts)
 
 
 def _joined(between: str, *texts: str) -> str:
@@ -410,7 +428,8 @@ def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot
     """Return the figure that a file describes, or None where the runs have nothing of it; ReportError as of `points`."""
     if isinstance(spec, GatesSpec):
         return gates_plot(spec)
-    ((x, x_label),), ((y, y_label),) = spec.x.items(), spec.y.items()
+    ((x, x_label),) = spec.x.items()
+    ((y, y_label),) = spec.y.items()
     rows = _in_panels(spec, table, {})
     for name in (x, y):
         check_column(table, name)
@@ -419,7 +438,8 @@ def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot
         return None
     if spec.figure == "heat":
         minus = _in_panels(spec, table, spec.minus) if spec.minus else None
-        return heat_plot(rows, x, y, "points" if spec.minus else "", "panel", x_label, y_label, spec.title, minus)
+        label = "points" if spec.minus else ""
+        return heat_plot(rows, x, y, label, "panel", x_label, y_label, spec.title, minus)
     rows = rows.assign(value=numbers_in(rows[y], y))
     return line_plot(rows, x, y_label, panel="panel", x_label=x_label, bars=spec.figure == "bar")
 

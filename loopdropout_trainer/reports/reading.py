@@ -93,7 +93,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     table = table.drop_duplicates(once, ignore_index=True)
     costs = table[table["family"] == "cost"].drop_duplicates(["run", "metric"])
     costs = costs.pivot(index="run", columns="metric", values="value").add_prefix("cost.")
-    table = table.join(costs, on="run")
+    table = table.join(costs, on="run").copy()  # in one piece, which pandas warns about else
     table.attrs["skipped"] = skipped
     return table
 

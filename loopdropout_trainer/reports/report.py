@@ -56,7 +56,8 @@ def write_report(
     if described:
         of_tables = {name: spec for name, spec in described.items() if isinstance(spec, TableSpec)}
         finished = {name: build_table(spec, table) for name, spec in of_tables.items()}
-        figures = {name: paper_figure(spec, table) for name, spec in described.items() if name not in of_tables}
+        of_figures = {name: spec for name, spec in described.items() if name not in of_tables}
+        figures = {name: paper_figure(spec, table) for name, spec in of_figures.items()}
     else:
         finished = summary_tables(table)
         figures = automatic_figures(table)
@@ -65,9 +66,11 @@ def write_report(
     long = table.drop(columns=["verdicts", "answered", *OBJECTS]).dropna(axis=1, how="all")
     long.to_csv(output_dir / "long.csv", index=False)
     for name, cells in finished.items():
-        numbers = cells.assign(row=cells["row"].map(" / ".join)).drop(columns="bold").to_csv(index=False)
-        for ending, text in {"md": markdown(cells), "tex": latex(cells), "csv": numbers}.items():
-            (output_dir / "tables" / f"{name}.{ending}").write_text(text, encoding="utf-8")
+        numbers = cells.assign(row=cells["row"].map(" / ".join)).drop(columns="bold")
+        texts = {"md": markdown(cells), "tex": latex(cells), "csv": numbers.to_csv(index=False)}
+        for ending, text in texts.items():
+            path = output_dir / "tables" / f"{name}.{ending}"
+            path.write_text(text, encoding="utf-8")
     pictures = {}
     for name, plot in figures.items():
         if plot is not None:
@@ -92,13 +95,20 @@ def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str,
     for run in table.dropna(subset=["run"]).drop_duplicates("run").to_dict("records"):
         name = f"{run['method']}, seed {shown(run['seed'])}: {run['source']}"
         runs[name] = json.dumps(run["of_run"], indent=1)
+    shown_tables = []
+    for cells in tables:
+        texts = grid(cells, html.escape, "<b>{}</b>")
+        shown_tables.append((cells.attrs["spec"].title, texts, notes(cells)))
+    figures = {}
+    for name, path in pictures.items():
+        figures[name] = base64.b64encode(path.read_bytes()).decode()
     here = Path(__file__).parent
     page = jinja2.Environment(autoescape=True, loader=jinja2.FileSystemLoader(here)).get_template("page.html")
     return page.render(
         title=title,
         style=(here / "page.css").read_text(encoding="utf-8"),
-        tables=[(cells.attrs["spec"].title, grid(cells, html.escape, "<b>{}</b>"), notes(cells)) for cells in tables],
-        figures={name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()},
+        tables=shown_tables,
+        figures=figures,
         runs=runs,
         skipped=table.attrs["skipped"],
     )
@@ -109,12 +119,18 @@ def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str,
 
 def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
-    places = ["metric", *varying(table, ["benchmark", *PLACES])]
-    rows = labelled(table, most=math.inf).fillna(dict.fromkeys(places, ""))
-    texts = {}
-    for (label, *place), part in rows.groupby(["label", *places], sort=False):
-        texts[*place, label] = mean_sd(average(part, f"{label}, {shown(place)}"), 4)
-    return pd.Series(texts).rename_axis([*places, "method"]).unstack(fill_value="", sort=False)
+    places = varying(table, ["benchmark", "metric", *PLACES])
+    rows = labelled(table, most=math.inf)
+    texts: dict[str, dict[str, str]] = {}
+    for (*key, label), part in rows.groupby([*places, "label"], sort=False, dropna=False):
+        names = []
+        for place, value in pd.Series(key, places, dtype=object).dropna().items():
+            is_place = place in PLACES
+            names.append(f"{place} {shown(value)}" if is_place else value)
+        name = ", ".join(names)
+        values = average(part, f"{label}, {name}")
+        texts.setdefault(name, {})[label] = mean_sd(values, 4)
+    return pd.DataFrame.from_dict(texts, orient="index").fillna("")
 
 
 COSTS = {
@@ -139,7 +155,8 @@ def summary_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     costs = labelled(select(table, {"family": "cost"}), most=math.inf)
     columns = _columns_of(rows)
     in_bold = {name: {**column, "bold": ["column"]} for name, column in columns.items()}
-    of_costs = {name: column for name, column in COSTS.items() if column["metric"] in set(costs["metric"])}
+    measured = set(costs["metric"])
+    of_costs = {name: column for name, column in COSTS.items() if column["metric"] in measured}
     described = {
         "accuracy": ("Accuracy, %", rows, in_bold, _labels(rows)),
         "differences": ("Difference to LoRA, points", rows, columns, _gains(rows)),
@@ -172,11 +189,12 @@ def _columns_of(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
 def _gains(rows: pd.DataFrame) -> list[list[Any]]:
     """Return the rows of a table of differences: each method beside the LoRA that is equal in all else."""
     settings = telling(rows, settings_of(rows), ["method"])
-    alike = ["family", *(name for name in settings if name.split(".")[0] not in _OF_METHODS)]
+    others = [name for name in settings if name.split(".")[0] not in _OF_METHODS]
+    alike = ["family", *others]
     runs = rows.drop_duplicates("label")
     loras = runs[runs["method"] == "LoRA"]
-    others = runs[~runs["method"].isin(["LoRA", BASE])]
-    pairs = others.merge(loras, on=alike, suffixes=("", "_lora"))
+    methods = runs[~runs["method"].isin(["LoRA", BASE])]
+    pairs = methods.merge(loras, on=alike, suffixes=("", "_lora"))
     return [
         [{label: {"label": label, "minus": {"label": lora}}}]
         for label, lora in zip(pairs["label"], pairs["label_lora"], strict=True)

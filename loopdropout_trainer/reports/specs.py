@@ -74,9 +74,9 @@ class Cell(_Checked):
     def check_options(self) -> None:
         """Refuse, by a ReportError, an option without effect."""
         given = self.model_fields_set - self.model_extra.keys()
-        taken = next((options for name, options in _TAKEN.items() if name in given), _TAKEN["of"])
-        if stray := sorted(given - taken):
-            others = ", ".join(sorted(taken))
+        kind = next((kind for kind in _TAKEN if kind in given), "of")
+        if stray := sorted(given - _TAKEN[kind]):
+            others = ", ".join(sorted(_TAKEN[kind]))
             raise ReportError(f"`{stray[0]}` has no effect here, beside which of {others} would have one.")
 
     def fill(self, table: pd.DataFrame, what: str) -> tuple[dict[str, Any], pd.Index]:
@@ -113,8 +113,10 @@ class Cell(_Checked):
         values = [recipe[name] for name in names]
         if len(values) > 1:
             numbers_in(pd.Series(values, dtype=object), self.of)
-            return f"{' x '.join(map(str, values))} = {math.prod(values)}"
-        return f"{values[0]:,}" if isinstance(values[0], int) else shown(values[0])
+            factors = " x ".join(map(str, values))
+            return f"{factors} = {math.prod(values)}"
+        value = values[0]
+        return f"{value:,}" if isinstance(value, int) else shown(value)
 
     def _of_difference(self, rows: pd.DataFrame, other: pd.DataFrame, what: str) -> dict[str, Any]:
         """Return the difference of two selections, with its interval."""
@@ -127,7 +129,8 @@ class Cell(_Checked):
             return {"text": text, **numbers}
         low = certainty.low
         high = certainty.high
-        return {"text": f"{text} [{low:{form}}, {high:{form}}]", "low": low, "high": high, **numbers}
+        interval = f"[{low:{form}}, {high:{form}}]"
+        return {"text": f"{text} {interval}", "low": low, "high": high, **numbers}
 
     def _of_rows(self, rows: pd.DataFrame, what: str) -> dict[str, Any]:
         """Return the mean of a selection, the value of each seed, or the one that all seeds share."""
@@ -136,7 +139,8 @@ class Cell(_Checked):
         if values.isna().any():
             raise Missing(f"no `{self.of}`")
         if self.show == "one" and values.nunique() > 1:
-            raise Missing(f"the runs differ in `{self.of}`: {shown(tuple(values.unique()))}")
+            different = shown(values.unique().tolist())
+            raise Missing(f"the runs differ in `{self.of}`: {different}")
         if self.show == "one" and not self.model_fields_set & {"decimals", "scale"}:
             return {"text": shown(values.iloc[0])}
         values = numbers_in(values, self.of) * self.scale
@@ -144,7 +148,8 @@ class Cell(_Checked):
             return {"text": shown(values.round(self.decimals).iloc[0])}
         text = mean_sd(values, self.decimals)
         if self.show == "seeds":
-            text = " / ".join(f"{value:.{self.decimals}f}" for value in values)
+            by_seed = [f"{value:.{self.decimals}f}" for value in values]
+            text = " / ".join(by_seed)
         return {"text": text, **_numbers(values)}
 
 
@@ -159,7 +164,8 @@ _TAKEN = {
 def _averaged(rows: pd.DataFrame, metrics: list[str]) -> pd.DataFrame:
     """Return a row for each run that has all of the metrics, with their mean."""
     rows = rows[rows["metric"].isin(metrics)]
-    rows = rows.groupby("run").filter(lambda of_run: sorted(of_run["metric"]) == sorted(metrics))
+    of_runs = rows.groupby("run")
+    rows = of_runs.filter(lambda of_run: sorted(of_run["metric"]) == sorted(metrics))
     means = rows.groupby("run")["value"].transform("mean")
     return rows.assign(value=means, metric="average", benchmark="", verdicts=None).drop_duplicates("run")
 
@@ -200,7 +206,7 @@ class TableSpec(Spec):
         for row in self.rows:
             heads = row[: len(self.heads)]
             paper = row[len(self.heads) :] or [None] * len(self.columns)
-            if len(heads) < len(self.heads) or len(paper) != len(self.columns):
+            if (len(heads), len(paper)) != (len(self.heads), len(self.columns)):
                 wanted = f"{len(self.heads)} heads and {len(self.columns)} numbers of the paper, or none"
                 raise ReportError(f"`rows` must have {wanted}; got {row!r}.")
             names = []
@@ -228,7 +234,7 @@ def _read_head(head: Any, column: str) -> tuple[str, dict[str, Any]]:
 class FigureSpec(Spec):
     """A figure: `x` and `y` are {column: label}, `panels` {title: selection}."""
 
-    figure: Literal["line", "bar", "heat"]
+    figure: Literal["line", "bar", "heat", "gates"]  # `gates`: a GatesSpec
     filter: Selection = {}
     x: dict[str, str] = Field(min_length=1, max_length=1)
     y: dict[str, str] = Field(min_length=1, max_length=1)
@@ -241,11 +247,14 @@ class HeatSpec(FigureSpec):
     minus: Selection = {}
 
 
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Gates(_Checked):
-    """Gates of Loop Dropout: of K loops, with a drop probability and a seed."""
+    """Gates of Loop Dropout: of K loops, with a drop probability, or one for each loop, and a seed."""
 
     num_loops: int = Field(4, ge=1, le=1000)
-    p: float = Field(0.5, ge=0, lt=1)
+    p: Probability | list[Probability] = 0.5
     seed: int = Field(0, ge=0, lt=2**31)
 
 
@@ -262,7 +271,9 @@ _FIGURES = {"heat": HeatSpec, "gates": GatesSpec}
 def load_spec(path: str | Path) -> TableSpec | FigureSpec | GatesSpec:
     """Read a table's or figure's file. Faults are ReportErrors."""
     content = load_recipe(path)
-    kind = _FIGURES.get(str(content["figure"]), FigureSpec) if "figure" in content else TableSpec
+    kind = TableSpec
+    if "figure" in content:
+        kind = _FIGURES.get(str(content["figure"]), FigureSpec)
     try:
         spec = kind.model_validate(content)
         if kind is TableSpec:
@@ -275,7 +286,8 @@ def load_spec(path: str | Path) -> TableSpec | FigureSpec | GatesSpec:
         reason = f"`{name}`: {fault['msg']}{got}."
     except ReportError as error:
         reason = str(error)
-    raise ReportError(f"{path} describes no {'figure' if 'figure' in content else 'table'}: {reason}")
+    what = "figure" if "figure" in content else "table"
+    raise ReportError(f"{path} describes no {what}: {reason}")
 
 
 def build_table(spec: TableSpec, table: pd.DataFrame, missing: type[ReportError] = Missing) -> pd.DataFrame:
@@ -290,14 +302,16 @@ def build_table(spec: TableSpec, table: pd.DataFrame, missing: type[ReportError]
     named = {name.split(".")[0] for column in spec.columns.values() for name in column}
     by_column = named & {"evaluation", "total", "panel"}
     for row, column, printed, cell in spec.cells():
-        texts = {"row": row, "column": column, "paper": "" if printed is None else shown(printed), "missing": ""}
+        paper = "" if printed is None else shown(printed)
+        texts = {"row": row, "column": column, "paper": paper, "missing": ""}
         if cell.bold is not None:
             for name in {*cell.bold} - {"row", "column"}:
                 check_column(table, name)
             where = {**cell.model_extra, "row": row, "column": column}
             texts["bold"] = str([where.get(name) for name in cell.bold])
         try:
-            numbers, rows = cell.fill(table, f"{spec.label}: {' / '.join(row)}, {column}")
+            names = " / ".join(row)
+            numbers, rows = cell.fill(table, f"{spec.label}: {names}, {column}")
             compared.setdefault(column if by_column else "", set()).update(rows)
         except missing as reason:
             numbers = {"text": "–", "missing": str(reason)}
@@ -321,7 +335,9 @@ def grid(cells: pd.DataFrame, escape: Callable[[str], str] = str, strong: str = 
     texts = cells["text"].map(escape)
     texts = texts.mask(best(cells), texts.map(strong.format))
     names = cells["row"].iloc[:: len(spec.columns) or 1]
-    columns = {escape(head): names.str[place].map(escape).tolist() for place, head in enumerate(spec.heads)}
+    columns = {}
+    for place, head in enumerate(spec.heads):
+        columns[escape(head)] = names.str[place].map(escape).tolist()
     for title in spec.columns:
         in_column = cells["column"] == title
         columns[escape(title)] = texts[in_column].tolist()
@@ -334,7 +350,8 @@ def grid(cells: pd.DataFrame, escape: Callable[[str], str] = str, strong: str = 
 def best(cells: pd.DataFrame) -> pd.Series:
     """Say which cells have the highest mean among those of the same `bold`, where several are compared."""
     means = cells["mean"].astype(float).groupby(cells["bold"])
-    return (cells["mean"] == means.transform("max")) & (means.transform("count") > 1)
+    is_highest = cells["mean"] == means.transform("max")
+    return is_highest & (means.transform("count") > 1)
 
 
 def notes(cells: pd.DataFrame) -> list[str]:
@@ -343,7 +360,8 @@ def notes(cells: pd.DataFrame) -> list[str]:
     lines = [spec.note] if spec.note else []
     if counts := sorted(cells["count"].dropna().astype(int).unique()):
         seeds = "seed" if counts == [1] else "seeds"
-        lines.append(f"Mean ± SD over {' or '.join(map(str, counts))} training {seeds}.")
+        numbers = " or ".join(map(str, counts))
+        lines.append(f"Mean ± SD over {numbers} training {seeds}.")
     if cells["low"].notna().any():
         lines.append("In brackets: 95% interval over seeds and problems.")
     lines += cells.attrs["refused"]
@@ -359,29 +377,33 @@ def notes(cells: pd.DataFrame) -> list[str]:
 def missing_of(cells: pd.DataFrame) -> list[str]:
     """Return what could not be filled in, and why."""
     lacking = cells[cells["missing"] != ""]
-    names = lacking["row"].map(" / ".join)
-    return (names + ", " + lacking["column"] + ": " + lacking["missing"]).tolist()
+    names = lacking["row"].map(" / ".join) + ", " + lacking["column"]
+    return (names + ": " + lacking["missing"]).tolist()
 
 
 def markdown(cells: pd.DataFrame) -> str:
     """Return a Markdown table under its title, with its notes."""
     texts = grid(cells, lambda text: text.replace("|", "\\|"), "**{}**")
     spec = cells.attrs["spec"]
-    align = ["left"] * len(spec.heads) + ["right"] * (texts.shape[1] - len(spec.heads))
+    heads = len(spec.heads)
+    align = ["left"] * heads + ["right"] * (texts.shape[1] - heads)
     body = texts.to_markdown(index=False, disable_numparse=True, colalign=align) if len(texts) else ""
     return "\n\n".join([f"### {spec.title}", body, *notes(cells)]) + "\n"
 
 
-_TEX = {"&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "$": r"\$", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--"}  # fmt: skip
+_TEX = str.maketrans(
+    {"&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "$": r"\$", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",
+     "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--"}
+)  # fmt: skip
 
 
 def latex(cells: pd.DataFrame) -> str:
     """Return a booktabs table with its caption and label."""
-    escape = lambda text: text.translate(str.maketrans(_TEX))
+    escape = lambda text: text.translate(_TEX)
     texts = grid(cells, escape, r"\textbf{{{}}}")
     spec = cells.attrs["spec"]
-    columns = "l" * len(spec.heads) + "c" * (texts.shape[1] - len(spec.heads))
+    heads = len(spec.heads)
+    columns = "l" * heads + "c" * (texts.shape[1] - heads)
     caption = escape(" ".join([f"{spec.title}.", *notes(cells)]))
     of_page = {"caption": caption, "label": spec.label, "position": "t", "position_float": "centering"}
     return texts.style.hide(axis="index").to_latex(hrules=True, column_format=columns, **of_page)

@@ -25,7 +25,9 @@ def estimate(gains: np.ndarray) -> Estimate | None:
     """
     if len(gains) < 2 or not np.isfinite(gains).all():
         return None
-    return of_numbers(gains[:, 0]) if gains.shape[1] == 1 else of_seeds_and_problems(gains)
+    if gains.shape[1] == 1:
+        return of_numbers(gains[:, 0])
+    return of_seeds_and_problems(gains)
 
 
 def of_numbers(values: np.ndarray) -> Estimate:
@@ -49,8 +51,9 @@ def of_seeds_and_problems(gains: np.ndarray) -> Estimate:
     free_problems = num_problems - 1
     squares_of_seeds = num_problems * ((of_seed - mean) ** 2).sum()
     squares_of_problems = num_seeds * ((of_problem - mean) ** 2).sum()
+    squares_of_rest = (rest**2).sum()
     free = np.array([free_seeds, free_problems, free_seeds * free_problems])
-    mean_squares = np.array([squares_of_seeds, squares_of_problems, (rest**2).sum()]) / free
+    mean_squares = np.array([squares_of_seeds, squares_of_problems, squares_of_rest]) / free
     seeds, problems, rest = mean_squares
     variance = problems + max(seeds - rest, 0.0)
     spread = (mean_squares**2 / free).sum()

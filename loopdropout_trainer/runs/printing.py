@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -14,26 +14,29 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
 
-from loopdropout_trainer.evaluation.metrics import last_integer
-from loopdropout_trainer.settings.recipe import method_title
-from loopdropout_trainer.training.scores import reduction
+from loopdropout_trainer.evaluation.results import LAST_NUMBER, Metric
+from loopdropout_trainer.record.measurement import BASE
+from loopdropout_trainer.runs.result import Result
 
 
-Results = dict[str, Any]  # of a run, or of a benchmark in it, as in results.json
+class _Table(NamedTuple):
+    title: str
+    columns: list[str]
+    rows: list[list[str]]  # the method, and a cell for each column
 
 
-def title_of(results: Results) -> str:
-    """Return what people call the method."""
-    return method_title({"rule": results["train_info"]["rule"]})
-
-
-def print_results(runs: Sequence[Results], console: Console | None = None) -> None:
+def print_results(results: Sequence[Result], depths: Sequence[int] = (), console: Console | None = None) -> None:
     """Print what was trained, what was measured of it, and where things were saved.
 
     Tables have at most 80 columns for two methods, two benchmarks and eight depths.
+
+    Args:
+        results: one for each rule.
+        depths: other depths that the first benchmark was evaluated at.
+        console: default: standard output.
     """
     console = console or Console()
-    for title, columns, rows in _tables(runs):
+    for title, columns, rows in _tables(results, depths):
         console.print(title, style="bold", highlight=False)  # a table's own title is broken at the table's width
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("method", no_wrap=True)
@@ -42,80 +45,89 @@ def print_results(runs: Sequence[Results], console: Console | None = None) -> No
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    if len(runs) == 2 and runs[0]["benchmarks"]:
-        console.print(compared(*runs), highlight=False)
-    for run in runs:
-        for what, where in run["saved"].items():
-            console.print(f"{title_of(run)}: {what} in {where}", highlight=False, soft_wrap=True)
+    if len(results) == 2 and results[0].scores():
+        console.print(compared(*results, depths), highlight=False)
+    for result in results:
+        for what, where in result.saved.items():
+            console.print(f"{result.training.method}: {what} in {where}", highlight=False, soft_wrap=True)
 
 
-def compared(one: Results, other: Results) -> str:
+def compared(one: Result, other: Result, depths: Sequence[int] = ()) -> str:
     """Return a sentence on which of two methods is more accurate with how many loops, and by how much."""
-    scores = [{run["meta_info"]["num_loops"]: next(iter(run["benchmarks"].values()))["score"]} for run in (one, other)]
-    for of, run in zip(scores, (one, other), strict=True):
-        of |= {int(depth): result["score"] for depth, result in run["by_depth"].items()}
+    first, second = one.training, other.training
+    benchmark = next(iter(one.scores()))
     ahead: dict[str, list[str]] = {}
-    for depth in sorted(scores[0].keys() & scores[1].keys()):
-        gain = round(scores[0][depth] - scores[1][depth], 1)
-        word = "more accurate" if gain > 0 else "less accurate" if gain < 0 else "as accurate"
-        ahead.setdefault(word, []).append(f"K = {depth}" + (f" ({gain:+.1f})" if gain else ""))
-    parts = [
-        f"{word} {'as' if word[0] == 'a' else 'than'} {title_of(other)} at {', '.join(ahead[word])}" for word in ahead
-    ]
-    return f"{title_of(one)} is {'; '.join(parts)} (points, one seed)."
+    for depth in sorted({first.depth, *depths}):
+        gain = round(one.scores(depth)[benchmark].value - other.scores(depth)[benchmark].value, 1)
+        words = f"as accurate as {second.method}"
+        if gain:
+            words = f"{'more' if gain > 0 else 'less'} accurate than {second.method}"
+        ahead.setdefault(words, []).append(f"K = {depth}" + (f" ({gain:+.1f})" if gain else ""))
+    parts = [f"{words} at {', '.join(places)}" for words, places in ahead.items()]
+    return f"{first.method} is {'; '.join(parts)} (points, one seed)."
 
 
-def _tables(runs: Sequence[Results]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield title, columns and rows of each table."""
-    first, depth = runs[0], f"K = {runs[0]['meta_info']['num_loops']}"
-    rows = []
-    for run in runs:
-        of = run["train_info"]
-        counts = [f"{of[name]:,}" for name in ("trainable_parameters", "examples", "steps")]
-        losses = [f"{number:.4f}" for number in of.get("rewards") or [of["train_loss"] or float("nan")]]
-        p = "-" if of["p"] is None else str(of["p"])
-        rows.append([title_of(run), p, *counts, *losses, f"{of['train_seconds']:.0f}"])
-    losses = ["reward, first", "last"] if "rewards" in first["train_info"] else ["loss"]  # tenths of the log
-    yield f"Training at {depth}", ["p", "trainable", "examples", "steps", *losses, "seconds"], rows
-    if first["benchmarks"]:
-        measured = [("before training", first["base_benchmarks"])]
-        measured += [(title_of(run), run["benchmarks"]) for run in runs]
-        cells = {name: [cell for each in of.items() for cell in _cells(*each)] for name, of in measured if of}
-        columns = [column for column, _ in cells[title_of(first)]]
-        rows = [[name, *(text for _, text in row)] for name, row in cells.items()]
-        yield f"Accuracy at the training depth {depth}, in %", columns, rows
-    scores = lambda run, results: [title_of(run), *(f"{each['score']:.1f}" for each in results)]
-    benchmark = next(iter(first["benchmarks"]), "")
-    if all(run["by_depth"] for run in runs):
-        rows = [scores(run, run["by_depth"].values()) for run in runs]
-        yield f"Accuracy on {benchmark} with K loops at inference, in %", [f"K={k}" for k in first["by_depth"]], rows
-    loops = [f"loop {loop}" for loop in range(1, first["meta_info"]["num_loops"] + 1)]
-    if all(run["single_loop_benchmarks"] for run in runs):
-        rows = [scores(run, run["single_loop_benchmarks"]) for run in runs]
-        yield f"Accuracy on {benchmark} with the adapter in one loop only, in %", loops, rows
-    if all("single_loop" in run for run in runs):
+def _tables(results: Sequence[Result], depths: Sequence[int]) -> Iterator[_Table]:
+    yield _training_table(results)
+    first = results[0]
+    loops = range(1, first.training.depth + 1)
+    if benchmarks := list(first.scores()):
+        yield _accuracy_table(results)
+        name = benchmarks[0]
+        if depths:
+            title = f"Accuracy on {name} with K loops at inference, in %"
+            rows = [_row(result, [result.scores(depth)[name].value for depth in depths]) for result in results]
+            yield _Table(title, [f"K={depth}" for depth in depths], rows)
+        if first.scores(loop=1):
+            title = f"Accuracy on {name} with the adapter in one loop only, in %"
+            rows = [_row(result, [result.scores(loop=loop)[name].value for loop in loops]) for result in results]
+            yield _Table(title, [f"loop {loop}" for loop in loops], rows)
+    if any(row.family == "single_loop" for row in first.rows):
         rows = []
-        for run in runs:
-            of = run["single_loop"]
-            rho = [*of["reductions_percent"], reduction(of["frozen"], of["all_on"])]  # Section 5
-            rows.append([title_of(run), *(f"{each:.1f}" for each in rho), f"{of['frozen']:.4f}"])
-        title = "Loss reduction with the adapter in one loop only, rho_t in %"
-        yield title, [*loops, "all loops", "frozen loss"], rows
+        for result in results:
+            reductions = [result.value("loss_reduction", loop) for loop in (*loops, None)]  # Section 5
+            rows.append([*_row(result, reductions), f"{result.value('frozen_loss'):.4f}"])
+        columns = [*(f"loop {loop}" for loop in loops), "all loops", "frozen loss"]
+        yield _Table("Loss reduction with the adapter in one loop only, rho_t in %", columns, rows)
 
 
-def _cells(name: str, result: Results) -> list[tuple[str, str]]:
-    """Return the accuracy, after its column; of `#### N` answers also that of the last number, wherever it stands."""
-    count = "" if result["correct"] is None else f"{result['correct']}/{result['total']}  "  # None: partial credit
-    cells = [(name, f"{count}{result['score']:.1f}")]
-    if all("####" in prediction["reference"] for prediction in result["predictions"]):
-        cells.append(("last number", f"{100 * correct_by_last_number(result) / result['total']:.1f}"))
+def _row(result: Result, values: Sequence[float]) -> list[str]:
+    return [result.training.method, *(f"{value:.1f}" for value in values)]
+
+
+def _training_table(results: Sequence[Result]) -> _Table:
+    is_rewarded = any(row.metric == "reward_first" for row in results[0].rows)
+    losses = {"reward_first": "reward, first", "reward_last": "last"} if is_rewarded else {"train_loss": "loss"}
+    rows = []
+    for result in results:
+        training = result.training
+        p = result.identities[training.run]["settings"]["p"]
+        counts = (result.value("trainable_parameters"), result.value("examples"), training.steps)
+        cells = [f"{count:,}" for count in counts] + [f"{result.value(name):.4f}" for name in losses]
+        seconds = f"{result.value('train_seconds'):.0f}"
+        rows.append([training.method, "-" if p is None else str(p), *cells, seconds])
+    columns = ["p", "trainable", "examples", "steps", *losses.values(), "seconds"]
+    return _Table(f"Training at K = {results[0].training.depth}", columns, rows)
+
+
+def _accuracy_table(results: Sequence[Result]) -> _Table:
+    first = results[0]
+    rows = [["before training", *_cells(first, BASE).values()]] if first.scores(method=BASE) else []
+    rows += [[result.training.method, *_cells(result, result.training.method).values()] for result in results]
+    columns = [name for name, _ in _cells(first, first.training.method)]
+    return _Table(f"Accuracy at the training depth K = {first.training.depth}, in %", columns, rows)
+
+
+def _cells(result: Result, method: str) -> dict[tuple[str, str], str]:
+    """Return each benchmark's accuracy; of `#### N` answers also that of the last number, wherever it stands."""
+    last_numbers, cells = result.scores(method=method, families=[LAST_NUMBER]), {}
+    for name, row in result.scores(method=method).items():
+        correct = Metric(row.value, row.verdicts).correct  # None: a problem may be solved in part
+        count = "" if correct is None else f"{correct}/{row.total}  "
+        cells[name, name] = f"{count}{row.value:.1f}"
+        if name in last_numbers:
+            cells["last number", name] = f"{last_numbers[name].value:.1f}"
     return cells
-
-
-def correct_by_last_number(result: Results) -> int:
-    """Count the completions whose last number is the reference's, whatever stands before it."""
-    numbers = [(last_integer(p["completion"]), last_integer(p["reference"])) for p in result["predictions"]]
-    return sum(number == wanted is not None for number, wanted in numbers)
 
 
 # While it runs.
@@ -178,13 +190,15 @@ class TrainingProgress(ProgressCallback):
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str | None:
     """Return the line of one logging interval or evaluation; None for the summary of the whole run, which has a table."""
-    before = "" if "loss" in logs else "eval_"
-    if f"{before}loss" not in logs:
+    prefix, title = ("", "loss") if "loss" in logs else ("eval_", "held-out loss")
+    if f"{prefix}loss" not in logs:
         return None
-    said = [f"{'held-out ' if before else ''}loss {float(logs[f'{before}loss']):.4f}"]
-    if any(name.startswith(f"{before}reward") for name in logs):
-        found = {name: logs.get(before + name) for name in _OF_REWARDS}
-        said += [f"{name.split('/')[-1]} {float(value):.3g}" for name, value in found.items() if value is not None]
+    words = [f"{title} {float(logs[f'{prefix}loss']):.4f}"]
+    if any(name.startswith(f"{prefix}reward") for name in logs):
+        for name in _OF_REWARDS:
+            value = logs.get(prefix + name)
+            if value is not None:
+                words.append(f"{name.split('/')[-1]} {float(value):.3g}")
     if logs.get("learning_rate") is not None:
-        said.append(f"learning rate {float(logs['learning_rate']):.3g}")
-    return f"step {step} of {max_steps}: {', '.join(said)}"
+        words.append(f"learning rate {float(logs['learning_rate']):.3g}")
+    return f"step {step} of {max_steps}: {', '.join(words)}"

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -31,7 +31,14 @@ from optuna.trial import FrozenTrial, TrialState
 from loopdropout_trainer.errors import run_command, user_supplied
 from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, make_identity
 from loopdropout_trainer.runs import workers
-from loopdropout_trainer.runs.result import DIVERGED_FILE, RESULTS_FILE
+from loopdropout_trainer.runs.result import (
+    DIVERGED_FILE,
+    EXPECTED_FILE,
+    FORMER_FILE,
+    RUN_FILE,
+    is_of_former_version,
+    read_run,
+)
 from loopdropout_trainer.runs.summary import SUMMARY_FILE, edges, table
 from loopdropout_trainer.runs.sweep import Job, Sweep
 from loopdropout_trainer.saving.files import LOCK_FILE, write_atomically
@@ -41,8 +48,7 @@ from loopdropout_trainer.settings.recipe import settings_yaml
 
 HEARTBEAT, GRACE = 10, 60  # seconds; of a process on this machine it is known at once that it has died
 _OF_ADAPTER = {"rule", "p", "rule_args", *(f.name for f in fields(AdapterArguments))}
-_OF_RUN = ("learning_rate", "seed", "data_seed", "gate_seed")
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # results that are not there or not complete
+_DAMAGED = (OSError, ValueError, KeyError, TypeError)  # a file that is not there or not complete
 
 Outcome = dict[str, Any]
 """What a finished run's trial keeps: its `identity`, and its `benchmarks` and costs, or the `error` at which it diverged."""
@@ -129,7 +135,7 @@ class Queue:
 
     def _refresh(self) -> None:
         """Read the trials: the last finished one of each run, the scores that choose rates, and the runs under way."""
-        files = {TrialState.COMPLETE: RESULTS_FILE, TrialState.PRUNED: DIVERGED_FILE}
+        files = {TrialState.COMPLETE: RUN_FILE, TrialState.PRUNED: DIVERGED_FILE}
         self._last: dict[str, FrozenTrial] = {}
         self._scores: dict[str, float | None] = {}
         self._active: set[str] = set()
@@ -150,52 +156,73 @@ class Queue:
         if job.selects:
             return job.run in self._scores
         last = self._last.get(job.run)
-        if last is None or last.state == TrialState.PRUNED:
-            return last is not None
-        return last.user_attrs["run_name"] == self.sweep.recipe(job)["run_name"]
+        if last is None:
+            return False
+        return last.state == TrialState.PRUNED or last.user_attrs["run_name"] == self.sweep.run_name(job)
 
     def _outcome(self, job: Job) -> Outcome | None:
-        """Return what a finished run has left in its folder; None if it is unfinished."""
-        folder, run_name = self.output_dir / job.run, self.sweep.recipe(job)["run_name"]
-        with suppress(*_DAMAGED):
-            results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-            if results["run_info"]["settings"]["run_name"] == run_name:
-                trained = results["train_info"]
-                return {
-                    "identity": _identity(results["run"], results["run_info"].get("versions", {})),
-                    "benchmarks": {name: result["score"] for name, result in results["benchmarks"].items()},
-                    "train_seconds": trained.get("train_seconds"),
-                    "peak_memory_gb": trained.get("peak_memory_gb"),
-                }
+        """Return what a finished run has left in its folder; None if it is unfinished.
+
+        Raises:
+            SweepError: if an earlier version of this package has finished it.
+        """
+        folder, run_name = self.output_dir / job.run, self.sweep.run_name(job)
+        if is_of_former_version(folder):
+            raise SweepError(
+                f"{folder} holds the {FORMER_FILE} of an earlier version of this package, which is not read: choose another "
+                "`output_dir`, or delete that file to have the trained adapter measured again."
+            )
+        run = read_run(folder)
+        if run is not None and run.facts["run_name"] == run_name:
+            costs = {row.metric: row.value for row in run.result.rows if row.family == "cost"}
+            return {
+                "identity": run.identity,
+                "benchmarks": {name: row.value for name, row in run.result.scores().items()},
+                "train_seconds": costs.get("train_seconds"),
+                "peak_memory_gb": costs.get("peak_memory_gb"),
+            }
         with suppress(*_DAMAGED):
             diverged = json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))
             if diverged["run_name"] == run_name:
-                return {"identity": _identity(diverged["run"], {}), "error": diverged["error"]}
+                return {"identity": diverged["run"], "error": diverged["error"]}
         return None
 
-    def _check_alike(self, run: str, identity: Identity, method: str = "") -> None:
-        """Raise SweepError if a run's numbers depend on something else than those of the finished runs do.
+    def _expected(self, method: str) -> Iterator[tuple[str, Identity]]:
+        """Yield each finished run, with those fields of its identity that a run of a method must share.
 
         Runs of one method differ in seed and learning rate only; methods that differ in rule and adapter only have one base
         and one data set; and all runs have the same versions.
         """
-        for other, trial in self._last.items():
-            if "identity" not in trial.user_attrs:
-                raise SweepError(
-                    f"{other} was trained by an earlier version of this package, which did not note its data and versions: "
-                    "choose another `output_dir`."
-                )
+        for run, trial in self._last.items():
+            other = trial.user_attrs["method"]
             parts = ("versions",)
-            if trial.user_attrs["method"] == method:
+            if other == method:
                 parts = ONE_SETTING
-            elif method and self._beside_adapter(trial.user_attrs["method"]) == self._beside_adapter(method):
+            elif method and self._beside_adapter(other) == self._beside_adapter(method):
                 parts = ("base", "data", "versions")
-            for difference in differences(trial.user_attrs["identity"], identity, parts):
-                if difference.field not in _OF_RUN:
-                    raise SweepError(
-                        f"{run} cannot stand beside {other}: {difference}. Put it back and delete the folder of the one that "
-                        "is wrong, or choose another `output_dir`."
-                    )
+            identity = trial.user_attrs.get("identity", {})
+            expected = {part: dict(identity[part]) for part in parts if part in identity}
+            expected.get("settings", {}).pop("learning_rate", None)
+            yield run, expected
+
+    def _check_alike(self, run: str, identity: Identity, method: str = "") -> None:
+        """Raise SweepError if a run's numbers depend on something else than those of the finished runs do."""
+        for other, expected in self._expected(method):
+            if changed := differences(expected, identity):
+                raise SweepError(
+                    f"{run} cannot stand beside {other}: {changed[0]}. Put it back and delete the folder of the one that is "
+                    "wrong, or choose another `output_dir`."
+                )
+
+    def _write_expected(self, job: Job) -> None:
+        """Write into a job's folder what its training compares itself with before its first step."""
+        file = self.output_dir / job.run / EXPECTED_FILE
+        file.unlink(missing_ok=True)
+        runs = list(self._expected(job.method))
+        if runs:
+            run, expected = max(runs, key=lambda pair: len(pair[1]))  # they are alike: the one that says most
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps({"run": run, "identity": expected}, indent=1) + "\n")
 
     def _beside_adapter(self, method: str) -> dict[str, Any]:
         """Return a method's settings without those of its rule and adapter."""
@@ -216,8 +243,11 @@ class Queue:
             self.work()
             return
         spawn, gpus = multiprocessing.get_context("spawn"), workers.gpus()
-        given = [(self.sweep.arguments, self.script.parent, gpus[place % len(gpus)]) for place in range(number)]
-        status = workers.run_processes([spawn.Process(target=_work, args=each) for each in given])
+        processes = []
+        for place in range(number):
+            given = (self.sweep, self.script.parent, gpus[place % len(gpus)])
+            processes.append(spawn.Process(target=_work, args=given))
+        status = workers.run_processes(processes)
         with self.lock:
             remain = self._ready_jobs()
         if remain:
@@ -268,19 +298,16 @@ class Queue:
 
     def _begin(self, job: Job) -> optuna.Trial:
         """Return a new trial for a job, which is this process's; it has the lock."""
-        facts = {"worker": f"{socket.gethostname()}:{os.getpid()}", "run": job.run, **job._asdict()}
-        facts["run_name"] = self.sweep.recipe(job)["run_name"]
+        folder, trial = self.output_dir / job.run, self.study.ask()
         # Whose folder is gone is trained anew: what its earlier trials say is of another training.
-        facts["anew"] = not any((self.output_dir / job.run / name).exists() for name in (RESULTS_FILE, DIVERGED_FILE))
-        trial = self.study.ask()
-        for name, value in facts.items():
-            trial.set_user_attr(name, value)
+        is_new = not any((folder / name).exists() for name in (RUN_FILE, DIVERGED_FILE))
+        worker = f"{socket.gethostname()}:{os.getpid()}"
+        _note(trial, worker=worker, run=job.run, run_name=self.sweep.run_name(job), anew=is_new, **job._asdict())
         return trial
 
     def _end(self, trial: optuna.Trial, outcome: Outcome) -> None:
         """End a trial with what came of it: a score, or none if it diverged."""
-        for name, value in outcome.items():
-            trial.set_user_attr(name, value)
+        _note(trial, **outcome)
         if "error" in outcome:
             self.study.tell(trial, state=TrialState.PRUNED)
         else:
@@ -346,6 +373,7 @@ class Queue:
 
     def _argv(self, job: Job) -> list[str]:
         """Return a job's arguments for its script, after writing its recipe to a file that is named by its content."""
+        self._write_expected(job)
         recipe = self.sweep.recipe(job)
         path = self.output_dir / "recipes" / f"{re.sub('[/ ]', '_', recipe['run_name'])}.yaml"
         if not path.exists():
@@ -368,17 +396,28 @@ class Queue:
 
     def summary(self) -> dict[str, list[dict[str, Any]]]:
         """Return the finished runs in this folder, also those of other sweeps, and the chosen rates; see `load_runs`."""
-        rows, choices = [], self._choices()
-        chosen = {(choice["method"], choice["learning_rate"]) for choice in choices}
-        for run, trial in self._last.items():
+        runs, choices = [], self._choices()
+        chosen = [(choice["method"], choice["learning_rate"]) for choice in choices]
+        for folder, trial in self._last.items():
             facts = trial.user_attrs
-            row = {name: facts[name] for name in ("method", "learning_rate", "seed")}
-            row |= {"folder": run, "chosen": (row["method"], row["learning_rate"]) in chosen}
-            row |= {"final": not facts["selects"], "diverged": trial.state == TrialState.PRUNED}
-            row["selection_score"] = self._scores.get(run)
-            rows.append(row | {name: facts.get(name) for name in ("benchmarks", "train_seconds", "peak_memory_gb")})
-        rows = sorted(rows, key=lambda row: (row["method"], row["learning_rate"], row["seed"]))
-        return {"runs": rows, "choices": choices}
+            setting = (facts["method"], facts["learning_rate"])
+            runs.append(
+                {
+                    "method": facts["method"],
+                    "learning_rate": facts["learning_rate"],
+                    "seed": facts["seed"],
+                    "folder": folder,
+                    "chosen": setting in chosen,
+                    "final": not facts["selects"],
+                    "diverged": trial.state == TrialState.PRUNED,
+                    "selection_score": self._scores.get(folder),
+                    "benchmarks": facts.get("benchmarks"),
+                    "train_seconds": facts.get("train_seconds"),
+                    "peak_memory_gb": facts.get("peak_memory_gb"),
+                }
+            )
+        runs.sort(key=lambda run: (run["method"], run["learning_rate"], run["seed"]))
+        return {"runs": runs, "choices": choices}
 
     def table(self) -> str:
         """Return the table of all runs, with a sentence for each rate that was chosen at the edge of its grid."""
@@ -392,12 +431,12 @@ class Queue:
         write_atomically(self.output_dir / "summary.txt", self.table() + "\n")
 
 
-def _identity(run: Mapping[str, Any], versions: Mapping[str, Any]) -> Identity:
-    """Return the identity of a finished run, in the parts that are compared: the base may stand under `model`."""
-    return {"versions": versions, "base": run.get("model", {}), **run}
+def _note(trial: optuna.Trial, **facts: Any) -> None:
+    for name, value in facts.items():
+        trial.set_user_attr(name, value)
 
 
-def _work(arguments: Any, scripts: Path, gpu: str) -> None:
+def _work(sweep: Sweep, scripts: Path, gpu: str) -> None:
     """Be one of several workers of a sweep that another process has checked, with one GPU if there are any."""
     workers.stop_with_parent()
     workers.stop_on_sigterm()
@@ -405,7 +444,7 @@ def _work(arguments: Any, scripts: Path, gpu: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
     def work() -> None:
-        queue = Queue(Sweep(arguments), scripts)
+        queue = Queue(sweep, scripts)
         queue.open(check=False)
         queue.work()
 

@@ -1,96 +1,176 @@
-"""results.json: what a finished training has measured, and of what (docs/runs.md)."""
+"""What a training leaves in its folder: its numbers as rows, and run.json, which says of what they are (docs/runs.md)."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.record.identity import WHOLE_RUN, Identity, differences
-from loopdropout_trainer.record.measurement import Measurement
-from loopdropout_trainer.saving.files import sha256, staged_files
-from loopdropout_trainer.settings.arguments import RunArguments
-from loopdropout_trainer.settings.recipe import public_settings, settings_yaml
-from loopdropout_trainer.training.checkpoints.sealing import fault_of
+from loopdropout_trainer.record.identity import WHOLE_RUN, Identity, differences, identity_key
+from loopdropout_trainer.record.measurement import BASE, Measurement, as_json, read_measurements, write_measurements
+from loopdropout_trainer.saving.files import sha256, sha256_of_json, staged_files
+from loopdropout_trainer.secrets import public_settings
 
+
+if TYPE_CHECKING:
+    from loopdropout_trainer.saving.cards import CardScore
 
 WRITER = "training"
 """Of the measurements of a training."""
 
-_COSTS = {
-    "trainable_parameters": "",
-    "examples": "",
-    "num_tokens": "tokens",
-    "train_loss": "nats",
-    "train_seconds": "s",
-    "step_seconds": "s",
-    "tokens_per_second": "tokens/s",
-    "peak_memory_gb": "GB",
-}
-"""What a training took, by unit."""
+RUN_FILE, DIVERGED_FILE, EXPECTED_FILE = "run.json", "diverged.json", "expected.json"
+"""What ended a run, a complete one or one with NaN; and what its sweep expects of it."""
 
-RESULTS_FILE, DIVERGED_FILE = "results.json", "diverged.json"
-_ASKED_FOR = {f.name for f in fields(RunArguments)} - {"compare_with", "benchmark_batch_size", "dry_run"}
-"""The settings that say what is to be measured and made of a trained adapter."""
+FORMER_FILE = "results.json"
+"""What earlier versions wrote in the place of run.json, with the numbers in it."""
+
+_NOT_ASKED_FOR = {"compare_with", "benchmark_batch_size", "dry_run"}
+_SCORES = ("accuracy", "score")
 
 
-def rows_of_training(
-    train_info: Mapping[str, Any], log_history: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]
-) -> list[Measurement]:
-    """Return a row for each number that a training took, and for each number of its log; `facts`: fields that they share."""
-    rows = [
-        Measurement(**facts, family="cost", metric=name, value=train_info[name], unit=unit)
-        for name, unit in _COSTS.items()
-        if _is_finite(train_info.get(name))
-    ]
-    for log in log_history:
-        for name, value in log.items():
-            if _is_finite(value) and name not in ("step", "epoch", "total_flos") and not name.startswith("train_"):
-                family = name.split("/")[0] if "/" in name else "curve"
-                rows.append(Measurement(**facts, family=family, metric=name, value=value, step=log["step"]))
-    return rows
+@dataclass
+class Result:
+    """What was measured of one training, and what was saved of it.
+
+    Attributes:
+        rows: its measurements, those of the base among them.
+        identities: what they depend on, by key.
+        saved: paths by what is there.
+    """
+
+    rows: list[Measurement] = field(default_factory=list)
+    identities: dict[str, Identity] = field(default_factory=dict)
+    saved: dict[str, str] = field(default_factory=dict)
+
+    def keep(self, identity: Identity, rows: Iterable[Measurement]) -> None:
+        self.identities[identity_key(identity)] = identity
+        self.rows += rows
+
+    def of_base(self) -> Result:
+        """Return what was measured before the training: the same for all rules of a command."""
+        return Result([row for row in self.rows if row.method == BASE], dict(self.identities))
+
+    @property
+    def training(self) -> Measurement | None:
+        """A row that tells what all of the trained adapter share: method, depth, seed and steps; None without any."""
+        return next((row for row in self.rows if row.family == "cost"), None)
+
+    def value(self, metric: str, loop: int | None = None) -> float:
+        """Return a number that is no benchmark's, such as a cost or a loss; NaN if it was not measured."""
+        values = (row.value for row in self.rows if row.metric == metric and row.loop == loop and row.step is None)
+        return next(values, math.nan)
+
+    def scores(
+        self,
+        depth: int | None = None,
+        loop: int | None = None,
+        method: str | None = None,
+        families: Iterable[str] = _SCORES,
+    ) -> dict[str, Measurement]:
+        """Return the first metric of each benchmark, by the benchmark's name.
+
+        Args:
+            depth: at which it was measured; default: that of the training.
+            loop: the only one that had the adapter; None: all had it.
+            method: `base` for the model before training; default: the trained one.
+            families: of metrics.
+        """
+        scores: dict[str, Measurement] = {}
+        place = (depth or self.training.depth, loop, method or self.training.method)
+        for row in self.rows:
+            if row.family in families and (row.depth, row.loop, row.method) == place:
+                scores.setdefault(row.benchmark, row)
+        return scores
+
+    def card_scores(self) -> dict[str, CardScore]:
+        """Return what a model card says of each benchmark."""
+        from loopdropout_trainer.saving.cards import CardScore
+
+        if self.training is None:
+            return {}
+        before = {name: row.value for name, row in self.scores(method=BASE).items()}
+        return {name: CardScore(row.value, row.total, before.get(name)) for name, row in self.scores().items()}
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def write_results(results: Mapping[str, Any], output_dir: str | Path) -> dict[str, Any]:
-    """Write `results.json`, and the `recipe.yaml` that repeats the run; return what `read_results` will.
+def write_result(result: Result, facts: Mapping[str, Any], run: Identity, output_dir: str | Path) -> None:
+    """Write the rows, then run.json with `facts`, and the recipe.yaml that repeats the run.
 
     Raises:
         WriteError: if the disk refuses; what was there before is untouched.
     """
-    kept = {"adapter": "*.safetensors", "merged model": "*"}  # the adapter's other files are in its manifest
-    folders = {name: Path(folder) for name, folder in results["saved"].items() if name in kept}
-    found = [file for name, folder in folders.items() for file in folder.glob(kept[name])]
-    hashes = {file.relative_to(output_dir).as_posix(): sha256(file) for file in found if file.suffix != ".md"}
-    # JSON has no NaN and no infinity: null in their place.
-    written = json.loads(json.dumps({**results, "files": hashes}), parse_constant=lambda _: None)
+    from loopdropout_trainer.settings.recipe import settings_yaml
+
+    write_measurements(output_dir, result.rows, result.identities.values(), WRITER)
+    output_dir = Path(output_dir)
+    files = [*output_dir.glob("*.safetensors")]  # the adapter's other files are in its manifest
+    if "merged model" in result.saved:
+        files += Path(result.saved["merged model"]).glob("*")
+    hashes = {str(file.relative_to(output_dir)): sha256(file) for file in files if file.suffix != ".md"}
+    of_run = {"identity": identity_key(run), "saved": result.saved, "files": hashes, "rows": _sha256(result.rows)}
     with staged_files(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
-        (folder / "recipe.yaml").write_text(settings_yaml(written["run_info"]["settings"]), encoding="utf-8")
-        text = json.dumps(written, indent=1, ensure_ascii=False) + "\n"
-        (folder / RESULTS_FILE).write_text(text, encoding="utf-8")
-    return written
+        (folder / "recipe.yaml").write_text(settings_yaml(facts["settings"]), encoding="utf-8")
+        text = json.dumps({**facts, **of_run}, indent=1, ensure_ascii=False) + "\n"
+        (folder / RUN_FILE).write_text(text, encoding="utf-8")
 
 
-def read_results(settings: Mapping[str, Any], output_dir: str | Path, run: Identity) -> dict[str, Any] | None:
-    """Return what a finished run has written, if it is this run with these benchmarks and nothing is left to do; or None."""
+class FinishedRun(NamedTuple):
+    """What a finished run has left: the content of run.json, what was measured, and the identity of the training."""
+
+    facts: dict[str, Any]
+    result: Result
+    identity: Identity
+
+
+def read_run(folder: str | Path) -> FinishedRun | None:
+    """Return what a finished run has left in a folder; None if there is none, or its run.json or rows are damaged."""
     try:
-        results = json.loads((Path(output_dir) / RESULTS_FILE).read_text(encoding="utf-8"))
-        asked = _asked_for(results["run_info"]["settings"]) == _asked_for(public_settings(settings))
-        if differences(results["run"], run, WHOLE_RUN) or not asked:
-            return None  # before gigabytes of weights are hashed
-        same = (sha256(Path(output_dir, name)) == digest for name, digest in results["files"].items())
-        there = (Path(each).exists() for each in results["saved"].values())
-        return results if fault_of(output_dir) is None and all(same) and all(there) else None
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or of another version
+        facts = json.loads(Path(folder, RUN_FILE).read_text(encoding="utf-8"))
+        result = training_result(folder)
+        result.saved = facts["saved"]
+        is_complete = facts["rows"] == _sha256(result.rows)
+        return FinishedRun(facts, result, result.identities[facts["identity"]]) if is_complete else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
+def finished_result(settings: Mapping[str, Any], output_dir: str | Path, identity: Identity) -> Result | None:
+    """Return the result of a finished run, if it is this one with these benchmarks and nothing is left to do; or None."""
+    from loopdropout_trainer.training.checkpoints.sealing import fault_of
+
+    run, folder = read_run(output_dir), Path(output_dir)
+    if run is None or differences(run.identity, identity, WHOLE_RUN):
+        return None
+    if _asked_for(run.facts["settings"]) != _asked_for(public_settings(settings)):
+        return None  # before gigabytes of weights are hashed
+    for name, digest in run.facts["files"].items():
+        if not (folder / name).is_file() or sha256(folder / name) != digest:
+            return None
+    is_there = all(Path(path).exists() for path in run.result.saved.values())
+    return run.result if is_there and fault_of(folder) is None else None
+
+
+def training_result(folder: str | Path) -> Result:
+    """Return what the training in a folder has measured, whether or not it was finished; RecordError for damaged files."""
+    rows, identities, _ = read_measurements(folder)
+    return Result([row for row in rows if row.writer == WRITER], identities)
+
+
+def is_of_former_version(folder: str | Path) -> bool:
+    """Say whether a run was finished by an earlier version of this package, which kept its numbers in results.json."""
+    return Path(folder, FORMER_FILE).is_file() and not Path(folder, RUN_FILE).exists()
+
+
+def _sha256(rows: Iterable[Measurement]) -> str:
+    return sha256_of_json([as_json(row) for row in rows])
+
+
 def _asked_for(settings: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in settings.items() if name in _ASKED_FOR and value is not None}
+    """Return the settings that say what is to be measured and made of a trained adapter."""
+    from loopdropout_trainer.settings.arguments import RunArguments
+
+    names = RunArguments.__dataclass_fields__.keys() - _NOT_ASKED_FOR
+    given = {name: settings[name] for name in names if settings.get(name) is not None}
     return json.loads(json.dumps(given, default=str))

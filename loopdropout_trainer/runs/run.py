@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
 
 import datasets
+import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
@@ -23,34 +24,38 @@ from transformers.utils.logging import disable_progress_bar
 from loopdropout_trainer import diagnostics
 from loopdropout_trainer.checks import shown
 from loopdropout_trainer.data import DataArguments, check_vocabulary, load_data, load_tokenizer
-from loopdropout_trainer.diagnostics.diagnostic import Row
 from loopdropout_trainer.diagnostics.losses import Readouts, SingleLoop, readout_rows, single_loop_rows
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, facts_of_batches
 from loopdropout_trainer.errors import one_line, user_supplied
 from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
-from loopdropout_trainer.evaluation.answer_log import SettingsChangedError
+from loopdropout_trainer.evaluation.benchmark import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.processes import from_main_process
 from loopdropout_trainer.record.identity import (
     Identity,
+    differences,
     identity_key,
     library_versions,
     make_identity,
+    read_identity,
     trained_weights,
 )
-from loopdropout_trainer.record.measurement import BASE, NONE, TRAINING, Measurement, write_measurements
+from loopdropout_trainer.record.measurement import BASE, NONE, TRAINING, Measurement
 from loopdropout_trainer.runs.plan import plan_run
-from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log, title_of
+from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log
 from loopdropout_trainer.runs.result import (
     DIVERGED_FILE,
-    RESULTS_FILE,
+    EXPECTED_FILE,
+    FORMER_FILE,
+    RUN_FILE,
     WRITER,
-    read_results,
-    rows_of_training,
-    write_results,
+    Result,
+    finished_result,
+    is_of_former_version,
+    write_result,
 )
-from loopdropout_trainer.saving.cards import CardScore, ModelCardFields, save_card
+from loopdropout_trainer.saving.cards import ModelCardFields, save_card
 from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.secrets import public_settings
@@ -69,12 +74,13 @@ from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.memory import device_name, memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config
-from loopdropout_trainer.training.scores import Batch, score_readouts
+from loopdropout_trainer.training.scores import score_readouts
 
 
 logger = logging.getLogger(__name__)
 
 SHORT = 20_000  # examples; a bar over fewer of them is gone before anyone can read it
+_NO_CURVES = ("step", "epoch", "total_flos")
 
 
 class Run:
@@ -101,39 +107,53 @@ class Run:
         parsed, self.settings = self.read(argv, description)
         self.script, self.model, self.adapter, self.data_args, config, *self.more = parsed
         self.configs = [config, *(self.config_for(rule, config) for rule in self.script.compare_with or ())]
-        for each in self.configs:
-            each.model_init_kwargs = {**self.model.init_kwargs, **(each.model_init_kwargs or {})}
-            self.base = check_run(self.model.model_name_or_path, each)
+        for of_rule in self.configs:
+            of_rule.model_init_kwargs = {**self.model.init_kwargs, **(of_rule.model_init_kwargs or {})}
+            self.base = check_run(self.model.model_name_or_path, of_rule)
         self.peft_config = default_peft_config(self.base, **self.adapter.lora_fields)
         check_run(self.model.model_name_or_path, config, self.peft_config)
-        script, mergeable = self.script, [each.make_rule().mergeable for each in self.configs]
-        merges = script.merge or script.push_merged_to_hub
-        for refused, reason in (
-            (merges and not mergeable[0],
-             f"The updates of {config.rule!r} differ from loop to loop and cannot be merged: leave `merge` and "
-             "`push_merged_to_hub` out."),
-            (merges and shards_weights(config),
-             "`merge` and `push_merged_to_hub` need complete weights, which ZeRO-3 and FSDP shard over the processes: leave "
-             "them out, then merge the saved adapter with recipes/merge.py."),
-            (script.depths and not (script.benchmarks and all(mergeable)),
-             "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."),
-            (script.single_loop_accuracy and not script.benchmarks,
-             "`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them."),
-            (config.metric_for_best_model not in (None, "loss", "eval_loss"),
-             f"`metric_for_best_model` must be loss; got {shown(config.metric_for_best_model)}."),
-            (getattr(config, "dataset_kwargs", None),
-             "`dataset_kwargs` is for datasets that are prepared in Python: leave it out."),
-            (config.rule in (script.compare_with or ()),
-             f"`compare_with` must name other rules than `rule`; got {config.rule!r}."),
-            (merges and Path(config.output_dir, "merged").is_file()
-             or any(Path(config.output_dir, name).is_dir() for name in (RESULTS_FILE, "recipe.yaml")),
-             f"`output_dir` {config.output_dir} has a file in the place of the folder merged, or a folder in that of a file."),
-            (script.push_merged_to_hub and not config.hub_model_id,
-             "`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`."),
-        ):  # fmt: skip
-            if refused:
-                raise RecipeError(reason)
+        self.is_merged = self.script.merge or self.script.push_merged_to_hub
+        if self.is_merged:
+            self._check_merging(config)
+        self._check_measuring(config)
+        self._check_files(Path(config.output_dir))
         self.check()
+
+    def _check_merging(self, config: LoopDropoutArguments) -> None:
+        if not config.make_rule().mergeable:
+            raise RecipeError(
+                f"The updates of {config.rule!r} differ from loop to loop and cannot be merged: leave `merge` and "
+                "`push_merged_to_hub` out."
+            )
+        if shards_weights(config):
+            raise RecipeError(
+                "`merge` and `push_merged_to_hub` need complete weights, which ZeRO-3 and FSDP shard over the processes: "
+                "leave them out, then merge the saved adapter with recipes/merge.py."
+            )
+        if self.script.push_merged_to_hub and not config.hub_model_id:
+            raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
+
+    def _check_measuring(self, config: LoopDropoutArguments) -> None:
+        script, rules = self.script, [of_rule.make_rule() for of_rule in self.configs]
+        if script.depths and not (script.benchmarks and all(rule.mergeable for rule in rules)):
+            raise RecipeError(
+                "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."
+            )
+        if script.single_loop_accuracy and not script.benchmarks:
+            raise RecipeError("`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them.")
+        if config.metric_for_best_model not in (None, "loss", "eval_loss"):
+            raise RecipeError(f"`metric_for_best_model` must be loss; got {shown(config.metric_for_best_model)}.")
+        if getattr(config, "dataset_kwargs", None):
+            raise RecipeError("`dataset_kwargs` is for datasets that are prepared in Python: leave it out.")
+        if config.rule in (script.compare_with or ()):
+            raise RecipeError(f"`compare_with` must name other rules than `rule`; got {config.rule!r}.")
+
+    def _check_files(self, folder: Path) -> None:
+        is_file = self.is_merged and (folder / "merged").is_file()
+        if is_file or any((folder / name).is_dir() for name in (RUN_FILE, "recipe.yaml")):
+            raise RecipeError(
+                f"`output_dir` {folder} has a file in the place of the folder merged, or a folder in that of a file."
+            )
 
     @classmethod
     def read(cls, argv: list[str] | None = None, description: str | None = None) -> tuple[list[Any], dict[str, Any]]:
@@ -151,9 +171,6 @@ class Run:
 
     def load(self) -> None:
         """Load tokenizer, data and benchmarks."""
-        self.identities: list[Identity] = []
-        self.rows: list[Measurement] = []
-        self.rows_of_base: list[Measurement] = []
         config = self.configs[0]
         of_sft = {name: getattr(config, name, None) for name in ("chat_template_path", "eos_token")}
         self.tokenizer = load_tokenizer(self.model, config.trust_remote_code, **of_sft)
@@ -166,15 +183,15 @@ class Run:
         for name in ("eval_on_start", "single_loop_batches", "live_diagnostics_steps"):
             if self.data.eval is None and (getattr(config, name, 0) or getattr(self.script, name, 0)):
                 raise RecipeError(f"`{name}` needs rows to evaluate on: give `num_eval_examples` or `eval_files`.")
-        self.benchmarks = []
-        for name in self.script.benchmarks or ():
-            limit, file = self.script.benchmark_limit, (self.script.benchmark_files or {}).get(name)
-            if name == DEVELOPMENT:  # the held-out training rows
-                self.benchmarks.append(development_benchmark(self.data.eval, self.data_args.preparation, limit))
-            else:
-                revision = (self.script.benchmark_revisions or {}).get(name)
-                confirmed = self.script.confirm_run_unsafe_code
-                self.benchmarks.append(load_benchmark(name, file, limit, confirmed, revision))
+        self.benchmarks = [self._benchmark(name) for name in self.script.benchmarks or ()]
+
+    def _benchmark(self, name: str) -> Benchmark:
+        limit = self.script.benchmark_limit
+        if name == DEVELOPMENT:  # the held-out training rows
+            return development_benchmark(self.data.eval, self.data_args.preparation, limit)
+        file = (self.script.benchmark_files or {}).get(name)
+        revision = (self.script.benchmark_revisions or {}).get(name)
+        return load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code, revision)
 
     def announce(self) -> None:
         """Print what became of the data, and what is about to be done with it."""
@@ -199,10 +216,10 @@ class Run:
         """Return what the trainer takes beside model, data, tokenizer and adapter."""
         return {}
 
-    def train(self, config: LoopDropoutArguments, base_benchmarks: dict[str, Any] | None) -> dict[str, Any]:
-        """Train one adapter, measure it and save it; return its results as results.json has them, in the first process.
+    def train(self, config: LoopDropoutArguments, base: Result | None) -> Result:
+        """Train one adapter, measure it and save it; return what was measured, complete in the first process.
 
-        `base_benchmarks` are the results before training if they are known; they are the same for every rule.
+        `base`: what was measured before training, if it is known; it is the same for every rule.
         """
         with user_supplied("The training cannot begin"):
             trainer = self.trainer_class(
@@ -214,32 +231,35 @@ class Run:
                 peft_config=self.peft_config,
                 **self.trainer_arguments(),
             )
-        self.rows, checkpoint = [], self.checkpoint_for(config)
+        folder, checkpoint = config.output_dir, self.checkpoint_for(config)
+        from_main_process(lambda: check_expected(folder, trainer.run_identity))
         if self.merges(config):  # before hours of training
-            from_main_process(lambda: check_merge_target(Path(config.output_dir, "merged"), trainer.model))
+            from_main_process(lambda: check_merge_target(Path(folder, "merged"), trainer.model))
         with trainer.only_run_in_output_dir(checkpoint):
-            read = lambda: read_results(self.settings, config.output_dir, trainer.run_identity)
-            results = from_main_process(read) if checkpoint else None
-            if results is not None:
-                if config.should_save:
-                    title = title_of(results)
-                    print(f"{title} is finished: its results are read from {config.output_dir}.", flush=True)
-                return results
-            if base_benchmarks is None:  # a new adapter changes nothing yet
-                benchmarks = self.benchmarks if self.script.evaluate_base else ()
-                base_benchmarks = {each.name: self.evaluate(trainer, each, "before") for each in benchmarks}
-            return self.train_and_measure(trainer, checkpoint, base_benchmarks)
+            if checkpoint:
+                read = lambda: finished_result(self.settings, folder, trainer.run_identity)
+                finished = from_main_process(read)
+                if finished is not None:
+                    if config.should_save:
+                        method = finished.training.method
+                        print(f"{method} is finished: its results are read from {folder}.", flush=True)
+                    return finished
+            result = Result() if base is None else base
+            if base is None and self.script.evaluate_base:  # a new adapter changes nothing yet
+                for benchmark in self.benchmarks:
+                    self.evaluate(result, trainer, benchmark, "before")
+            self.train_and_measure(result, trainer, checkpoint)
+        return result
 
-    def train_and_measure(
-        self, trainer: GateSamplingMixin, checkpoint: str | bool | None, base_benchmarks: dict[str, Any]
-    ) -> dict[str, Any]:
+    def train_and_measure(self, result: Result, trainer: GateSamplingMixin, checkpoint: str | bool | None) -> None:
+        """Train an adapter, save it, measure it, and write what came of it."""
         config, is_main = trainer.args, trainer.accelerator.is_main_process
         diverged = Path(config.output_dir, DIVERGED_FILE)
         try:
             if not config.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)
                 trainer.add_callback(TrainingProgress(config.rule))
-            trained = trainer.train(resume_from_checkpoint=checkpoint)
+            output = trainer.train(resume_from_checkpoint=checkpoint)
             progress = trainer.progress()
             trainer.save_model()  # before anything else can go wrong
             trainer.save_state()  # the learning curve
@@ -251,102 +271,112 @@ class Run:
             raise
         if is_main:
             diverged.unlink(missing_ok=True)
+            result.keep(trainer.run_identity, self.rows_of_training(trainer, output.metrics, progress))
+        self.measure(result, trainer)
+        if is_main:
+            self.save(result, trainer)
+
+    def rows_of_training(
+        self, trainer: GateSamplingMixin, metrics: dict[str, float], progress: dict[str, Any]
+    ) -> list[Measurement]:
+        """Return a row for each number that a training took, and for each number of its log."""
+        config, state = trainer.args, trainer.state
         own_memory = config is self.configs[0] or device_name() != "cpu"  # a CPU's holds what the rules before needed
         seconds, tokens = progress["step_seconds"], progress["num_tokens"]
-        train_info = {
-            "rule": config.rule,
-            "p": config.p,
-            "num_loops": trainer.num_loops,
-            "steps": trainer.state.global_step,
-            "examples": len(trainer.train_dataset),
-            "num_tokens": tokens,
-            "train_loss": trained.training_loss,
-            "train_seconds": trained.metrics["train_runtime"],
-            "step_seconds": seconds / trainer.state.global_step,
-            "tokens_per_second": tokens / seconds if seconds else None,
-            "peak_memory_gb": progress["peak_memory_gb"] if own_memory else None,
-            "trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-            **self.adapter.lora_fields,
-            **{name: getattr(config, name) for name in ("rule_args", "learning_rate", "seed")},
-            "gate_seed": config.seed if config.gate_seed is None else config.gate_seed,
-        }
-        if rewards := [log["reward"] for log in trainer.state.log_history if "reward" in log]:
+        costs = [
+            ("trainable_parameters", sum(p.numel() for p in trainer.model.parameters() if p.requires_grad), ""),
+            ("examples", len(trainer.train_dataset), ""),
+            ("num_tokens", tokens, "tokens"),
+            ("train_loss", metrics["train_loss"], "nats"),
+            ("train_seconds", metrics["train_runtime"], "s"),
+            ("step_seconds", seconds / state.global_step, "s"),
+            ("tokens_per_second", tokens / seconds if seconds else None, "tokens/s"),
+            ("peak_memory_gb", progress["peak_memory_gb"] if own_memory else None, "GB"),
+        ]
+        rewards = [log["reward"] for log in state.log_history if "reward" in log]
+        if rewards:
             tenth = max(1, len(rewards) // 10)
-            train_info["rewards"] = [mean(rewards[:tenth]), mean(rewards[-tenth:])]
-        measured = {"base_benchmarks": base_benchmarks, **self.measure(trainer)}
-        if not is_main:
-            return measured
-        before, saved = base_benchmarks, {"adapter": config.output_dir}
-        scores = {
-            name: CardScore(result["score"], result["total"], before[name]["score"] if name in before else None)
-            for name, result in measured["benchmarks"].items()
-        }
-        recipe, data = settings_yaml(self.settings), self.data.description
-        card = ModelCardFields(rule=config.rule, p=config.p, recipe=recipe, data=data, results=scores)
-        save_card(trainer.model, config.output_dir, config.hub_model_id, card)
-        if self.merges(config):
-            saved["merged model"] = str(Path(config.output_dir, "merged"))
-            merge_and_save(trainer.model, saved["merged model"], self.tokenizer, card, config.hub_model_id)
-        results = {
-            "meta_info": {
-                "model": self.model.base_name,
-                "revision": self.model.model_revision,
-                "model_type": trainer.model.get_base_model().config.model_type,
-                "dtype": self.model.dtype,
-                "attn_implementation": self.model.attn_implementation,
-                "data": data,
-                "num_loops": trainer.num_loops,
-                "adapter_path": config.output_dir,
-            },
-            "train_info": train_info,
-            "run_info": {
-                "settings": public_settings(self.settings),
-                "versions": library_versions(),
-                "device": device_name(),
-                "num_processes": trainer.accelerator.num_processes,
-            },
-            "run": trainer.run_identity,
-            **measured,
-            "saved": saved,
-        }
-        of_training = {**self.facts(trainer), "identity": identity_key(trainer.run_identity), "benchmark": TRAINING}
-        self.keep(trainer.run_identity, rows_of_training(train_info, trainer.state.log_history, of_training))
-        write_measurements(config.output_dir, [*self.rows_of_base, *self.rows], self.identities, WRITER)
-        return write_results(results, config.output_dir)  # the last file
+            costs += [("reward_first", mean(rewards[:tenth]), ""), ("reward_last", mean(rewards[-tenth:]), "")]
+        facts = {**self.facts(trainer), "identity": identity_key(trainer.run_identity), "benchmark": TRAINING}
+        rows = [
+            Measurement(**facts, family="cost", metric=metric, value=value, unit=unit)
+            for metric, value, unit in costs
+            if is_finite(value)
+        ]
+        for log in state.log_history:
+            for metric, value in sorted(log.items()):  # as a saved log has them
+                if is_finite(value) and metric not in _NO_CURVES and not metric.startswith("train_"):
+                    family = metric.split("/")[0] if "/" in metric else "curve"
+                    rows.append(Measurement(**facts, family=family, metric=metric, value=value, step=log["step"]))
+        return rows
 
-    def measure(self, trainer: GateSamplingMixin) -> dict[str, Any]:
+    def measure(self, result: Result, trainer: GateSamplingMixin) -> None:
         """Evaluate a trained adapter on the benchmarks, at other depths and in one loop only, and score its loops."""
-        num_loops, depths = trainer.num_loops, self.script.depths or ()
-        measured = {"benchmarks": {each.name: self.evaluate(trainer, each, "after") for each in self.benchmarks}}
-        measured |= {"by_depth": {}, "single_loop_benchmarks": [], "readout_losses": []}
-        quiet = trainer.args.disable_tqdm
-        for depth in tqdm(depths, desc="depths", disable=quiet or not depths or None):  # None: without a terminal
-            moment = "after" if depth == num_loops else f"after/{depth}_loops"
+        script, num_loops, quiet = self.script, trainer.num_loops, trainer.args.disable_tqdm
+        for benchmark in self.benchmarks:
+            self.evaluate(result, trainer, benchmark, "after")
+        more = [(f"after/{depth}_loops", depth, None) for depth in script.depths or () if depth != num_loops]
+        if script.single_loop_accuracy and num_loops > 1:
+            for loop, gates in enumerate(torch.eye(num_loops).tolist(), start=1):
+                more.append((f"after/only_loop_{loop}", None, gates))
+        bar = tqdm(
+            more, desc="other depths, single loops", disable=quiet or not more or None
+        )  # None: without a terminal
+        for moment, depth, gates in bar:
             with run_as(trainer.model, readout=depth):
-                measured["by_depth"][str(depth)] = self.evaluate(trainer, self.benchmarks[0], moment)
-        loops = range(num_loops if self.script.single_loop_accuracy else 0)
-        for only in tqdm(loops, desc="adapter in one loop", disable=quiet or not loops or None):
-            gates, moment = [float(loop == only) for loop in loops], f"after/only_loop_{only + 1}"
-            measured["single_loop_benchmarks"].append(self.evaluate(trainer, self.benchmarks[0], moment, gates))
-        if self.script.single_loop_batches and trainer.eval_dataset is not None:
-            rows = self.script.single_loop_batches * trainer.args.per_device_eval_batch_size
-            batches = diagnostics.evaluation_batches(trainer, rows)
-            losses = diagnostics.single_loop_activation(trainer.model, batches)
-            readouts = score_readouts(trainer.model, batches)
-            measured["single_loop"] = {**asdict(losses), "reductions_percent": losses.reductions}
-            measured["readout_losses"] = [each.loss for each in readouts]
-            found = {SingleLoop.name: single_loop_rows(losses), Readouts.name: readout_rows(readouts)}
-            self.keep_losses(trainer, batches, found)
-        return measured
+                self.evaluate(result, trainer, self.benchmarks[0], moment, gates)
+        if script.single_loop_batches and trainer.eval_dataset is not None:
+            self.measure_losses(result, trainer)
 
-    def keep_losses(self, trainer: GateSamplingMixin, batches: list[Batch], found: dict[str, list[Row]]) -> None:
-        """Keep what diagnostics have found on held-out rows, which stand in batches."""
+    def measure_losses(self, result: Result, trainer: GateSamplingMixin) -> None:
+        """Measure the losses of held-out rows with the adapter in one loop only, and of each loop's readout."""
+        num_rows = self.script.single_loop_batches * trainer.args.per_device_eval_batch_size
+        batches = diagnostics.evaluation_batches(trainer, num_rows)
+        rows = {
+            SingleLoop.name: single_loop_rows(diagnostics.single_loop_activation(trainer.model, batches)),
+            Readouts.name: readout_rows(score_readouts(trainer.model, batches)),
+        }
         model = from_main_process(lambda: self.identity_of_model(trainer))
         data, loops = {"source": HELD_OUT, **facts_of_batches(batches)}, {"num_loops": trainer.num_loops}
         identity = make_identity(data=data, loops=loops) | model
         facts = {**self.facts(trainer), "benchmark": HELD_OUT, "identity": identity_key(identity)}
-        for name, rows in found.items():
-            self.keep(identity, [Measurement(**{**facts, "family": name, **row}) for row in rows])
+        for name, of_diagnostic in rows.items():
+            result.keep(identity, [Measurement(**{**facts, "family": name, **row}) for row in of_diagnostic])
+
+    def save(self, result: Result, trainer: GateSamplingMixin) -> None:
+        """Write the cards, the merged model if it is wanted, and what was measured."""
+        config, data = trainer.args, self.data.description
+        card = ModelCardFields(
+            rule=config.rule,
+            p=config.p,
+            recipe=settings_yaml(self.settings),
+            data=data,
+            results=result.card_scores(),
+        )
+        save_card(trainer.model, config.output_dir, config.hub_model_id, card)
+        result.saved = {"adapter": config.output_dir}
+        if self.merges(config):
+            merged = str(Path(config.output_dir, "merged"))
+            merge_and_save(trainer.model, merged, self.tokenizer, card, config.hub_model_id)
+            result.saved["merged model"] = merged
+        facts = {
+            "run_name": config.run_name,
+            "model": self.model.base_name,
+            "model_type": trainer.model.get_base_model().config.model_type,
+            "data": data,
+            "settings": public_settings(self.settings),
+            "versions": library_versions(),
+            "device": device_name(),
+            "num_processes": trainer.accelerator.num_processes,
+        }
+        if is_of_former_version(config.output_dir):
+            logger.warning(
+                "%s in %s is of an earlier version of this package, and is not read: the trained adapter was measured again. "
+                "Delete that file.",
+                FORMER_FILE,
+                config.output_dir,
+            )
+        write_result(result, facts, trainer.run_identity, config.output_dir)  # the last file
 
     def checkpoint_for(self, config: LoopDropoutArguments) -> str | bool | None:
         """Return the checkpoint to resume from; True: the newest complete one in `output_dir`, if there is one.
@@ -358,39 +388,40 @@ class Run:
         if not isinstance(wanted, str):
             return wanted
         folders = Path(wanted).resolve().parents
-        others = [each for each in self.configs[1:] if Path(each.output_dir).resolve() in folders]
+        others = [config for config in self.configs[1:] if Path(config.output_dir).resolve() in folders]
         return wanted if config is (others or self.configs)[0] else True
 
     def evaluate(
-        self, trainer: GateSamplingMixin, benchmark: Benchmark, moment: str, gates: Sequence[float] | None = None
-    ) -> dict[str, Any]:
+        self,
+        result: Result,
+        trainer: GateSamplingMixin,
+        benchmark: Benchmark,
+        moment: str,
+        gates: Sequence[float] | None = None,
+    ) -> None:
         """Evaluate on a benchmark, at unit gates or at these gates [K]; what a killed run evaluated is not evaluated again."""
         folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
-        subject, bar = (
-            Subject.of(trainer.model, self.tokenizer, self.script, gates=gates),
-            moment in ("before", "after"),
-        )
-        model = from_main_process(lambda: self.identity_of_model(trainer, moment == "before"))
-        run = lambda: evaluate_subject(subject, benchmark, folder, model, progress=bar)
+        subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
+        untrained, progress = moment == "before", moment in ("before", "after")
+        model = from_main_process(lambda: self.identity_of_model(trainer, untrained))
         try:
-            result = run()
+            answers = evaluate_subject(subject, benchmark, folder, model, progress)
         except SettingsChangedError:  # of a run that this one takes the place of
             if trainer.accelerator.is_main_process:
                 shutil.rmtree(folder)
             trainer.accelerator.wait_for_everyone()
-            result = run()
-        of_base = {"method": BASE, "gates": NONE, "run": None, "seed": None, "steps": None}
+            answers = evaluate_subject(subject, benchmark, folder, model, progress)
         identity = benchmark.identity(subject, model)
-        facts = {**self.facts(trainer), **subject.place, **(of_base if moment == "before" else {})}
-        self.keep(identity, result.measurements(**facts, identity=identity_key(identity)), moment == "before")
-        return result.as_json()
+        facts = {**self.facts(trainer), **subject.place, "identity": identity_key(identity)}
+        if untrained:
+            facts |= {"method": BASE, "gates": NONE, "run": None, "seed": None, "steps": None}
+        result.keep(identity, answers.measurements(**facts))
 
     def identity_of_model(self, trainer: GateSamplingMixin, untrained: bool = False) -> Identity:
         """Return the parts of an identity that are the model's: as it is now, or before anything of it was trained."""
-        known = {part: trainer.run_identity[part] for part in ("base", "adapter", "versions")}
-        if untrained:
-            return {"base": known["base"], "versions": known["versions"], "weights": trained_weights(None)}
-        return {**known, "weights": trained_weights(trainer.model)}
+        parts = ("base", "versions") if untrained else ("base", "adapter", "versions")
+        weights = trained_weights(None if untrained else trainer.model)
+        return {**{part: trainer.run_identity[part] for part in parts}, "weights": weights}
 
     def facts(self, trainer: GateSamplingMixin) -> dict[str, Any]:
         """Return the fields that all measurements of a training share."""
@@ -405,36 +436,54 @@ class Run:
             "depth": trainer.num_loops,
         }
 
-    def keep(self, identity: Identity, rows: list[Measurement], of_base: bool = False) -> None:
-        """Keep measurements until the run is complete; the base's for all runs of this command."""
-        self.identities.append(identity)
-        (self.rows_of_base if of_base else self.rows).extend(rows)
-
     def merges(self, config: LoopDropoutArguments) -> bool:
         """Say whether the adapter of these arguments is to be merged: the recipe's own, not those it is compared with."""
-        return config is self.configs[0] and (self.script.merge or self.script.push_merged_to_hub)
+        return self.is_merged and config is self.configs[0]
+
+
+def is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def check_expected(folder: str | Path, run: Identity) -> None:
+    """Refuse to train what could not be compared with the finished runs of its sweep, which has written down what it expects.
+
+    Raises:
+        RecipeError: it names what differs.
+    """
+    path = Path(folder, EXPECTED_FILE)
+    if not path.is_file():
+        return
+    with user_supplied(f"{path} cannot be read"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        other, expected = content["run"], read_identity(content["identity"])
+    if changed := differences(expected, run):
+        raise RecipeError(
+            f"{folder} is not trained, since it could not stand beside {other}: {changed[0]}. Put it back, or choose another "
+            "`output_dir`."
+        )
 
 
 def run_all(run: Run) -> None:
     """Load what a run needs, say what it will do, do it, and print what came of it."""
     show_log()
     run.load()
-    if run.configs[0].process_index == 0:
+    config, script = run.configs[0], run.script
+    if config.process_index == 0:
         run.announce()
-    if run.script.dry_run:
+    if script.dry_run:
         return
-    results: list[dict[str, Any]] = []
-    for config in run.configs:
-        results.append(run.train(config, results[0]["base_benchmarks"] if results else None))
-    config = run.configs[0]
+    results: list[Result] = []
+    for of_rule in run.configs:
+        results.append(run.train(of_rule, results[0].of_base() if results else None))
     if not config.should_save:  # the other processes
         return
-    print_results(results)
-    if run.script.push_merged_to_hub:
+    print_results(results, script.depths or ())
+    if script.push_merged_to_hub:
         address = push_merged_to_hub(Path(config.output_dir) / "merged", config.hub_model_id, token=config.hub_token)
         print(f"Pushed to {address}")
-    if "single_loop" in results[0] or results[0]["by_depth"]:
-        draw([each["saved"]["adapter"] for each in results], Path(config.output_dir) / "figure")
+    if script.depths or any(row.family == SingleLoop.name for row in results[0].rows):
+        draw([result.saved["adapter"] for result in results], Path(config.output_dir) / "figure")
 
 
 def draw(folders: Sequence[str], path: Path) -> None:

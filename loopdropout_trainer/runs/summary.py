@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.evaluation.results import mean_sd
-from loopdropout_trainer.runs.result import RESULTS_FILE
+from loopdropout_trainer.record.measurement import mean_sd
+from loopdropout_trainer.runs.result import training_result
 
 
 SUMMARY_FILE = "summary.json"
@@ -22,15 +22,14 @@ def load_runs(output_dir: str | Path) -> list[dict[str, Any]]:
     Returns:
         For each run: `method`, `learning_rate`, `seed`; `chosen`, whether the rate was chosen for the method; `final`, whether
         it was measured, not only compared with other rates; `selection_score`, in percent; `diverged`; `folder`, below
-        `output_dir`; `results`, its results.json ({} if it diverged).
+        `output_dir`; `result`, with the measurements in `result.rows` (none if it diverged).
 
     Raises:
         OSError, ValueError: if the folder holds no summary of a sweep, or a file is damaged.
     """
     runs = json.loads((Path(output_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))["runs"]
     for run in runs:
-        path = Path(output_dir) / run["folder"] / RESULTS_FILE
-        run["results"] = {} if run["diverged"] else json.loads(path.read_text(encoding="utf-8"))
+        run["result"] = training_result(Path(output_dir) / run["folder"])
     return runs
 
 
@@ -41,25 +40,36 @@ def table(runs: Sequence[Mapping[str, Any]], select_on: str) -> str:
         runs: as in summary.json, the ones of a sweep.
         select_on: name of the column of selection scores.
     """
-    rows = []
-    for (method, rate), same in pd.DataFrame(runs).groupby(["method", "learning_rate"]) if runs else ():
-        final, score = same[same["final"]], same["selection_score"].mean()
-        choice = "" if pd.isna(score) else f"{score:.2f}"
-        if same["diverged"].any():
-            choice = "diverged"
-        row = {"method": method, "rate": f"{rate:.6g}", select_on: choice + "*" * bool(same["chosen"].any())}
-        row |= {"minutes": final["train_seconds"].mean() / 60, "GB": final["peak_memory_gb"].max()}
+    if not runs:
+        return "No run is finished yet."
+    lines = []
+    for (method, rate), seeds in pd.DataFrame(runs).groupby(["method", "learning_rate"]):
+        line = {"method": method, "rate": f"{rate:.6g}", select_on: _selection(seeds)}
+        final = seeds[seeds["final"]]
+        line["minutes"] = final["train_seconds"].mean() / 60
+        line["GB"] = final["peak_memory_gb"].max()
         benchmarks = pd.DataFrame([scores or {} for scores in final["benchmarks"]])
-        row |= {f"{name} (seeds)": _over_seeds(benchmarks[name]) for name in benchmarks}
-        rows.append(row)
-    return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.2f}".format)
+        for name in benchmarks:
+            line[f"{name} (seeds)"] = _over_seeds(benchmarks[name])
+        lines.append(line)
+    return pd.DataFrame(lines).to_string(index=False, na_rep="", float_format="{:.2f}".format)
+
+
+def _selection(seeds: pd.DataFrame) -> str:
+    """Return the mean selection score of a rate's seeds, with * if the rate was chosen."""
+    if seeds["diverged"].any():
+        return "diverged"
+    score = seeds["selection_score"].mean()
+    star = "*" if seeds["chosen"].any() else ""
+    return star if pd.isna(score) else f"{score:.2f}{star}"
 
 
 def _over_seeds(scores: pd.Series) -> str:
     """Return mean ± SD and the number of seeds of one benchmark's scores, which are missing where a seed diverged."""
     finished = scores.dropna().tolist()
     diverged = f", {len(scores) - len(finished)} diverged" if len(finished) < len(scores) else ""
-    return f"{mean_sd(finished)} ({len(finished)}{diverged})"
+    mean = mean_sd(finished) if finished else "-"
+    return f"{mean} ({len(finished)}{diverged})"
 
 
 def edges(choices: Iterable[Mapping[str, Any]]) -> list[str]:

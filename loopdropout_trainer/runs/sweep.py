@@ -14,15 +14,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers.hf_argparser import HfArg
-
 from loopdropout_trainer.checks import check_choice, check_folder, check_integer, check_number, shown
-from loopdropout_trainer.errors import UserError, user_supplied
+from loopdropout_trainer.errors import RecipeError, UserError, user_supplied
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.secrets import public_settings
-from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments
-from loopdropout_trainer.settings.parser import RecipeParser
-from loopdropout_trainer.settings.recipe import RecipeError, build, for_another_rule, laid_over, load_recipe
+from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments, setting
+from loopdropout_trainer.settings.recipe import build, for_another_rule, laid_over, load_recipe
 
 
 _ONE_TRAINING = {"compare_with", "dry_run"}  # what makes several of a training, or none
@@ -40,22 +37,24 @@ Scores = Mapping[str, float | None]
 class PartArguments:
     """What is compared; a sweep has these fields for all of its parts, and a part may have its own."""
 
-    learning_rates: list[float] = HfArg(help="Candidates of every method.")
-    methods: dict[str, str | dict[str, Any]] | list[str] | str = HfArg(
+    learning_rates: list[float] = setting(help="Candidates of every method.")
+    methods: dict[str, str | dict[str, Any]] | list[str] | str = setting(
         default_factory=lambda: ["lora", "loop_dropout"],
         help="Rules and recipes (.yaml), or name: rule, recipe, or fields on top of `recipe`; in a part, names.",
     )
-    seeds: list[int] = HfArg(default_factory=lambda: [101, 102, 103], help="The first ones choose the learning rate.")
-    full_grid: bool = HfArg(default=False, help="Train every seed at every rate; so it is with one rate.")
-    extend_grid: bool = HfArg(
+    seeds: list[int] = setting(
+        default_factory=lambda: [101, 102, 103], help="The first ones choose the learning rate."
+    )
+    full_grid: bool = setting(default=False, help="Train every seed at every rate; so it is with one rate.")
+    extend_grid: bool = setting(
         default=False,
         help="While a method's best rate is the smallest or largest of its grid, add the next one there.",
     )
-    max_extensions: int = HfArg(default=4, help="How many rates `extend_grid` adds to a method's grid at most.")
-    settings: dict[str, Any] | None = HfArg(
+    max_extensions: int = setting(default=4, help="How many rates `extend_grid` adds to a method's grid at most.")
+    settings: dict[str, Any] | None = setting(
         default=None, help="Fields of every recipe (JSON). A part's own make methods METHOD@PART."
     )
-    measure: dict[str, Any] | None = HfArg(
+    measure: dict[str, Any] | None = setting(
         default=None, help="Fields of a recipe on what is measured of final runs: `benchmarks`, `depths`, ..."
     )
 
@@ -73,29 +72,36 @@ class PartArguments:
             check_choice("measure", name, sorted(_MEASURED))
         check_integer("max_extensions", self.max_extensions)
         self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
+        if self.extend_grid and len(self.learning_rates) == 1:
+            raise UserError(
+                f"`extend_grid` needs two or more `learning_rates`, whose distance says where the next one is; got "
+                f"{self.learning_rates}."
+            )
 
 
 @dataclass(kw_only=True)
 class SweepArguments(PartArguments):
     """A sweep, and what to do of it."""
 
-    recipe: str = HfArg(help="Training recipe that all methods start from.")
-    script: str = HfArg(default="sft", help="Script of the recipe.", metadata={"choices": ["sft", "dpo", "grpo"]})
-    parts: dict[str, dict[str, Any] | None] | None = HfArg(
+    recipe: str = setting(help="Training recipe that all methods start from.")
+    script: str = setting(default="sft", help="Script of the recipe.", metadata={"choices": ["sft", "dpo", "grpo"]})
+    parts: dict[str, dict[str, Any] | None] | None = setting(
         default=None,
         help="Name: {methods, learning_rates, seeds, full_grid, extend_grid, settings, measure}, in order of priority. A run "
         "that two parts share is trained once, and measured as the first one says. Default: one part, `all`.",
     )
-    only: list[str] | None = HfArg(default=None, help="Parts to do. Default: all.")
-    rate_factors: dict[str, float] | None = HfArg(default=None, help="Factors on learning rates by method (JSON).")
-    select_on: str = HfArg(default="development", help="Benchmark that chooses the rate. Default: held-out rows.")
-    selection_seeds: int = HfArg(default=1, help="How many of a part's first seeds choose the rate.")
-    output_dir: str = HfArg(default="outputs/sweep", help="Folder of all runs.")
-    storage: str | None = HfArg(default=None, help="URL of a database that machines share. Default: a file, sweep.db.")
-    launcher: str = HfArg(default="", help="What starts a training, e.g. `accelerate launch`. Default: a fork.")
-    workers: int = HfArg(default=1, help="Runs at a time on this machine, each on a GPU of its own.")
-    print_commands: bool = HfArg(default=False, help="Print the commands that a scheduler can start now, and stop.")
-    dry_run: bool = HfArg(default=False, help="Print how many trainings each part takes, and stop.")
+    only: list[str] | None = setting(default=None, help="Parts to do. Default: all.")
+    rate_factors: dict[str, float] | None = setting(default=None, help="Factors on learning rates by method (JSON).")
+    select_on: str = setting(default="development", help="Benchmark that chooses the rate. Default: held-out rows.")
+    selection_seeds: int = setting(default=1, help="How many of a part's first seeds choose the rate.")
+    output_dir: str = setting(default="outputs/sweep", help="Folder of all runs.")
+    storage: str | None = setting(
+        default=None, help="URL of a database that machines share. Default: a file, sweep.db."
+    )
+    launcher: str = setting(default="", help="What starts a training, e.g. `accelerate launch`. Default: a fork.")
+    workers: int = setting(default=1, help="Runs at a time on this machine, each on a GPU of its own.")
+    print_commands: bool = setting(default=False, help="Print the commands that a scheduler can start now, and stop.")
+    dry_run: bool = setting(default=False, help="Print how many trainings each part takes, and stop.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -166,10 +172,14 @@ class Sweep:
 
     def _part(self, name: str, given: dict[str, Any], definitions: Mapping[str, Any]) -> PartArguments:
         """Return a part with its own fields, and the sweep's where it has none; its methods join the others."""
+        from loopdropout_trainer.settings.parser import RecipeParser
+
         parser = RecipeParser([PartArguments])
         given = parser.read_recipe(given, f"the part `{name}`")
-        shared = {key: getattr(self.arguments, key) for key in parser.hints}
+        shared = {field: getattr(self.arguments, field) for field in parser.hints}
         shared |= {"methods": list(definitions), "settings": None}
+        if len(given.get("learning_rates", ())) == 1:
+            shared["extend_grid"] = False  # the sweep's grid is extended, and not this one rate
         measure = {**(self.arguments.measure or {}), **(given.get("measure") or {})}
         try:
             part = build(PartArguments, {**shared, **given, "measure": measure})
@@ -216,11 +226,14 @@ class Sweep:
         recipe = {**recipe, "resume_from_checkpoint": "true", "evaluate_base": False, **measure}
         return json.loads(json.dumps(recipe, default=str))
 
+    def run_name(self, job: Job) -> str:
+        """Return the name in run.json that tells whether a finished run is of this job: with a hash of its settings."""
+        return f"{job.run} {sha256_of_json(self.settings(job.method, job.selects))[:16]}"
+
     def recipe(self, job: Job) -> dict[str, Any]:
-        """Return a job's settings; their `run_name` tells whether a results.json is of this job."""
-        settings = self.settings(job.method, job.selects)
-        run_name = f"{job.run} {sha256_of_json(settings)[:16]}"
-        return {**settings, "learning_rate": job.learning_rate, "seed": job.seed, "run_name": run_name}
+        """Return a job's settings."""
+        of_job = {"learning_rate": job.learning_rate, "seed": job.seed, "run_name": self.run_name(job)}
+        return {**self.settings(job.method, job.selects), **of_job}
 
     # Learning rates
 

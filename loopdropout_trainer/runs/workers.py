@@ -35,16 +35,18 @@ def forks(script: Path) -> BaseContext:
     context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
     statements = ast.parse(script.read_text(encoding="utf-8")).body
     modules = [statement.module for statement in statements if isinstance(statement, ast.ImportFrom)]
-    context.set_forkserver_preload(["loopdropout_trainer.runs.queue", *modules])
+    context.set_forkserver_preload(["loopdropout_trainer.runs.workers", *modules])
     return context
 
 
 def gpus() -> list[str]:
     """Return the GPUs of this machine as `CUDA_VISIBLE_DEVICES` names them; [""] if there are none."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return given.split(",")
     import torch
 
-    every = ",".join(map(str, range(torch.cuda.device_count())))
-    return os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+    return list(map(str, range(torch.cuda.device_count()))) or [""]
 
 
 def run_processes(processes: Sequence[BaseProcess]) -> int:

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers.hf_argparser import HfArg
-
 from loopdropout_trainer.checks import Range, check_distinct, check_integer, check_list, check_numbers
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped.model import MOST_LOOPS
 
 
 TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
 """A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_base.py`)."""
 
 
+def setting(help: str, metadata: dict[str, Any] | None = None, **default: Any) -> Any:
+    """Return a field of a dataclass as transformers' `HfArg` does, without importing transformers for it."""
+    return dataclasses.field(metadata={"help": help, **(metadata or {})}, **default)
+
+
 @dataclass
 class ModelArguments:
     """Which looped model, and on how many threads."""
 
-    model_name_or_path: str = HfArg(help="Hub name or folder of a looped model; `tiny-ouro` is in this package.")
-    model_revision: str = HfArg(default="main", help="Branch, tag or commit on the Hub.")
-    num_loops: int | None = HfArg(default=None, help="Recurrence depth K to train at. Default: the model's own.")
-    dtype: Literal["bfloat16", "float16", "float32"] = HfArg(default="bfloat16", help="Of the frozen weights.")
-    attn_implementation: str = HfArg(default="sdpa", help="sdpa, eager, flex_attention, flash_attention_2, ...")
-    chat_template: str | None = HfArg(default=None, help="Name (tulu2, ouro ...) or Jinja file; else the tokenizer's.")
-    num_threads: int | None = HfArg(default=None, help="CPU threads of each process. Default: torch's own choice.")
+    model_name_or_path: str = setting(help="Hub name or folder of a looped model; `tiny-ouro` is in this package.")
+    model_revision: str = setting(default="main", help="Branch, tag or commit on the Hub.")
+    num_loops: int | None = setting(default=None, help="Recurrence depth K to train at. Default: the model's own.")
+    dtype: Literal["bfloat16", "float16", "float32"] = setting(default="bfloat16", help="Of the frozen weights.")
+    attn_implementation: str = setting(default="sdpa", help="sdpa, eager, flex_attention, flash_attention_2, ...")
+    chat_template: str | None = setting(
+        default=None, help="Name (tulu2, ouro ...) or Jinja file; else the tokenizer's."
+    )
+    num_threads: int | None = setting(default=None, help="CPU threads of each process. Default: torch's own choice.")
 
     def __post_init__(self):
+        from loopdropout_trainer.looped.model import MOST_LOOPS
+
         if not str(self.model_name_or_path).strip():
             raise UserError("`model_name_or_path` must be a Hub name or a folder; got ''.")
         check_numbers(self, num_loops=Range(1, MOST_LOOPS), num_threads=Range(1, 1024))
@@ -60,6 +67,8 @@ class ModelArguments:
 
 def check_depths(name: str, depths: list[int] | None) -> None:
     """Raise ValueError unless recurrence depths, if there are any, are different integers from 1 to MOST_LOOPS."""
+    from loopdropout_trainer.looped.model import MOST_LOOPS
+
     for depth in depths or ():
         check_integer(name, depth, 1, MOST_LOOPS)
     check_distinct(name, depths or [])
@@ -69,11 +78,11 @@ def check_depths(name: str, depths: list[int] | None) -> None:
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
 
-    lora_r: int = HfArg(default=16, help="Rank r of the shared update.")
-    lora_alpha: int = HfArg(default=32, help="alpha; the update is (alpha / r) B A.")
-    lora_dropout: float = HfArg(default=0.0, help="PEFT's dropout on the adapter's input.")
-    lora_target_modules: list[str] | None = HfArg(default=None, help="Default: all layers of the recurrent block.")
-    use_rslora: bool = HfArg(default=False, help="Scale the update by alpha / sqrt(r).")
+    lora_r: int = setting(default=16, help="Rank r of the shared update.")
+    lora_alpha: int = setting(default=32, help="alpha; the update is (alpha / r) B A.")
+    lora_dropout: float = setting(default=0.0, help="PEFT's dropout on the adapter's input.")
+    lora_target_modules: list[str] | None = setting(default=None, help="Default: all layers of the recurrent block.")
+    use_rslora: bool = setting(default=False, help="Scale the update by alpha / sqrt(r).")
 
     def __post_init__(self):
         check_integer("lora_r", self.lora_r, 1, 65_536)
@@ -92,20 +101,26 @@ class AdapterArguments:
 class BenchmarkArguments:
     """Which benchmarks to evaluate on, by greedy generation, and how."""
 
-    benchmarks: list[str] | None = HfArg(default=None, help="Names such as `gsm8k`; `lm_eval:TASK`: one of lm-eval's.")
-    benchmark_files: dict[str, str] | None = HfArg(default=None, help="{benchmark: local file} (JSON when typed).")
-    benchmark_revisions: dict[str, str] | None = HfArg(
+    benchmarks: list[str] | None = setting(
+        default=None, help="Names such as `gsm8k`; `lm_eval:TASK`: one of lm-eval's."
+    )
+    benchmark_files: dict[str, str] | None = setting(default=None, help="{benchmark: local file} (JSON when typed).")
+    benchmark_revisions: dict[str, str] | None = setting(
         default=None, help="{benchmark: branch, tag or commit of its dataset on the Hub} (JSON when typed)."
     )
-    benchmark_limit: int | None = HfArg(default=None, help="Number of problems of each benchmark. Default: all.")
-    benchmark_batch_size: int = HfArg(default=16, help="Problems that one process decodes at a time.")
-    decoding: Literal["eager", "compiled", "generate"] = HfArg(
+    benchmark_limit: int | None = setting(default=None, help="Number of problems of each benchmark. Default: all.")
+    benchmark_batch_size: int = setting(default=16, help="Problems that one process decodes at a time.")
+    decoding: Literal["eager", "compiled", "generate"] = setting(
         default="eager", help="`eager`, `compiled` (the same, with compiled steps) or `generate` (transformers' own)."
     )
-    apply_chat_template: bool | None = HfArg(default=None, help="Pose problems as chat turns. Default: per benchmark.")
-    system_instruction: str | None = HfArg(default=None, help="System turn, with `apply_chat_template: true`.")
-    max_new_tokens: int | None = HfArg(default=None, help="At most N tokens in a completion. Default: per benchmark.")
-    confirm_run_unsafe_code: bool = HfArg(default=False, help="Run programs without bubblewrap. Command line only.")
+    apply_chat_template: bool | None = setting(
+        default=None, help="Pose problems as chat turns. Default: per benchmark."
+    )
+    system_instruction: str | None = setting(default=None, help="System turn, with `apply_chat_template: true`.")
+    max_new_tokens: int | None = setting(
+        default=None, help="At most N tokens in a completion. Default: per benchmark."
+    )
+    confirm_run_unsafe_code: bool = setting(default=False, help="Run programs without bubblewrap. Command line only.")
 
     def __post_init__(self):
         check_list("benchmarks", self.benchmarks)
@@ -116,14 +131,16 @@ class BenchmarkArguments:
 class RunArguments(BenchmarkArguments):
     """What happens around the training; the benchmarks are evaluated before and after it."""
 
-    compare_with: list[str] | None = HfArg(default=None, help="Other rules to train from the same adapter and seed.")
-    evaluate_base: bool = HfArg(default=True, help="Evaluate on the benchmarks before training, too: the base model.")
-    single_loop_batches: int = HfArg(default=0, help="Evaluation batches with the adapter in one loop at a time.")
-    single_loop_accuracy: bool = HfArg(default=False, help="Evaluate with the adapter in one loop only, too.")
-    depths: list[int] | None = HfArg(default=None, help="Other depths to evaluate the first benchmark at.")
-    merge: bool = HfArg(default=False, help="Save the merged model in `output_dir`/merged.")
-    push_merged_to_hub: bool = HfArg(default=False, help="Merge, and push the merged model to `hub_model_id`.")
-    dry_run: bool = HfArg(default=False, help="Check everything, say what would be done, and stop.")
+    compare_with: list[str] | None = setting(default=None, help="Other rules to train from the same adapter and seed.")
+    evaluate_base: bool = setting(
+        default=True, help="Evaluate on the benchmarks before training, too: the base model."
+    )
+    single_loop_batches: int = setting(default=0, help="Evaluation batches with the adapter in one loop at a time.")
+    single_loop_accuracy: bool = setting(default=False, help="Evaluate with the adapter in one loop only, too.")
+    depths: list[int] | None = setting(default=None, help="Other depths to evaluate the first benchmark at.")
+    merge: bool = setting(default=False, help="Save the merged model in `output_dir`/merged.")
+    push_merged_to_hub: bool = setting(default=False, help="Merge, and push the merged model to `hub_model_id`.")
+    dry_run: bool = setting(default=False, help="Check everything, say what would be done, and stop.")
 
     def __post_init__(self):
         super().__post_init__()

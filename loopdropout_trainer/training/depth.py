@@ -33,7 +33,7 @@ from loopdropout_trainer.checks import check_integer, check_number
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.rule import field_names
-from loopdropout_trainer.gates.streams import uniforms
+from loopdropout_trainer.gates.streams import Streams
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.looped.model import MOST_LOOPS
 
@@ -73,7 +73,7 @@ def relative_weights(weights: Sequence[float] | None, name: str) -> list[float]:
 
 def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
     """Return two uniforms that are the same on every process and in every micro-batch of an optimizer step."""
-    return uniforms(seed, purpose, step, [(0, 0)], 2)[0].tolist()
+    return Streams(seed, step, [(0, 0)]).uniforms(purpose, 2)[0].tolist()
 
 
 # How many loops run.

@@ -24,7 +24,7 @@ from loopdropout_trainer.data.templates import answer_end, check_template_source
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
-from loopdropout_trainer.looped import GatePlan, LoopedModelMixin, TrainingPolicy, find_looped_model
+from loopdropout_trainer.looped import GatedBatch, LoopedModelMixin, Optimisations, find_looped_model
 from loopdropout_trainer.saving.adapter_files import add_end_tokens
 from loopdropout_trainer.saving.cards import save_card
 from loopdropout_trainer.settings.tokenizer import as_in_its_file, read_tokenizer
@@ -113,7 +113,7 @@ class GateSamplingMixin:
         if chooses_checkpointing:
             choose_checkpointing(self.model, self.train_dataset, args)
         self._pass_index = 0
-        self.training_policy = self._find_training_policy()
+        self.optimisations = self._find_optimisations()
         self._compile_layers()
 
     @property
@@ -187,10 +187,9 @@ class GateSamplingMixin:
         if self._own_depth is not None:
             self.looped.config.num_loops, self._own_depth = self._own_depth, None
         self.loop_state.unit_gates()
-        self.looped.training_policy = TrainingPolicy()
 
     def train(self, *args, **kwargs):
-        self.training_policy = self._find_training_policy()  # again: what is trained may have changed
+        self.optimisations = self._find_optimisations()  # again: what is trained may have changed
         trained = super().train(*args, **kwargs)
         if self.state.global_step == 0:  # a stream, whose length nobody knew
             raise UserError("No step was taken: `train_dataset` has not a single batch.")
@@ -232,8 +231,7 @@ class GateSamplingMixin:
         draw = self._draw([(first_row + row, segment) for row, segment in ids], num_loops)
         self._drawn = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
         states = draw if self.redraws_states else None
-        self.loop_state.apply(GatePlan(self._drawn, segments, self.rule.seeds(draw), states))
-        self.looped.training_policy = self.training_policy
+        self.loop_state.apply(GatedBatch(self._drawn, segments, self.rule.seeds(draw), states, self.optimisations))
         if loops_to_run != self.num_loops:  # until the training step has ended
             self._own_depth, self.looped.config.num_loops = self.num_loops, loops_to_run
         self._log_gates(self._drawn.detach())
@@ -263,12 +261,12 @@ class GateSamplingMixin:
             pass_index=self._pass_index,
         )
 
-    def _find_training_policy(self) -> TrainingPolicy:
+    def _find_optimisations(self) -> Optimisations:
         """Return how micro-batches may run in training, and say so if they cannot run as they were asked to."""
         args = self.args
         packs = args.remove_padding and not args.torch_compile and self.looped.can_pack
         if not packs or not args.skip_frozen_loops:
-            return TrainingPolicy(packs)
+            return Optimisations(packs)
         may_skip = distributed.may_skip_loops(self.accelerator, args)
         parameters = trained_lora_parameters(self.model) if may_skip else None
         if parameters is None:
@@ -276,17 +274,17 @@ class GateSamplingMixin:
                 "`skip_frozen_loops` is off: it needs a single process or DDP, and an adapter without dropout as all that is "
                 "trained."
             )
-        return TrainingPolicy(packs, parameters)
+        return Optimisations(packs, parameters)
 
     def _compile_layers(self) -> None:
         """Compile what is to be compiled, and say which optimisations are in use."""
-        args, looped, policy = self.args, self.looped, self.training_policy
+        args, looped, allowed = self.args, self.looped, self.optimisations
         unsharded = distributed.has_unsharded_weights(self.accelerator)
         used = {
-            "remove_padding": policy.packs,
-            "skip_frozen_loops": policy.lora_parameters is not None,
+            "remove_padding": allowed.packs,
+            "skip_frozen_loops": allowed.lora_parameters is not None,
             "fused_lora": args.fused_lora and unsharded and looped.can_pack,
-            "compile_layers": args.compile_layers and policy.packs and unsharded and looped.compile_layers(),
+            "compile_layers": args.compile_layers and allowed.packs and unsharded and looped.compile_layers(),
         }
         if args.compile_layers and not used["compile_layers"]:
             logger.warning(

@@ -1,21 +1,24 @@
-"""The benchmarks by name; one file for those that belong together, with a dictionary `BENCHMARKS` of their tasks."""
+"""The benchmarks by name. A file here with a dictionary `BENCHMARKS` of tasks is all that a benchmark needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 from datasets import Dataset
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
-from loopdropout_trainer.evaluation.benchmarks import gsm8k, metamath, programs, tulu2
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
-from loopdropout_trainer.evaluation.metrics import metamath_gsm8k
+from loopdropout_trainer.evaluation.benchmarks.metamath import extract_number
 
 
-BENCHMARKS: dict[str, Task] = {**metamath.BENCHMARKS, **gsm8k.BENCHMARKS, **tulu2.BENCHMARKS, **programs.BENCHMARKS}
+BENCHMARKS: dict[str, Task] = {}
+for _module in iter_modules(__path__):
+    BENCHMARKS |= getattr(import_module(f"{__name__}.{_module.name}"), "BENCHMARKS", {})
 
 LM_EVAL = "lm_eval:"
 """Before the name of a task, group or tag of lm-eval's that has no name here."""
@@ -73,7 +76,7 @@ def development_benchmark(rows: Dataset | None, preparation: str | None, limit: 
     task = BENCHMARKS[_SCORED_LIKE[preparation]]
     rows = rows.select(range(min(limit or len(rows), len(rows))))
     if preparation == "metamath_gsm":  # its answers are numbers for the scorer, and text for the others
-        references = [str(metamath_gsm8k.extract_answer(answer)) for answer in rows["answer"]]
+        references = [str(extract_number(answer)) for answer in rows["answer"]]
     else:
         references = [task.reference(row) for row in rows]
     prompts = [task.prompt(row) for row in rows]

@@ -13,8 +13,7 @@ from accelerate.utils import gather_object
 from datasets import load_dataset
 
 from loopdropout_trainer.data.rows import BadRow, DataError, read_files
-from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
+from loopdropout_trainer.evaluation.benchmark import AnswerLog, Benchmark, Task
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_greedy
@@ -34,7 +33,7 @@ class GeneratedBenchmark(Benchmark):
     Attributes:
         name: for reports and files.
         prompts, references: one of each for every problem; references are what the metric compares with.
-        metric: name of a scorer, a file in `metrics/`.
+        metric: name of a scorer.
         max_new_tokens: most tokens of a completion.
         stop_strings: a completion ends before the earliest of them.
         rows: the published rows of the problems, where there are any.
@@ -48,7 +47,6 @@ class GeneratedBenchmark(Benchmark):
     stop_strings: tuple[str, ...] = ()
     rows: list[Row] = field(default_factory=list)
 
-    kind: ClassVar[str] = "generation"
     in_turns: ClassVar[bool] = False  # whether the protocol's prompts are turns of a chat
     beginning: ClassVar[str] = ""  # of every completion
 
@@ -66,7 +64,7 @@ class GeneratedBenchmark(Benchmark):
     def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
         state, in_turns = all_processes(), subject.in_turns(self.in_turns)
         texts = [subject.prompt_text(prompt, in_turns) + self.beginning for prompt in self.prompts]
-        missing = [place for place in range(len(texts)) if place not in log.found]
+        missing = [place for place in range(len(texts)) if place not in log.answers]
         share = missing[state.process_index :: state.num_processes]
         with subject.running():
             generate_greedy(
@@ -80,9 +78,9 @@ class GeneratedBenchmark(Benchmark):
                 decoding=subject.decoding,
                 keep=lambda index, completion: log.keep([(share[index], completion)]),
             )
-        for part in gather_object([{place: log.found[place] for place in share}]):
-            log.found.update(part)
-        return self.score([log.found[place] for place in range(len(texts))], texts, log, progress)
+        for part in gather_object([{place: log.answers[place] for place in share}]):
+            log.answers.update(part)
+        return self.score([log.answers[place] for place in range(len(texts))], texts, log, progress)
 
     def score(self, completions: list[str], texts: list[str], log: AnswerLog, progress: bool) -> BenchmarkResult:
         """Judge one completion of each text, which is a prompt as the model saw it."""
@@ -91,7 +89,7 @@ class GeneratedBenchmark(Benchmark):
 
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
     """Judge one completion for each problem of `benchmark`."""
-    from loopdropout_trainer.evaluation.metrics.answer_metric import AnswerMetric  # which imports `evaluate`
+    from loopdropout_trainer.evaluation.answer_metric import AnswerMetric  # which imports `evaluate`
 
     metric = AnswerMetric(benchmark.metric, keep_in_memory=True)
     verdicts = metric.compute(predictions=list(completions), references=list(benchmark.references))
@@ -145,29 +143,30 @@ class GeneratedTask(Task):
             return self.prompt(row), reference, row
 
         if files is None:
-            found = ((f"{name}, row {number}", row) for number, row in enumerate(self.rows(limit), start=1))
+            rows = ((f"{name}, row {number}", row) for number, row in enumerate(self.rows(limit), start=1))
         else:
-            found = read_files(files)
-        problems = read_problems(name, islice(found, limit), problem)
-        prompts, references, rows = map(list, zip(*problems, strict=True))
-        return GeneratedBenchmark(name, prompts, references, self.metric, self.max_new_tokens, self.stop_strings, rows)
+            rows = read_files(files)
+        problems = read_problems(name, islice(rows, limit), problem)
+        prompts, references, published = map(list, zip(*problems, strict=True))
+        protocol = (self.metric, self.max_new_tokens, self.stop_strings)
+        return GeneratedBenchmark(name, prompts, references, *protocol, published)
 
 
 def read_problems(name: str, rows: Iterable[tuple[str, Row | BadRow]], read: Callable[[Row], Any]) -> list[Any]:
     """Return what `read` gives for each (place, row) of the benchmark `name`; DataError names the place of a bad row."""
-    found = []
+    problems = []
     for place, row in rows:
         try:
             if isinstance(row, BadRow):
                 raise row
             json.dumps(row, ensure_ascii=False, default=str).encode()  # half of a surrogate pair is no text
-            found.append(read(row))
+            problems.append(read(row))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
             raise DataError(f"{place} is not a problem of `{name}`: {reason}.") from error
-    if not found:
+    if not problems:
         raise DataError(f"`{name}` has no problems.")
-    return found
+    return problems
 
 
 @dataclass(frozen=True)

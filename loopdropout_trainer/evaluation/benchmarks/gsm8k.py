@@ -6,10 +6,39 @@ import re
 from collections.abc import Callable, Iterable
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
-from loopdropout_trainer.data.preparations import text
+from loopdropout_trainer.data.rows import text
 from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, HubRows, Row
-from loopdropout_trainer.evaluation.metrics.gsm8k_strict import ANSWER
+from loopdropout_trainer.evaluation.results import Verdict, scorer
+
+
+ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")
+_MARK = "#### "
+
+
+def extract_answer(completion: str) -> str | None:
+    """Return the number after the first `#### `, as it is written; None if there is none."""
+    match = ANSWER.search(completion)
+    return match.group(1) if match else None
+
+
+def normalize(text: str) -> str:
+    """Return `text` without commas, dollar signs, anything up to the last `#### ` and a final period, in lower case."""
+    text = text.replace(",", "").replace("$", "")
+    text = text[text.rfind(_MARK) + len(_MARK) :] if _MARK in text else text  # in linear time, unlike `.*#### `
+    return re.sub(r"\.$", "", text).lower()
+
+
+@scorer
+def gsm8k_strict(completion: str | None, reference: str | None) -> Verdict:
+    """Compare the number after the first `#### `, as text, with the raw answer field of the dataset, which ends in `#### N`.
+
+    It is lm-eval's `gsm8k`, filter `strict-match`.
+    """
+    if completion is None or reference is None:
+        return Verdict(False, None, "TypeError")
+    extracted = extract_answer(completion)
+    return Verdict(extracted is not None and normalize(extracted) == normalize(reference), extracted)
 
 
 STOPS = ("Question:", "</s>", "<|im_end|>")

@@ -13,10 +13,11 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,7 @@ from datasets import Dataset
 
 from loopdropout_trainer.data.rows import DataError, read_files
 from loopdropout_trainer.errors import UserError, user_supplied
-from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
+from loopdropout_trainer.evaluation.benchmark import AnswerLog, Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks.generated import Row, read_problems
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.subject import Subject
@@ -70,21 +70,7 @@ class LmEvalTask(Task):
         manager = _task_manager(self.folder)
         splits = None if files is None else self._local_splits(name, files)
         with user_supplied(f"`{name}` cannot be loaded"):
-            names = [self.tasks]
-            if self.folder is not None and self.tasks not in manager.all_subtasks:
-                names = [task for task in manager.all_subtasks if task.startswith(f"{self.tasks}_")]
-            elif self.tasks not in manager.all_tasks:  # the path of a YAML file, which can run code, is no name
-                raise UserError(
-                    f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
-                )
-            specs = {task: {"task": task, **self.overrides} for task in splits or names}
-            for task, of_task in (splits or {}).items():
-                if task not in manager.all_subtasks:
-                    raise DataError(f"`{name}` has no task `{task}`: `benchmark_files` takes a folder of TASK.jsonl.")
-                specs[task] |= {"custom_dataset": lambda of_task=of_task, **kwargs: of_task, "dataset_kwargs": None}
-            if splits or self.overrides:  # built-in tasks take other fields inside a group only
-                names = [{"group": f"{name} with local settings", "task": list(specs.values())}]
-            tasks = list(manager.load(names)["tasks"].values())
+            tasks = self._load_tasks(name, manager, splits)
         self.check_scorer()
         for task in tasks:
             if getattr(task, "UNSAFE_CODE", False) and not confirmed:
@@ -92,32 +78,52 @@ class LmEvalTask(Task):
                     f"`{name}` runs programs that the model has written, and lm-eval does not contain them: give "
                     "`--confirm_run_unsafe_code true` on the command line to run them with your own rights."
                 )
-            own = task.get_config("num_fewshot") or 0
-            task.set_config(key="num_fewshot", value=own if self.num_fewshot is None else self.num_fewshot)
+            num_fewshot = self.num_fewshot
+            if num_fewshot is None:
+                num_fewshot = task.get_config("num_fewshot") or 0
+            task.set_config(key="num_fewshot", value=num_fewshot)
             if self.generation:
                 task.set_config(key="generation_kwargs", value=dict(self.generation), update=True)
             if splits is not None:
                 task.dataset.check_examples(name, task.config)
-            if splits is not None and self.metrics:
-                for number, doc in enumerate(task.eval_docs, start=1):
-                    _check_problem(task, doc, f"Problem {number} of `{task.task_name}`")
+                if self.metrics:
+                    _check_problems(task)
         return LmEvalBenchmark(name, self, tasks, manager, limit, confirmed)
+
+    def _load_tasks(self, name: str, manager: Any, splits: Mapping[str, LocalSplits] | None) -> list[Any]:
+        """Return lm-eval's objects of the tasks, with local rows in place of the published ones where there are any."""
+        names = [self.tasks]
+        if self.folder is not None and self.tasks not in manager.all_subtasks:
+            names = [task for task in manager.all_subtasks if task.startswith(f"{self.tasks}_")]
+        elif self.tasks not in manager.all_tasks:  # the path of a YAML file, which can run code, is no name
+            raise UserError(
+                f"lm-eval has no task `{self.tasks}`; `python -m loopdropout_trainer.lm_eval ls tasks` lists them"
+            )
+        if splits or self.overrides:  # built-in tasks take other fields inside a group only
+            specs = [{"task": task, **self.overrides} for task in splits or names]
+            for spec in specs if splits else ():
+                task = spec["task"]
+                if task not in manager.all_subtasks:
+                    raise DataError(f"`{name}` has no task `{task}`: `benchmark_files` takes a folder of TASK.jsonl.")
+                spec |= {"custom_dataset": partial(_local_rows, splits[task]), "dataset_kwargs": None}
+            names = [{"group": f"{name} with local settings", "task": specs}]
+        return list(manager.load(names)["tasks"].values())
 
     def _local_splits(self, name: str, files: list[Path]) -> dict[str, LocalSplits]:
         """Read files of one task's rows or, told apart by `task_of`, of several's; or folders of `TASK[.SPLIT].jsonl`."""
-        found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+        rows: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
         task_of = self.task_of or (lambda row: self.tasks)
         for path in files:
             if path.is_dir():
                 for file in sorted(filter(Path.is_file, path.iterdir())):
                     task, _, split = file.name.removesuffix(".gz").rpartition(".")[0].partition(".")
-                    found[task][split] += read_problems(name, read_files([file]), lambda row: row)
+                    rows[task][split] += read_problems(name, read_files([file]), lambda row: row)
             else:
                 for task, row in read_problems(name, read_files([path]), lambda row: (task_of(row), row)):
-                    found[task][""].append(row)
-        if not found:
+                    rows[task][""].append(row)
+        if not rows:
             raise DataError(f"`{name}` has no problems.")
-        return {task: LocalSplits(task, found[task]) for task in sorted(found)}
+        return {task: LocalSplits(task, rows[task]) for task in sorted(rows)}
 
 
 @dataclass
@@ -142,6 +148,10 @@ class LocalSplits:
                 f"`{name}` shows {config.num_fewshot} examples of the split `{source}`: let `benchmark_files` name a folder "
                 f"with {self.task}.jsonl and {self.task}.{source}.jsonl."
             )
+
+
+def _local_rows(splits: LocalSplits, **dataset: Any) -> LocalSplits:
+    return splits  # whatever dataset the task's own configuration names
 
 
 @functools.cache
@@ -173,8 +183,6 @@ class LmEvalBenchmark(Benchmark):
     manager: Any
     limit: int | None = None
     confirm_run_unsafe_code: bool = False
-
-    kind: ClassVar[str] = "lm_eval"
 
     def problems(self) -> list[list[Any]]:
         return [
@@ -217,30 +225,22 @@ class LmEvalBenchmark(Benchmark):
 
     def _result(self, results: Mapping[str, Any]) -> BenchmarkResult:
         """Return lm-eval's results as this package's."""
-        table = {
-            task: {key: float(row[key]) for key in row if "," in key and "_stderr" not in key and _is_finite(row[key])}
-            for task, row in results["results"].items()
-        }
-        wanted = self.spec.metrics or {key: key for row in table.values() for key in row}
-        keys = {name: key.rpartition(",")[::2] for name, key in wanted.items()}  # metric and filter
-        predictions, values = [], {name: [] for name in wanted}
+        numbers = {task: _finite_numbers(row) for task, row in results["results"].items()}
+        wanted = self.spec.metrics or {key: key for row in numbers.values() for key in row}
+        predictions = []
         for task in self.tasks:
+            group = task.task_name if len(self.tasks) > 1 else None
             problems: dict[int, dict[str, dict]] = defaultdict(dict)
             for sample in results["samples"][task.task_name]:
                 problems[sample["doc_id"]][sample["filter"]] = sample
             for _, by_filter in sorted(problems.items()):
-                found = {name: by_filter.get(of, {}).get(metric) for name, (metric, of) in keys.items()}
-                found = {name: float(value) for name, value in found.items() if _is_finite(value)}
-                for name, value in found.items():
-                    values[name].append(value)
-                sample = by_filter.get(next(iter(keys.values()))[1]) or next(iter(by_filter.values()))
-                group = task.task_name if len(self.tasks) > 1 else None
-                predictions.append(_prediction(sample, found, found.get(next(iter(wanted))), group))
-        of_all = table.get(self.spec.tasks, next(iter(table.values())))
+                predictions.append(_prediction(by_filter, wanted, group))
+        of_all = numbers.get(self.spec.tasks, next(iter(numbers.values())))
         metrics = {}
         for name, key in wanted.items():
-            if len(values[name]) == len(predictions) and all(0 <= value <= 1 for value in values[name]):
-                metrics[name] = Metric.of(values[name])
+            values = [prediction.values[name] for prediction in predictions if name in prediction.values]
+            if len(values) == len(predictions) and all(0 <= value <= 1 for value in values):
+                metrics[name] = Metric.of(values)
             elif key in of_all:  # no share of the problems, such as a perplexity: as lm-eval gives it
                 metrics[name] = Metric(of_all[key])
         if not metrics:
@@ -248,40 +248,63 @@ class LmEvalBenchmark(Benchmark):
         return BenchmarkResult(self.name, predictions, metrics)
 
 
-def _prediction(sample: dict, scored: dict[str, float], value: float | None, task: str | None) -> Prediction:
-    """Return a sample of lm-eval's as a prediction with these metrics, of which the first has this value."""
+def _finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite ones of lm-eval's numbers of a task by `metric,filter`, without their standard errors."""
+    keys = [key for key in row if "," in key and "_stderr" not in key]
+    return {key: float(row[key]) for key in keys if _is_finite(row[key])}
+
+
+def _prediction(by_filter: Mapping[str, dict], wanted: Mapping[str, str], task: str | None) -> Prediction:
+    """Return what lm-eval says of one problem as a prediction.
+
+    Args:
+        by_filter: its samples by the filter of the answer, of which each metric names its own.
+        wanted: the metrics' names -> lm-eval's `metric,filter`.
+        task: name of the task, if there are several.
+    """
+    values = {}
+    for name, key in wanted.items():
+        metric, _, answer_filter = key.rpartition(",")
+        value = by_filter.get(answer_filter, {}).get(metric)
+        if _is_finite(value):
+            values[name] = float(value)
+    first = next(iter(wanted), "")
+    sample = by_filter.get(wanted.get(first, "").rpartition(",")[2]) or next(iter(by_filter.values()))
     responses, log_likelihoods = [response[0] for response in sample["resps"]], None
     if isinstance(responses[0], str):
         completion, extracted = responses[0], sample["filtered_resps"][0]
         extracted = None if extracted in ("[invalid]", "", None) else str(extracted)
     else:  # log-likelihoods of choices, or of the text itself
-        log_likelihoods = [float(each[0] if isinstance(each, tuple | list) else each) for each in responses]
-        best = max(range(len(responses)), key=log_likelihoods.__getitem__)
-        completion = sample["arguments"][best][1] if len(sample["arguments"][best]) > 1 else ""
+        numbers = [response[0] if isinstance(response, tuple | list) else response for response in responses]
+        log_likelihoods = [float(number) for number in numbers]
+        best = sample["arguments"][int(np.argmax(log_likelihoods))]
+        completion = best[1] if len(best) > 1 else ""
         extracted = completion.strip()
-    place, is_verdict = str(sample["doc_id"]), value in (0, 1)
+    place, value = str(sample["doc_id"]), values.get(first)
     return Prediction(
         prompt=sample["arguments"][0][0],
         completion=completion,
         reference=str(sample["target"]),
         extracted=extracted,
-        correct=bool(value) if is_verdict else None,
+        correct=bool(value) if value in (0, 1) else None,
         id=place if task is None else f"{task}/{place}",
-        values=None if is_verdict and len(scored) == 1 else scored,
+        values=values,
         groups=None if task is None else {"task": task},
         log_likelihoods=log_likelihoods,
     )
 
 
-def _check_problem(task: Any, doc: Row, place: str) -> None:
+def _check_problems(task: Any) -> None:
     """Raise ValueError for a problem whose answers could not be scored, by scoring one that nobody gave."""
     chooses = task.OUTPUT_TYPE == "multiple_choice"
-    with user_supplied(f"{place} cannot be scored"):
-        answers = [(-1.0, False)] * len(task.doc_to_choice(doc)) if chooses else ["text"]
-        task.process_results(doc, answers)
-    right = task.doc_to_target(doc) if chooses else None
-    if isinstance(right, int) and not 0 <= right < len(answers):
-        raise DataError(f"{place} has {len(answers)} choices, from 0, and the right one is said to be {right}.")
+    for number, doc in enumerate(task.eval_docs, start=1):
+        place = f"Problem {number} of `{task.task_name}`"
+        with user_supplied(f"{place} cannot be scored"):
+            answers = [(-1.0, False)] * len(task.doc_to_choice(doc)) if chooses else ["text"]
+            task.process_results(doc, answers)
+        right = task.doc_to_target(doc) if chooses else None
+        if isinstance(right, int) and not 0 <= right < len(answers):
+            raise DataError(f"{place} has {len(answers)} choices, from 0, and the right one is said to be {right}.")
 
 
 def _is_finite(value: Any) -> bool:

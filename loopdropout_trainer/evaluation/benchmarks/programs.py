@@ -19,11 +19,10 @@ from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.errors import user_supplied
-from loopdropout_trainer.evaluation.answer_log import AnswerLog
-from loopdropout_trainer.evaluation.benchmark import Task
+from loopdropout_trainer.evaluation.benchmark import AnswerLog, Task
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
-from loopdropout_trainer.evaluation.code.sandbox import check_allowed, check_program, run_scorer
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
+from loopdropout_trainer.evaluation.sandbox import check_allowed, check_program, run_scorer
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.processes import all_processes
 
@@ -81,7 +80,6 @@ class CodeBenchmark(GeneratedBenchmark):
 
     sandboxed: bool = True
 
-    kind: ClassVar[str] = "code"
     in_turns: ClassVar[bool] = True
     beginning: ClassVar[str] = COMPLETION_BEGINNING
 
@@ -103,11 +101,15 @@ class CodeBenchmark(GeneratedBenchmark):
                     extracted=completion if completion.strip() else None,
                     correct=metrics[self.name][-1],
                     id=name,
-                    values={name: float(each[-1]) for name, each in metrics.items()} if len(metrics) > 1 else None,
+                    values={metric: float(values[-1]) for metric, values in metrics.items()}
+                    if len(metrics) > 1
+                    else None,
                     note=None if verdict == "pass" else verdict,
                 )
             )
-        return BenchmarkResult(self.name, predictions, {name: Metric.of(each) for name, each in metrics.items()})
+        return BenchmarkResult(
+            self.name, predictions, {metric: Metric.of(values) for metric, values in metrics.items()}
+        )
 
     def verdicts(self, completions: Sequence[str], log: AnswerLog, progress: bool = True) -> list[str]:
         """Return EvalPlus's verdict on each completion: `pass`, `base: fail`, `plus: timeout`, ...
@@ -115,8 +117,8 @@ class CodeBenchmark(GeneratedBenchmark):
         Verdicts are kept in the log beside the completions.
         """
         keys = [f"verdict {place}" for place in range(len(self.rows))]
-        if all(key in log.found for key in keys):
-            return [log.found[key] for key in keys]
+        if all(key in log.answers for key in keys):
+            return [log.answers[key] for key in keys]
         with tempfile.TemporaryDirectory(prefix="programs_") as name:
             folder = Path(name)
             jobs = [
@@ -130,12 +132,12 @@ class CodeBenchmark(GeneratedBenchmark):
             check = lambda key: (key, check_program(folder, int(key.split()[1]), self.sandboxed))
             pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))  # as many as EvalPlus runs at a time
             try:
-                missing = [key for key in keys if key not in log.found]
+                missing = [key for key in keys if key not in log.answers]
                 for verdict in tqdm(pool.map(check, missing), total=len(missing), disable=not progress):
                     log.keep([verdict])
             finally:
                 pool.shutdown(cancel_futures=True)  # after an interrupt no further program starts
-        return [log.found[key] for key in keys]
+        return [log.answers[key] for key in keys]
 
 
 def cut_as_evalplus_does(completion: str) -> str:

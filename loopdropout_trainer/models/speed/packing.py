@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from loopdropout_trainer.looped import example_starts
 
@@ -19,40 +20,33 @@ class Packing:
         kept: [T] indices of the tokens among the B * S; None: all of them, in order.
         lengths: of the examples, in tokens.
         examples: index of each one's gates: its row, or where gates have segments, its segment.
-        device: of the batch.
+        tokens: [T] index of each token's gates.
     """
 
     shape: tuple[int, int]
-    kept: torch.Tensor | None
+    kept: Tensor | None
     lengths: list[int]
     examples: list[int]
-    device: torch.device
+    tokens: Tensor
 
-    def tokens(self, order: Sequence[int] | None = None) -> torch.Tensor:
-        """Return the index of each token's gates, [n], when examples are packed in this order; default: all, as they lie."""
-        order = range(len(self.lengths)) if order is None else order
-        lengths = torch.tensor([self.lengths[index] for index in order])
-        examples = torch.tensor([self.examples[index] for index in order]).repeat_interleave(lengths)
-        return examples.to(self.device, non_blocking=True)
-
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
+    def pack(self, x: Tensor) -> Tensor:
         """Return [1, T, ...] of [B, S, ...], or of what all rows share, [1, S, ...]."""
         x = x.expand(self.shape[0], *x.shape[1:]).flatten(0, 1)
         return (x if self.kept is None else x[self.kept]).unsqueeze(0)
 
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+    def unpack(self, x: Tensor) -> Tensor:
         """Return [B, S, ...] of [1, T, ...]; zeros on padding."""
+        x = x[0]
         if self.kept is not None:
-            rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
-            x = rows.index_copy(0, self.kept, x[0])
-        return x.reshape(*self.shape, *x.shape[1 if self.kept is not None else 2 :])
+            x = x.new_zeros(math.prod(self.shape), *x.shape[1:]).index_copy(0, self.kept, x)
+        return x.unflatten(0, self.shape)
 
 
 def find_packing(
     shape: tuple[int, int],
-    token_mask: torch.Tensor | None,
-    position_ids: torch.Tensor,
-    segments: torch.Tensor | None = None,
+    token_mask: Tensor | None,
+    position_ids: Tensor,
+    segments: Tensor | None = None,
 ) -> Packing:
     """Find the examples of a batch.
 
@@ -62,23 +56,16 @@ def find_packing(
         position_ids: [B or 1, S]; without a mask, they say where examples begin (`example_starts`).
         segments: [B, S] index of each token's gates; default: its row.
     """
-    rows, columns = shape
+    device, mask = position_ids.device, torch.ones(shape, dtype=torch.bool)
+    starts = example_starts(position_ids).cpu().expand(shape)  # [B, S]
     if token_mask is not None:
         # A row is an example: its real tokens, wherever its padding stands, keep their order when they are packed.
         mask = token_mask.bool().cpu()
-        lengths = mask.sum(dim=1).tolist()  # [B]; 0 for a row of padding only
-        firsts = [row * columns for row in range(rows)]  # any token of the row will do: all have the row's gates
-        kept = mask.flatten().nonzero().squeeze(1)  # [T], row by row
-        kept = None if len(kept) == rows * columns else kept.to(token_mask.device, non_blocking=True)
-    else:
-        # Rows of several examples: each begins a run [first, next first) of the B * S tokens, and every row begins one.
-        kept = None
-        starts = example_starts(position_ids).cpu().expand(shape)  # [B, S]
-        first_tokens = starts.flatten().nonzero().squeeze(1)  # [number of examples]
-        lengths = first_tokens.diff(append=torch.tensor([rows * columns])).tolist()
-        firsts = first_tokens.tolist()
-    owners = torch.arange(rows).repeat_interleave(columns) if segments is None else segments.flatten().cpu()  # [B * S]
-    examples = owners[firsts].tolist()
-    present = [index for index, length in enumerate(lengths) if length]
-    lengths, examples = ([values[index] for index in present] for values in (lengths, examples))
-    return Packing(shape, kept, lengths, examples, position_ids.device)
+        starts = (torch.arange(shape[1]) == 0).expand(shape)
+    owners = torch.arange(shape[0]).unsqueeze(1).expand(shape) if segments is None else segments.cpu()
+    examples = owners[starts]  # by the first token; any of a row will do, padding too: all have the row's gates
+    lengths = (starts.flatten().cumsum(0) - 1)[mask.flatten()].bincount(minlength=len(examples))
+    examples, lengths = examples[lengths > 0], lengths[lengths > 0]  # without rows of padding only
+    kept = None if mask.all() else mask.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
+    tokens = examples.repeat_interleave(lengths).to(device, non_blocking=True)
+    return Packing(shape, kept, lengths.tolist(), examples.tolist(), tokens)

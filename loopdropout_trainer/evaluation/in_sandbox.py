@@ -1,7 +1,7 @@
 """What runs inside the sandbox (see sandbox.py): EvalPlus, with nothing of this package.
 
-    score.py prepare FOLDER        reads FOLDER/problems.pickle, writes FOLDER/N.pickle for each problem
-    score.py check FOLDER N USER   runs the program in FOLDER/N.pickle as USER (0: unchanged); the exit code is its verdict
+    in_sandbox.py prepare FOLDER       reads FOLDER/problems.pickle, writes FOLDER/N.pickle for each problem
+    in_sandbox.py check FOLDER N USER  runs the program in FOLDER/N.pickle as USER (0: unchanged); the exit code is its verdict
 
 `prepare` runs EvalPlus's own solutions, and reads what the model has written as text. `check` runs the model's program and
 has the expected outputs, but not the solution that they come from. No output of a program is read: it could be anything.

@@ -1,13 +1,12 @@
 """The metric of Hugging Face's `evaluate` that applies a scorer. Settings are read without that library and its SciPy."""
 
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from loopdropout_trainer.evaluation import metrics
+from loopdropout_trainer.evaluation.results import SCORERS, Verdict
 
 
 # The folder of a running script comes first on `sys.path`, and one script is called evaluate.py.
@@ -19,7 +18,7 @@ finally:
 
 
 class AnswerMetric(evaluate.Metric):
-    """The verdicts of a scorer, whose file `config_name` names, on predictions and references."""
+    """The verdicts of the scorer `config_name` on predictions and references."""
 
     def _info(self) -> evaluate.MetricInfo:
         texts = datasets.Features({name: datasets.Value("string") for name in ("predictions", "references")})
@@ -28,6 +27,6 @@ class AnswerMetric(evaluate.Metric):
 
     def _compute(self, predictions: list[str | None], references: list[str | None]) -> dict[str, list[Any]]:
         """Return the fields of all verdicts, each in the predictions' order."""
-        score = import_module(f"{metrics.__name__}.{self.config_name}").score
+        score = SCORERS[self.config_name]
         verdicts = [score(*pair) for pair in zip(predictions, references, strict=True)]
-        return {name: [getattr(verdict, name) for verdict in verdicts] for name in metrics.Verdict._fields}
+        return dict(zip(Verdict._fields, map(list, zip(*verdicts, strict=True)), strict=True))

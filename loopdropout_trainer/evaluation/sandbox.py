@@ -24,10 +24,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.evaluation.code.score import VERDICTS
+from loopdropout_trainer.evaluation.in_sandbox import VERDICTS
 
 
-SCORER = Path(__file__).with_name("score.py")
+SCORER = Path(__file__).with_name("in_sandbox.py")
 
 FIRST_SPARE_USER = 1 << 30
 """Users from here on exist on no system: started by root, each sandbox has one of its own."""
@@ -49,9 +49,9 @@ ENVIRONMENT = {
 
 
 def run_scorer(command: str, folder: Path, *arguments: str, seconds: float | None, sandboxed: bool) -> int | None:
-    """Run `score.py COMMAND FOLDER ...`, and end all that it has started; return its exit code, None after so many seconds.
+    """Run `in_sandbox.py COMMAND FOLDER ...`, and end all that it has started; return its exit code, None if time is up.
 
-    If not sandboxed, it has no limits but those that score.py sets.
+    If not sandboxed, it has no limits but those that in_sandbox.py sets.
     """
     sandbox = _bubblewrap(folder, "--bind" if command == "prepare" else "--ro-bind") if sandboxed else []
     running = subprocess.Popen(
@@ -90,7 +90,7 @@ def _bubblewrap(folder: Path, bind: str) -> list[str]:
         for parent in reversed(Path(path).parents[:-1]):  # bubblewrap's own would be for its user alone
             binds += ["--perms", "0755", "--dir", str(parent)]
         binds += [kind, str(path), str(path)]
-    # Started by root, score.py becomes a user that exists nowhere else: no limit on processes holds for root.
+    # Started by root, in_sandbox.py becomes a user that exists nowhere else: no limit on processes holds for root.
     user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.getuid() == 0 else ["--unshare-user"]
     return [
         *("bwrap", "--die-with-parent", "--new-session", "--cap-drop", "ALL", *user),
