@@ -11,8 +11,8 @@ from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.data import DataArguments, DataError, load_data
-from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
+from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.data.preparations import without_calculator
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.saving.files import sha256_of_json
