@@ -114,14 +114,9 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         length, generation = self.max_completion_length, self._round if mode == "train" else self._eval_batch
         self._eval_batch += mode == "eval"
         cut = (self.temperature, self.top_k, self.top_p, self.min_p)
-<<<<<<< HEAD
-        rows = self._new_rows(len(prompt_ids)).tolist()
-        sampler = Sampler(self.args.seed, f"completions, {mode}", generation, rows, length, *cut)
-=======
-        rows = [(row, 0) for row in self._new_rows(len(prompt_ids))]
+        rows = [(row, 0) for row in self._new_rows(len(prompt_ids)).tolist()]
         uniforms = Streams(self.args.seed, generation, rows).uniforms(f"completions, {mode}", length)
         sampler = Sampler(uniforms, *cut)
->>>>>>> main
         slots = self.args.completion_slots or len(prompt_ids)
         model = self.accelerator.unwrap_model(self.model)
         compiled = self._decoding == "compiled"
