@@ -3,8 +3,8 @@
     python recipes/diagnose.py recipes/quickstart.yaml --adapters LoRA=outputs/quickstart/lora Ours=outputs/quickstart
     accelerate launch recipes/diagnose.py recipes/gsm8k.yaml --adapters LoRA=outputs/gsm8k/lora --diagnostics single_loop
 
-Recipes of sft.py and evaluate.py are taken; their fields that concern only the training are ignored. Tables are printed; JSON
-files, which `loopdropout report` draws, go to `output_dir`/diagnostics. The same command continues a run that was killed.
+Recipes of sft.py and evaluate.py are taken; their fields that concern only the training are ignored. Tables are printed;
+rows, which `loopdropout report` draws, go to `output_dir`/diagnostics. The same command continues a run that was killed.
 """
 
 from __future__ import annotations

@@ -545,8 +545,10 @@ def test_a_row_or_file_that_cannot_be_read_is_named_and_left_out(runs):
     lines = file.read_text().splitlines()
     file.write_text("\n".join([lines[0].replace('"value": ', '"value": 1'), *lines[1:]]) + "\n")
     (runs / "lora" / "2" / IDENTITIES_FILE).write_text("{")
+    for name in ("old", "empty"):  # an empty file is no fault: nothing was measured yet
+        (runs / name).mkdir()
+    (runs / "empty" / MEASUREMENTS_FILE).touch()
     old = runs / "old"
-    old.mkdir()
     (old / "results.json").write_text("{}")
     table = load_table([runs])
     faults = sorted(table.attrs["skipped"])

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, merge_and_save
 from loopdropout_trainer.record.identity import identity_key
-from loopdropout_trainer.record.measurement import BASE, Measurement
+from loopdropout_trainer.record.measurement import BASE, Measurement, RecordError
 from loopdropout_trainer.reports import load_table
 from loopdropout_trainer.reports.report import summary_tables
 from loopdropout_trainer.runs.result import Result, finished_result, read_run, write_result
@@ -136,6 +136,9 @@ def test_results_of_other_weights_are_not_those_of_a_finished_run(tmp_path, name
     result, facts = Result([row], {identity_key(run): run}, saved), {"settings": {"seed": 1}}
     write_result(result, facts, run, out)
     assert finished_result({"seed": 1}, out, run) == result
+    out = out.rename(tmp_path / "elsewhere")  # a run is finished wherever its folder lies
+    saved |= {"adapter": str(out), "merged model": str(out / "merged")}
+    assert finished_result({"seed": 1}, out, run) == result
     assert finished_result({"seed": 1}, out, {"settings": {"seed": 2}}) is None
     assert finished_result({"seed": 1, "depths": [2]}, out, run) is None
     if damage == "missing":
@@ -167,6 +170,26 @@ def test_damaged_rows_are_not_those_of_a_finished_run(tmp_path, damage):
     text = file.read_text()
     file.write_text(text.replace("1.5", "2.5") if damage == "a number" else text[: len(text) // 2])
     assert read_run(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["identities.json", "measurements.jsonl"])
+def test_rows_could_be_written_beside_those_that_are_there_or_nothing_is_trained(command, tmp_path, monkeypatch, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_bytes(b"{\xff")
+    monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", lambda *given: pytest.fail("a step is taken"))
+    with pytest.raises(RecordError, match=f"{name} .*; remove it"):
+        sft.main(command())
+
+
+@pytest.mark.parametrize("field", ["settings", "saved", "files"])
+def test_a_run_json_that_somebody_changed_is_not_that_of_a_finished_run(tmp_path, field):
+    run = {"settings": {"seed": 1}}
+    row = Measurement(writer="training", family="cost", metric="train_seconds", value=1.5, identity=identity_key(run))
+    write_result(Result([row], {identity_key(run): run}), {"settings": {}}, run, tmp_path)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    for damage in (facts | {field: 3}, facts | {field: [1]}, [facts]):
+        (tmp_path / "run.json").write_text(json.dumps(damage))
+        assert read_run(tmp_path) is None and finished_result({}, tmp_path, run) is None
 
 
 def test_a_run_that_diverges_says_so_in_its_folder(command, tmp_path):

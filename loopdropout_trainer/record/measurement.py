@@ -23,6 +23,8 @@ from loopdropout_trainer.saving.files import write_atomically
 
 MEASUREMENTS_FILE, IDENTITIES_FILE = "measurements.jsonl", "identities.json"
 
+_REMEDY = "remove it, and the command that wrote it will measure again"
+
 ALL, NONE = "all", "none"
 """Gates: unit gates, and the model without its adapter's update."""
 
@@ -215,9 +217,9 @@ def read_identities(folder: str | Path) -> dict[str, Identity]:
         identities = {key: read_identity(content) for key, content in contents.items()}
     except (ValueError, AttributeError, RecursionError) as error:
         reason = str(error) if str(error).startswith(("holds", "was written")) else "cannot be read as JSON"
-        raise RecordError(f"{path} {reason}") from None
+        raise RecordError(f"{path} {reason}; {_REMEDY}") from None
     if changed := [key for key, identity in identities.items() if identity_key(identity) != key]:
-        raise RecordError(f"{path} has been changed: `{changed[0]}` is not the key of what stands there")
+        raise RecordError(f"{path} has been changed: `{changed[0]}` is not the key of what stands there; {_REMEDY}")
     return identities
 
 
@@ -227,4 +229,4 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError as error:
-        raise RecordError(f"{path} is not text: {error.reason}") from None
+        raise RecordError(f"{path} is not text ({error.reason}); {_REMEDY}") from None

@@ -74,7 +74,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
         except (OSError, ValueError) as error:
             skipped.append(f"{one_line(error)}.")
             continue
-        if not measurements and not faults:
+        if not (folder / MEASUREMENTS_FILE).exists():
             skipped.append(
                 f"{folder} has results, but no {MEASUREMENTS_FILE}, as another version of this package leaves them: run the "
                 "command that made them again, in a folder of its own."

@@ -109,7 +109,8 @@ def write_result(result: Result, facts: Mapping[str, Any], run: Identity, output
     if "merged model" in result.saved:
         files += Path(result.saved["merged model"]).glob("*")
     hashes = {str(file.relative_to(output_dir)): sha256(file) for file in files if file.suffix != ".md"}
-    of_run = {"identity": identity_key(run), "saved": result.saved, "files": hashes, "rows": _sha256(result.rows)}
+    saved = {what: str(Path(path).relative_to(output_dir)) for what, path in result.saved.items()}  # it may move
+    of_run = {"identity": identity_key(run), "saved": saved, "files": hashes, "rows": _sha256(result.rows)}
     with staged_files(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
         (folder / "recipe.yaml").write_text(settings_yaml(facts["settings"]), encoding="utf-8")
         text = json.dumps({**facts, **of_run}, indent=1, ensure_ascii=False) + "\n"
@@ -128,8 +129,9 @@ def read_run(folder: str | Path) -> FinishedRun | None:
     """Return what a finished run has left in a folder; None if there is none, or its run.json or rows are damaged."""
     try:
         facts = json.loads(Path(folder, RUN_FILE).read_text(encoding="utf-8"))
+        facts |= {name: dict(facts[name]) for name in ("settings", "saved", "files")}
         result = training_result(folder)
-        result.saved = facts["saved"]
+        result.saved = {what: str(Path(folder, path)) for what, path in facts["saved"].items()}
         is_complete = facts["rows"] == _sha256(result.rows)
         return FinishedRun(facts, result, result.identities[facts["identity"]]) if is_complete else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -148,8 +150,7 @@ def finished_result(settings: Mapping[str, Any], output_dir: str | Path, identit
     for name, digest in run.facts["files"].items():
         if not (folder / name).is_file() or sha256(folder / name) != digest:
             return None
-    is_there = all(Path(path).exists() for path in run.result.saved.values())
-    return run.result if is_there and fault_of(folder) is None else None
+    return run.result if fault_of(folder) is None else None
 
 
 def training_result(folder: str | Path) -> Result:

@@ -41,7 +41,7 @@ from loopdropout_trainer.record.identity import (
     read_identity,
     trained_weights,
 )
-from loopdropout_trainer.record.measurement import BASE, NONE, TRAINING, Measurement
+from loopdropout_trainer.record.measurement import BASE, NONE, TRAINING, Measurement, read_measurements
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log
 from loopdropout_trainer.runs.result import (
@@ -236,6 +236,7 @@ class Run:
         if self.merges(config):  # before hours of training
             from_main_process(lambda: check_merge_target(Path(folder, "merged"), trainer.model))
         with trainer.only_run_in_output_dir(checkpoint):
+            from_main_process(lambda: read_measurements(folder))  # beside what is damaged no row could be written
             if checkpoint:
                 read = lambda: finished_result(self.settings, folder, trainer.run_identity)
                 finished = from_main_process(read)
