@@ -78,10 +78,9 @@ class StopSignals:
     the user's own, and threads other than the main one, which gets no signals, are left alone.
     """
 
-    def __init__(self) -> None:
-        self.asked: str | None = None
-        self._before: dict[int, object] = {}
-        self._came = 0.0
+    asked: str | None = None
+    _before: dict[int, object] = {}
+    _came = 0.0
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():

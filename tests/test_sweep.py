@@ -416,7 +416,7 @@ def test_methods_are_rules_recipes_or_fields(lab):
 
 def test_a_method_is_trained_with_the_text_that_its_recipe_has(lab):
     """Quoted text that looks like a number stays text, in what a training reads and in what is refused as another's."""
-    texts = {"prompt_end": "1e3", "model_revision": "86e1234", "system_instruction": "12:30"}
+    texts = {"prompt_end": "1e3", "project": "86e1234", "system_instruction": "12:30"}
     lab.recipe.write_text(settings_yaml({**RECIPE, **texts}))
     lab.queue(methods={"x": {"rule": "lora", "hub_revision": "null"}}, print_commands=True).commands()
     written = [load_recipe(path) for path in (lab.out / "recipes").iterdir()]
@@ -489,8 +489,9 @@ def under_way(lab):
     """Return (run, worker, training) for each run that a worker does, and whose training has begun."""
     study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{lab.out / 'sweep.db'}")
     trainings = {run: pid for _, run, _, pid, _ in lab.ran() if is_running(pid)}
-    running = {each.user_attrs.get("run"): each for each in study.get_trials(states=[optuna.trial.TrialState.RUNNING])}
-    worker = lambda run: int(running[run].user_attrs["worker"].rpartition(":")[2])
+    jobs = [trial.user_attrs.get("job") for trial in study.get_trials(states=[optuna.trial.TrialState.RUNNING])]
+    running = {job["run"]: job for job in jobs if job}
+    worker = lambda run: int(running[run]["worker"].rpartition(":")[2])
     return [(run, worker(run), trainings[run]) for run in trainings if run in running]
 
 
@@ -541,16 +542,17 @@ def test_a_sweep_that_is_stopped_takes_its_run_with_it_and_goes_on(lab, stop):
 
 
 def test_a_real_sweep(tmp_path):
-    """The real script, two rules and rates on the packaged model: the run of the chosen rate is not trained again."""
+    """The real script, two rules, one at two rates, on the packaged model: the run of the chosen rate is not trained again."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**RECIPE, "save_strategy": "no"}))
-    parts = {"main": {}, "deep": {"methods": ["lora"], "settings": {"num_loops": 2}, "full_grid": True}}
+    recipe.write_text(yaml.safe_dump({**RECIPE, "save_strategy": "no", "max_new_tokens": 8}))
+    deep = {"methods": ["lora"], "settings": {"num_loops": 2}, "learning_rates": [0.001]}
+    parts = {"main": {"methods": ["loop_dropout"]}, "deep": deep}
     fields = {"recipe": str(recipe), "learning_rates": [0.001, 0.002], "seeds": [1], "output_dir": str(tmp_path / "out"),
               "parts": parts, "measure": {"benchmarks": ["arithmetic_easy_test"], "depths": [2, 4]}}  # fmt: skip
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
     load_script("recipes/sweep.py").main([str(tmp_path / "sweep.yaml")])
     runs = [run for run in load_runs(tmp_path / "out") if run["final"]]
-    assert [run["method"] for run in runs] == ["loop_dropout", "lora", "lora@deep", "lora@deep"]
+    assert [run["method"] for run in runs] == ["loop_dropout", "lora@deep"]
     for run in runs:
         result, depth = run["result"], 2 if run["method"] == "lora@deep" else 4
         assert result.scores(2) and result.scores(4) and result.value("frozen_loss") > 0

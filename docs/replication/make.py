@@ -1,7 +1,7 @@
 """Make the tables and figures of docs/replication.md from finished studies.
 
     python docs/replication/make.py collect outputs/studies/small outputs/studies/map ...   # adds runs to runs.csv.gz
-    python docs/replication/make.py collect outputs/agreement/diagnostics/agreement.json    # of adapters of fresh_seeds
+    python docs/replication/make.py collect outputs/agreement/diagnostics                   # of adapters of fresh_seeds
     python docs/replication/make.py write                                                   # runs.csv.gz -> the document
 
 `collect` keeps one row for each number that a run measured, so that every number of the document is in one small file:
@@ -31,7 +31,7 @@ import numpy as np
 import pandas as pd
 from statsmodels.stats.multitest import multipletests
 
-from loopdropout_trainer.record.measurement import BASE, Measurement
+from loopdropout_trainer.record.measurement import BASE, Measurement, read_measurements
 from loopdropout_trainer.reports.statistics import Estimate, estimate, of_numbers
 from loopdropout_trainer.runs.result import Result
 from loopdropout_trainer.runs.summary import load_runs
@@ -100,25 +100,23 @@ def counted(row: Measurement) -> dict:
     return {"value": row.value, "problems": len(bits), "verdicts": digits}
 
 
-def rows_of_agreement(file: Path) -> Iterator[dict]:
-    """Yield the rows of a file of the diagnostic `agreement`, of the adapters of `fresh_seeds`."""
-    content = json.loads(file.read_text(encoding="utf-8"))
-    metrics = {"same_token": "same_tokens_percent", "overlap": "overlaps_percent"}
-    for run in content["runs"]:
-        if run["kind"] == "adapter":
-            known = {"study": "fresh_seeds", "method": run["rule"], "learning_rate": 1e-3, "seed": run["seed"],
-                     "num_loops": run["train_num_loops"], "examples": 256, "steps": 150, "difficulty": "1 to 3",
-                     "depth": content["settings"]["num_loops"]}  # fmt: skip
-            for metric, name in metrics.items():
-                for loop, value in enumerate(run["measured"][name], 1):
-                    yield {**known, "metric": metric, "loop": loop, "value": value}
+def rows_of_agreement(folder: Path) -> Iterator[dict]:
+    """Yield the rows of the diagnostic `agreement` in a folder of diagnoses, of the adapters of `fresh_seeds`."""
+    measured, identities, _ = read_measurements(folder)
+    metrics = {"same_tokens": "same_token", "overlap": "overlap"}
+    for row in measured:
+        if row.family == "agreement" and row.run is not None:
+            run = identities[row.run]
+            yield {"study": "fresh_seeds", "method": run["settings"]["rule"], "learning_rate": 1e-3, "seed": row.seed,
+                   "num_loops": run["loops"]["num_loops"], "examples": 256, "steps": 150, "difficulty": "1 to 3",
+                   "depth": row.depth, "metric": metrics[row.metric], "loop": row.loop, "value": row.value}  # fmt: skip
 
 
 def collect(folders: Iterable[str]) -> pd.DataFrame:
     """Return the numbers of all finished runs of some sweeps, and those of the file that these did not measure."""
     rows = []
     for folder in map(Path, folders):
-        if folder.is_file():
+        if folder.name == "diagnostics":
             rows += rows_of_agreement(folder)
             continue
         runs = {run["folder"]: run for run in load_runs(folder) if not run["diverged"]}  # some are in several parts

@@ -28,7 +28,7 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         updated = super().forward(module, active_adapter, x, result, **kwargs)
         batch = self.loop_state.batch
         loop = self.loop_state.loop
-        rank = self.rule.noise_rank
+        noise_rank = self.rule.noise_rank
         if batch.seeds is None:
             return updated
         seeds = batch.seeds[loop, :, self.module]  # [N]
@@ -44,17 +44,17 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         drawn = []
         for seed in seeds[events].tolist():
             generator = torch.Generator(x.device).manual_seed(seed)
-            drawn.append(torch.randn(rank, d_in + d_out, generator=generator, device=x.device))
+            drawn.append(torch.randn(noise_rank, d_in + d_out, generator=generator, device=x.device))
         g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
         scales = self.rule.noise_scales(len(batch.seeds))
-        scale = scales[loop].item() / (d_out * d_in * rank) ** 0.5
+        scale = scales[loop].item() / (d_out * d_in * noise_rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
         # Each token takes the noise of its own example: E times the thin products, and no loop over examples.
         is_mine = F.one_hot(torch.tensor(events, device=x.device), len(seeds)).T.float()  # [N, E]
         is_mine = self.loop_state.per_token(is_mine, x)  # [B, 1 or S, E]
         g_in = g_in.flatten(0, 1).to(x.dtype)
         g_out = g_out.flatten(0, 1).T.to(x.dtype)
-        low_rank = F.linear(x, g_in).unflatten(-1, (len(events), rank))  # [B, S, E, r_n]
+        low_rank = F.linear(x, g_in).unflatten(-1, (len(events), noise_rank))  # [B, S, E, r_n]
         low_rank = low_rank * (is_mine * scale).unsqueeze(-1)
         low_rank = low_rank.to(x.dtype).flatten(-2)
         return updated + F.linear(low_rank, g_out)

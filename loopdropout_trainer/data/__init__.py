@@ -1,6 +1,6 @@
 """From raw rows to the examples that the trainer takes."""
 
-from loopdropout_trainer.data.arguments import DataArguments as DataArguments
+from loopdropout_trainer.data.load import DataArguments as DataArguments
 from loopdropout_trainer.data.load import LoadedData as LoadedData
 from loopdropout_trainer.data.load import load_data as load_data
 from loopdropout_trainer.data.rows import DataError as DataError

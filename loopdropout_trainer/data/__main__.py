@@ -14,8 +14,8 @@ from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
-from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
+from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.errors import UserError, run_command, user_supplied
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import parse_recipe

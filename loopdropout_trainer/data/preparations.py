@@ -26,7 +26,7 @@ from loopdropout_trainer.errors import UserError
 
 
 if TYPE_CHECKING:
-    from loopdropout_trainer.data.arguments import DataArguments
+    from loopdropout_trainer.data.load import DataArguments
 
 
 class Unwanted(Exception):

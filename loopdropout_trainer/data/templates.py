@@ -30,11 +30,12 @@ PROMPT_TEMPLATES = {
 }
 
 _CHATML = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+_OURO = {**_CHATML, "pad_token": "<|endoftext|>"}
 CHAT_TOKENS = {
     # The tokens that a chat needs, by chat template. What their tokenizers name is for text without turns: Ouro's, for
     # example, has <|endoftext|> as all three, and would not stop at the end of a turn.
-    "ouro": {**_CHATML, "pad_token": "<|endoftext|>"},
-    "ouro_thinking": {**_CHATML, "pad_token": "<|endoftext|>"},
+    "ouro": _OURO,
+    "ouro_thinking": _OURO,
     "nanbeige": {**_CHATML, "pad_token": "<unk>"},
     "huginn": {"bos_token": "<|begin_text|>", "eos_token": "<|end_turn|>", "pad_token": "<|pad|>"},
 }

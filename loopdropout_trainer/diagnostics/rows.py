@@ -11,8 +11,8 @@ from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.data import DataArguments, DataError, load_data
-from loopdropout_trainer.data.arguments import LossArguments
 from loopdropout_trainer.data.boundary import tokenise
+from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.data.preparations import without_calculator
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.saving.files import sha256_of_json
@@ -91,9 +91,8 @@ def load_rows_to_score(
             )
         rows = rows[: arguments.num_rows]
     else:
-        of_benchmark = lambda given: (given or {}).get(arguments.rows)
-        file, revision = map(of_benchmark, (arguments.benchmark_files, arguments.benchmark_revisions))
-        benchmark = load_benchmark(arguments.rows, file, arguments.num_rows, revision=revision)
+        name, files, revisions = arguments.rows, arguments.benchmark_files or {}, arguments.benchmark_revisions or {}
+        benchmark = load_benchmark(name, files.get(name), arguments.num_rows, revision=revisions.get(name))
         published = getattr(benchmark, "rows", [])
         columns = [name for name in ("solution", "answer") if published and isinstance(published[0].get(name), str)]
         if not columns:

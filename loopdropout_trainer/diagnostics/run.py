@@ -20,7 +20,7 @@ from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.checks import check_folder, check_list
 from loopdropout_trainer.data import DataArguments, load_tokenizer
-from loopdropout_trainer.data.arguments import LossArguments
+from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, RowArguments, load_rows_to_score
 from loopdropout_trainer.errors import UserError, one_line, user_supplied

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.record.measurement import Measurement
-from loopdropout_trainer.record.measurement import mean_sd as mean_sd  # handed on
 from loopdropout_trainer.saving.files import write_atomically
 
 
@@ -162,14 +161,6 @@ class BenchmarkResult:
     def errors(self) -> int:
         """Number of completions that the scorer could not read; they have no answer."""
         return sum(prediction.error is not None for prediction in self.predictions)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what a results file says of it."""
-        return {
-            **{name: getattr(self, name) for name in ("score", "correct", "total", "missing", "errors")},
-            "metrics": {name: {"score": metric.score} for name, metric in self.metrics.items()},
-            "predictions": [prediction.as_json() for prediction in self.predictions],
-        }
 
     def measurements(self, **facts: Any) -> list[Measurement]:
         """Return a row for each metric and each group of problems, and for the completions that cannot be scored.

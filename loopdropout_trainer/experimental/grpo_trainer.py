@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
@@ -114,7 +114,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         length, generation = self.max_completion_length, self._round if mode == "train" else self._eval_batch
         self._eval_batch += mode == "eval"
         cut = (self.temperature, self.top_k, self.top_p, self.min_p)
-        rows = [(row, 0) for row in self._new_rows(len(prompt_ids))]
+        rows = [(row, 0) for row in self._new_rows(len(prompt_ids)).tolist()]
         uniforms = Streams(self.args.seed, generation, rows).uniforms(f"completions, {mode}", length)
         sampler = Sampler(uniforms, *cut)
         slots = self.args.completion_slots or len(prompt_ids)
@@ -142,13 +142,12 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         finally:
             self._scores_new = False
             self._unit_gates()
-        rows = self._new_rows(len(batch["prompt_ids"]))
-        return {**batch, "rows": torch.tensor(rows, device=self.accelerator.device)}
+        return {**batch, "rows": self._new_rows(len(batch["prompt_ids"]))}
 
-    def _new_rows(self, rows: int) -> range:
-        """Return the indices of this process's completions in the generation batch of all processes."""
+    def _new_rows(self, rows: int) -> Tensor:
+        """Return the indices of this process's completions in the generation batch of all processes, [rows]."""
         first = self.accelerator.process_index * rows
-        return range(first, first + rows)
+        return torch.arange(first, first + rows, device=self.accelerator.device)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kw
@@ -162,7 +161,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kw)
         is_reference = "ref" in self.accelerator.unwrap_model(self.model).active_adapters
         gated = (self.args.reference_gates if is_reference else self.args.old_gates) == "same"
-        ids, parts = self._example_ids(self._new_rows(len(input_ids))), []
+        ids, parts = self.example_ids_of({"rows": self._new_rows(len(input_ids))}), []
         size = batch_size or len(input_ids)
         for first in range(0, len(input_ids), size):
             rows = slice(first, first + size)
@@ -188,14 +187,11 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     def _next_row(self) -> int:
         return 0  # `rows` are counted in the whole generation batch
 
-    def example_ids_of(self, inputs: dict[str, torch.Tensor]) -> list[ExampleId]:
+    def example_ids_of(self, inputs: dict[str, Tensor]) -> list[ExampleId]:
         """Return the ids of completions, or of their prompts' groups, counted over the whole run."""
-        return self._example_ids(inputs["rows"].tolist())
-
-    def _example_ids(self, rows: Sequence[int]) -> list[ExampleId]:
         group = self.num_generations if self.args.gates_per == "prompt" else 1
         first = self._round * self.args.generation_batch_size
-        return [((first + row) // group * group, 0) for row in rows]
+        return [((first + row) // group * group, 0) for row in inputs["rows"].tolist()]
 
     # Loss
 
@@ -207,7 +203,7 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     # Rules with several passes over a micro-batch
 
-    def _run_pass(self, *args) -> torch.Tensor:
+    def _run_pass(self, *args) -> Tensor:
         step = self._step
         loss = super()._run_pass(*args)
         if self._pass_index < self.rule.passes - 1:

@@ -290,7 +290,8 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         keys = [stream_key("initial state", config.state_seed, *example) for example in examples]
         keys = torch.tensor(keys, device=state.device)
         keys = self.loop_state.per_token(keys, state).squeeze(-1)  # [B or 1, S or 1]
-        scale = config.init_values["std"] * config.init_values["embed_scale"]
+        values = config.init_values
+        scale = values["std"] * values["embed_scale"]
         normals = truncated_normals(keys, positions, config.n_embd)
         return scale * normals
 

@@ -90,7 +90,8 @@ class _RMSNorm(torch.autograd.Function):
             grad_weight = (grad * quotient).sum_to_size(weight.shape).to(weight.dtype)
         if x.dtype == weight.dtype == reciprocal.dtype:
             # Layer norm's own kernel, told that the mean is zero, takes the mean of its gradient off: that is put back.
-            size, zero = [x.shape[-1]], torch.zeros_like(reciprocal)
+            size = [x.shape[-1]]
+            zero = torch.zeros_like(reciprocal)
             grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
                 grad, x, size, zero, reciprocal, weight, None, [True, False, False]
             )
@@ -98,7 +99,8 @@ class _RMSNorm(torch.autograd.Function):
             grad_x.add_(mean, alpha=1 / x.shape[-1])
         else:
             # The formula above, in float32: w dy r - x r^3 (w dy . x) / H, the second term from one dot product [..., 1].
-            wide, weighted = x.to(reciprocal.dtype), (grad * weight).to(reciprocal.dtype)
+            wide = x.to(reciprocal.dtype)
+            weighted = (grad * weight).to(reciprocal.dtype)
             along = torch.linalg.vecdot(weighted, wide).unsqueeze(-1).mul_(reciprocal.pow(3)).div_(x.shape[-1])
             grad_x = weighted.mul_(reciprocal).addcmul_(wide, along, value=-1).to(x.dtype)
         return grad_x, grad_weight, None

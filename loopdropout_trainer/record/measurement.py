@@ -39,7 +39,8 @@ class Measurement:
     """One number, what it is, and where it was measured.
 
     Attributes:
-        writer: what wrote it, `training`, `evaluation/ROW` or `diagnostics/NAME`: written again, its rows are replaced.
+        writer: what wrote it, `training`, `evaluation/ROW/BENCHMARK` or `diagnostics/NAME/IDENTITY`; when it writes again, its
+            rows are replaced.
         family: what is drawn together, such as `accuracy` or the name of a diagnostic.
         metric, value, unit: the number. Accuracies are in percent, losses in nats for each target token.
         benchmark: what it was measured on: a benchmark, `held_out` rows, or `training`.

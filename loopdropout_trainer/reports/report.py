@@ -14,8 +14,7 @@ import jinja2
 import pandas as pd
 
 from loopdropout_trainer.checks import check_distinct, check_folder
-from loopdropout_trainer.evaluation.results import mean_sd
-from loopdropout_trainer.record.measurement import ALL, BASE, NONE, PLACES
+from loopdropout_trainer.record.measurement import ALL, BASE, NONE, PLACES, mean_sd
 from loopdropout_trainer.reports.averaging import average, select, settings_of, shown, telling, varying
 from loopdropout_trainer.reports.plots import automatic_figures, labelled, paper_figure, save_figure
 from loopdropout_trainer.reports.reading import OBJECTS, ReportError, load_table

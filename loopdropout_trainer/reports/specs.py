@@ -15,7 +15,7 @@ import pandas as pd
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from loopdropout_trainer.evaluation.results import mean_sd
+from loopdropout_trainer.record.measurement import mean_sd
 from loopdropout_trainer.reports.averaging import (
     as_trained,
     at_trained_depth,

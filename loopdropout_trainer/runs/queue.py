@@ -26,7 +26,7 @@ from typing import Any
 import optuna
 import psutil
 from filelock import FileLock
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from loopdropout_trainer.errors import run_command, user_supplied
 from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, make_identity
@@ -39,7 +39,7 @@ from loopdropout_trainer.runs.result import (
     is_of_former_version,
     read_run,
 )
-from loopdropout_trainer.runs.summary import SUMMARY_FILE, edges, table
+from loopdropout_trainer.runs.summary import SUMMARY_FILE, summary_text
 from loopdropout_trainer.runs.sweep import Job, Sweep
 from loopdropout_trainer.saving.files import LOCK_FILE, write_atomically
 from loopdropout_trainer.settings.arguments import AdapterArguments
@@ -48,6 +48,7 @@ from loopdropout_trainer.settings.recipe import settings_yaml
 
 HEARTBEAT, GRACE = 10, 60  # seconds; of a process on this machine it is known at once that it has died
 _OF_ADAPTER = {"rule", "p", "rule_args", *(f.name for f in fields(AdapterArguments))}
+_OF_SUMMARY = ("method", "learning_rate", "seed", "benchmarks", "train_seconds", "peak_memory_gb")
 _DAMAGED = (OSError, ValueError, KeyError, TypeError)  # a file that is not there or not complete
 
 Outcome = dict[str, Any]
@@ -136,19 +137,20 @@ class Queue:
     def _refresh(self) -> None:
         """Read the trials: the last finished one of each run, the scores that choose rates, and the runs under way."""
         files = {TrialState.COMPLETE: RUN_FILE, TrialState.PRUNED: DIVERGED_FILE}
-        self._last: dict[str, FrozenTrial] = {}
+        self._last: dict[str, dict[str, Any]] = {}
         self._scores: dict[str, float | None] = {}
         self._active: set[str] = set()
         for trial in self.study.get_trials(deepcopy=False):
-            run = trial.user_attrs.get("run", "")
-            if trial.user_attrs.get("anew"):
+            facts = {**trial.user_attrs.get("job", {}), **trial.user_attrs.get("outcome", {})}
+            run = facts.get("run", "")
+            if facts.get("anew"):
                 self._last.pop(run, None)
                 self._scores.pop(run, None)
             if trial.state == TrialState.RUNNING:
                 self._active.add(run)
             elif trial.state in files and (self.output_dir / run / files[trial.state]).exists():
-                self._last[run] = trial
-                if trial.user_attrs["selects"] or trial.state == TrialState.PRUNED:
+                self._last[run] = facts
+                if facts["selects"] or "error" in facts:
                     self._scores[run] = trial.value
 
     def is_done(self, job: Job) -> bool:
@@ -158,7 +160,7 @@ class Queue:
         last = self._last.get(job.run)
         if last is None:
             return False
-        return last.state == TrialState.PRUNED or last.user_attrs["run_name"] == self.sweep.run_name(job)
+        return "error" in last or last["run_name"] == self.sweep.run_name(job)
 
     def _outcome(self, job: Job) -> Outcome | None:
         """Return what a finished run has left in its folder; None if it is unfinished.
@@ -193,14 +195,13 @@ class Queue:
         Runs of one method differ in seed and learning rate only; methods that differ in rule and adapter only have one base
         and one data set; and all runs have the same versions.
         """
-        for run, trial in self._last.items():
-            other = trial.user_attrs["method"]
+        for run, facts in self._last.items():
+            other, identity = facts["method"], facts["identity"]
             parts = ("versions",)
             if other == method:
                 parts = ONE_SETTING
             elif method and self._beside_adapter(other) == self._beside_adapter(method):
                 parts = ("base", "data", "versions")
-            identity = trial.user_attrs.get("identity", {})
             expected = {part: dict(identity[part]) for part in parts if part in identity}
             expected.get("settings", {}).pop("learning_rate", None)
             yield run, expected
@@ -292,22 +293,28 @@ class Queue:
         """Mark the trials whose process has died as failed."""
         optuna.storages.fail_stale_trials(self.study)
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-            host, _, pid = trial.user_attrs.get("worker", "").rpartition(":")  # none: its process died as it began
+            job = trial.user_attrs.get("job", {"worker": ""})  # none: its process died as it began
+            host, _, pid = job["worker"].rpartition(":")
             if not pid or (host == socket.gethostname() and not psutil.pid_exists(int(pid))):
                 self.study.tell(trial.number, state=TrialState.FAIL)
 
     def _begin(self, job: Job) -> optuna.Trial:
         """Return a new trial for a job, which is this process's; it has the lock."""
         folder, trial = self.output_dir / job.run, self.study.ask()
-        # Whose folder is gone is trained anew: what its earlier trials say is of another training.
-        is_new = not any((folder / name).exists() for name in (RUN_FILE, DIVERGED_FILE))
-        worker = f"{socket.gethostname()}:{os.getpid()}"
-        _note(trial, worker=worker, run=job.run, run_name=self.sweep.run_name(job), anew=is_new, **job._asdict())
+        facts = {
+            **job._asdict(),
+            "worker": f"{socket.gethostname()}:{os.getpid()}",
+            "run": job.run,
+            "run_name": self.sweep.run_name(job),
+            # Whose folder is gone is trained anew: what its earlier trials say is of another training.
+            "anew": not any((folder / name).exists() for name in (RUN_FILE, DIVERGED_FILE)),
+        }
+        trial.set_user_attr("job", facts)
         return trial
 
     def _end(self, trial: optuna.Trial, outcome: Outcome) -> None:
         """End a trial with what came of it: a score, or none if it diverged."""
-        _note(trial, **outcome)
+        trial.set_user_attr("outcome", outcome)
         if "error" in outcome:
             self.study.tell(trial, state=TrialState.PRUNED)
         else:
@@ -398,42 +405,27 @@ class Queue:
         """Return the finished runs in this folder, also those of other sweeps, and the chosen rates; see `load_runs`."""
         runs, choices = [], self._choices()
         chosen = [(choice["method"], choice["learning_rate"]) for choice in choices]
-        for folder, trial in self._last.items():
-            facts = trial.user_attrs
-            setting = (facts["method"], facts["learning_rate"])
-            runs.append(
-                {
-                    "method": facts["method"],
-                    "learning_rate": facts["learning_rate"],
-                    "seed": facts["seed"],
-                    "folder": folder,
-                    "chosen": setting in chosen,
-                    "final": not facts["selects"],
-                    "diverged": trial.state == TrialState.PRUNED,
-                    "selection_score": self._scores.get(folder),
-                    "benchmarks": facts.get("benchmarks"),
-                    "train_seconds": facts.get("train_seconds"),
-                    "peak_memory_gb": facts.get("peak_memory_gb"),
-                }
-            )
+        for folder, facts in self._last.items():
+            run = {name: facts.get(name) for name in _OF_SUMMARY}
+            run["folder"] = folder
+            run["chosen"] = (facts["method"], facts["learning_rate"]) in chosen
+            run["final"] = not facts["selects"]
+            run["diverged"] = "error" in facts
+            run["selection_score"] = self._scores.get(folder)
+            runs.append(run)
         runs.sort(key=lambda run: (run["method"], run["learning_rate"], run["seed"]))
         return {"runs": runs, "choices": choices}
 
     def table(self) -> str:
-        """Return the table of all runs, with a sentence for each rate that was chosen at the edge of its grid."""
-        summary = self.summary()
-        return "\n".join([table(summary["runs"], self.sweep.arguments.select_on), *edges(summary["choices"])])
+        """Return the summary as people read it."""
+        return summary_text(self.summary(), self.sweep.arguments.select_on)
 
     def _write_summary(self) -> None:
         summary = self.summary()
         self.study.set_user_attr("choices", summary["choices"])
         write_atomically(self.output_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
-        write_atomically(self.output_dir / "summary.txt", self.table() + "\n")
-
-
-def _note(trial: optuna.Trial, **facts: Any) -> None:
-    for name, value in facts.items():
-        trial.set_user_attr(name, value)
+        text = summary_text(summary, self.sweep.arguments.select_on)
+        write_atomically(self.output_dir / "summary.txt", text + "\n")
 
 
 def _work(sweep: Sweep, scripts: Path, gpu: str) -> None:

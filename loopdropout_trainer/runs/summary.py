@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,19 @@ def load_runs(output_dir: str | Path) -> list[dict[str, Any]]:
     return runs
 
 
-def table(runs: Sequence[Mapping[str, Any]], select_on: str) -> str:
-    """Return a line for each method and rate: selection score (* if chosen), minutes, GB, and mean ± SD over seeds.
+def summary_text(summary: Mapping[str, Any], select_on: str) -> str:
+    """Return a table of a sweep's runs, with a sentence for each rate that was chosen at the edge of its grid.
 
     Args:
-        runs: as in summary.json, the ones of a sweep.
+        summary: as in summary.json.
         select_on: name of the column of selection scores.
     """
+    sentences = [_edge(choice) for choice in summary["choices"] if choice["edge"]]
+    return "\n".join([_table(summary["runs"], select_on), *sentences])
+
+
+def _table(runs: Sequence[Mapping[str, Any]], select_on: str) -> str:
+    """Return a line for each method and rate: selection score (* if chosen), minutes, GB, and mean ± SD over seeds."""
     if not runs:
         return "No run is finished yet."
     lines = []
@@ -72,11 +78,8 @@ def _over_seeds(scores: pd.Series) -> str:
     return f"{mean} ({len(finished)}{diverged})"
 
 
-def edges(choices: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each chosen rate that is the smallest or largest which was tried."""
-    return [
+def _edge(choice: Mapping[str, Any]) -> str:
+    return (
         f"{choice['method']} in `{choice['part']}`: the best rate, {choice['learning_rate']:.6g}, is the {choice['edge']} of "
         f"the {len(choice['rates'])} that were tried: one beyond it may be better (`extend_grid`, `max_extensions`)."
-        for choice in choices
-        if choice["edge"]
-    ]
+    )

@@ -250,7 +250,7 @@ def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
     settings = dict(settings)
     if rule not in RULES or rule == settings.get("rule", "loop_dropout"):  # an unknown one is an error later
         return settings
-    taken = {f.name for f in dataclasses.fields(RULES[rule])}
+    taken = [field.name for field in dataclasses.fields(RULES[rule])]
     p = settings.get("p")
     if "p" not in taken or not any(p if isinstance(p, list) else [p]):
         settings.pop("p", None)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
 from loopdropout_trainer.checks import check_integer, check_number
@@ -204,7 +205,7 @@ def check_rule_at_depths(rule: GateRule, limits: tuple[int, int], num_loops: int
 # Which loops are scored.
 
 
-Readouts = tuple[torch.Tensor, ...]
+Readouts = tuple[Tensor, ...]
 
 
 @dataclass
@@ -228,7 +229,7 @@ class LoopLoss:
         """Return how many of `num_loops` loops the loss depends on, from uniforms in [0, 1)."""
         return num_loops
 
-    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> Tensor:
         """Return the loops' weights, [L], or [L, B, S] for what follows each token, for L readouts [B, S, H]; sum 1."""
         return torch.ones(1)  # the final readout is the only one
 
@@ -254,7 +255,7 @@ class Progressive(LoopLoss):
     def __post_init__(self):
         check_number("power", self.power, 0, 16)
 
-    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> Tensor:
         weights = torch.arange(1, len(readouts) + 1, dtype=torch.float64) ** self.power
         return (weights / weights.sum()).float()
 
@@ -286,7 +287,7 @@ class WeightedLoss(LoopLoss):
                 "of a fixed depth, or choose another `loop_loss`."
             )
 
-    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> Tensor:
         return torch.tensor(self.loop_weights)
 
 
@@ -309,7 +310,7 @@ class ExitWeighted(LoopLoss):
             )
 
     @torch.no_grad()
-    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> torch.Tensor:
+    def weights(self, model: LoopedModelMixin, readouts: Readouts) -> Tensor:
         weights = model.base_model.exit_distribution(readouts).float().movedim(-1, 0)  # [L, B, S]
         return weights / weights.sum(dim=0)  # the gate may run in bfloat16
 
@@ -327,7 +328,7 @@ def score_loops(model: LoopedModelMixin, loss: LoopLoss) -> None:
     fused = model.forward
 
     @functools.wraps(fused.__func__)
-    def forward(model, *args, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs):
+    def forward(model, *args, fused_lm_head: bool = False, labels: Tensor | None = None, **kwargs):
         in_force = loss if model.training else LoopLoss()
         if not fused_lm_head or labels is None or (labels.is_cuda and not in_force.scores_all):
             return fused(*args, fused_lm_head=fused_lm_head, labels=labels, **kwargs)
@@ -341,7 +342,7 @@ def score_loops(model: LoopedModelMixin, loss: LoopLoss) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def _score(fused, model: LoopedModelMixin, readouts: Readouts, weights: torch.Tensor, labels: torch.Tensor):
+def _score(fused, model: LoopedModelMixin, readouts: Readouts, weights: Tensor, labels: Tensor):
     """Return TRL's scores of the tokens [B, S - 1] that follow, from L readouts and their weights, [L] or [L, B, S]."""
     labels = labels[:, 1:]
     mask = labels != -100

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType, gather_object
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -166,7 +166,7 @@ IGNORED = -100
 """The label of a token that is not trained on."""
 
 
-def example_index(position_ids: torch.Tensor, num_examples: int) -> torch.Tensor:
+def example_index(position_ids: Tensor, num_examples: int) -> Tensor:
     """Return for each token of packed rows [B, S] the index of its example; padding counts as a part of the last one."""
     starts = example_starts(position_ids)  # [B, S]
     return (starts.flatten().cumsum(0) - 1).view_as(starts).clamp(max=num_examples - 1)
@@ -231,28 +231,26 @@ class EqualShares(BatchSamplerShard):
         """Number of rows that are this process's alone."""
         return len(self.batch_sampler.sampler) // self.num_processes
 
-    def _batches(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
-        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
-        return (rows[at : at + size] for at in range(0, len(rows), size))
-
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Sequence[int]]:
         rows = list(chain.from_iterable(self.batch_sampler))
         shared = self.share * self.num_processes
-        yield from self._batches(rows[self.process_index : shared : self.num_processes])
-        yield from self._batches(rows[shared:])
+        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        for part in (rows[self.process_index : shared : self.num_processes], rows[shared:]):
+            for first in range(0, len(part), size):
+                yield part[first : first + size]
 
 
-def float32_adapter(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+def float32_adapter(model: nn.Module, before: dict[str, Tensor]) -> None:
     """Keep trained weights in float32 where TRL rounds them to bfloat16, under ZeRO-3 and over quantised weights."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
 
 
-def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, torch.Tensor] | None:
+def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, Tensor] | None:
     """Return `state_dict` with the trained weights in float32, which DeepSpeed keeps beside its own bfloat16 copies.
 
     A collective call: all processes must make it, also those that have no `state_dict`.
@@ -268,7 +266,7 @@ def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, t
     return {**state_dict, **{name: tensor.cpu() for name, tensor in full.items() if tensor is not None}}
 
 
-def check_packed_batch(inputs: dict[str, torch.Tensor], example_ids: torch.Tensor | None) -> None:
+def check_packed_batch(inputs: dict[str, Tensor], example_ids: Tensor | None) -> None:
     """Raise ValueError for a micro-batch with several examples in a row that would see one another; None: not packed."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if example_ids is not None:

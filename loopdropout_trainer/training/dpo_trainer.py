@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-import torch
 from datasets.fingerprint import Hasher
+from torch import Tensor
 from trl import DPOTrainer
 
 from loopdropout_trainer.gates.streams import ExampleId
@@ -57,7 +57,7 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
         self._rows_of_its_own = getattr(getattr(dataloader, "batch_sampler", None), "share", math.inf)
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
-    def evaluated_weight(self, inputs: dict[str, torch.Tensor]) -> int:
+    def evaluated_weight(self, inputs: dict[str, Tensor]) -> int:
         pairs = len(inputs["input_ids"]) // 2
         self._rows_of_its_own -= pairs
         return pairs if self._rows_of_its_own >= 0 or self.accelerator.is_main_process else 0
@@ -66,7 +66,7 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
     def dataset_formats(args: LoopDropoutDPOConfig) -> list[set[str]]:
         return [{"chosen", "rejected"}, {"prompt_ids", "chosen_ids", "rejected_ids"}]
 
-    def example_ids_of(self, inputs: dict[str, torch.Tensor]) -> list[ExampleId]:
+    def example_ids_of(self, inputs: dict[str, Tensor]) -> list[ExampleId]:
         """Return the ids of N chosen and then N rejected completions: those of their pairs."""
         pairs = len(inputs["input_ids"]) // 2
         return [(pair, 0) for pair in range(pairs)] * 2

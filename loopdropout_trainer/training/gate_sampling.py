@@ -161,6 +161,7 @@ class GateSamplingMixin:
             is_last = self._pass_index == passes - 1
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 loss = loss + self._run_pass(model, copy.copy(inputs), num_items_in_batch)
+        self.step_callback.losses.append(loss)
         return loss
 
     def _run_pass(self, *args) -> torch.Tensor:
@@ -314,6 +315,7 @@ class StepCallback(TrainerCallback):
 
     Attributes:
         micro_batch: micro-batches of the running optimizer step that have drawn their gates.
+        losses: of the running step, by micro-batch.
         train_seconds: wall time spent in training steps so far, evaluation and saving left out.
         sensitivity: sum over the running step's examples of |d loss / d g|, by loop, [K].
     """
@@ -325,9 +327,10 @@ class StepCallback(TrainerCallback):
 
     def __init__(self, trainer: GateSamplingMixin) -> None:
         self.trainer = trainer
+        self.losses: list[torch.Tensor] = []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.micro_batch = 0
+        self.micro_batch, self.losses = 0, []
         self._step_began = time.perf_counter()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):

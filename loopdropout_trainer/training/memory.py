@@ -178,7 +178,7 @@ def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArgume
         depth = args.depth_limits(find_looped_model(model).config.num_loops)[1]
         step = step_memory(model, *shape, depth)
         fits = sum(step.values()) <= usable
-        reason = f"{_sentence(step, *shape)}, of {shown_bytes(usable / USABLE)}"
+        reason = f"{_sentence(step, *shape)}; the device has {shown_bytes(usable / USABLE)}"
     _set_checkpointing(args, not fits)
     logger.info(f"`gradient_checkpointing` is {'off' if fits else 'on'}: {reason}.")
 

@@ -138,8 +138,8 @@ def _check_targets(peft_config: LoraConfig, model: PreTrainedModel | PreTrainedC
 
 def _check_parts(args: TrainingArguments) -> None:
     """Raise ValueError for parts of a training that cannot be built here, by building them around a single weight."""
-    layer, schedule = nn.Linear(1, 1), str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    optimizer, keywords = torch.optim.SGD(layer.parameters(), args.learning_rate), dict(args.lr_scheduler_kwargs or {})
+    layer, schedule = nn.Linear(1, 1), args.lr_scheduler_type.value
+    optimizer, keywords = torch.optim.SGD(layer.parameters(), args.learning_rate), args.lr_scheduler_kwargs or {}
     if not args.optim_target_modules:  # GaLore and APOLLO find their parameters in the model
         with user_supplied(f"`optim` {args.optim.value} with `optim_args` {shown(args.optim_args)} cannot be used"):
             optimizer_class, fields = Trainer.get_optimizer_cls_and_kwargs(args, layer)

@@ -1,4 +1,4 @@
-"""Teacher-forced scores of target tokens: of the final loop under any gates, and of each loop's readout.
+"""Teacher-forced scores of target tokens, also live in training: of the final loop under any gates, and of each readout.
 
 A batch is model inputs with `labels` [B, S], -100 where no target is. Of several processes each holds the complete model
 and all batches, and takes a share of the batches: all of them must call these functions, and get the same results.
@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
 
@@ -28,7 +28,7 @@ from loopdropout_trainer.processes import all_processes, random_states_kept
 from loopdropout_trainer.training.distributed import shards_weights
 
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 Value = TypeVar("Value")
 
 
@@ -78,7 +78,7 @@ def readout_losses(model: nn.Module, batches: Iterable[Batch]) -> list[float]:
 def score(
     model: nn.Module,
     batches: Iterable[Batch],
-    gates: Sequence[float] | torch.Tensor | None = None,
+    gates: Sequence[float] | Tensor | None = None,
 ) -> Scores:
     """Return the final loop's scores under gates [K]; None: those in force."""
     final = lambda looped, inputs: [looped.base_model(**inputs, use_cache=False).last_hidden_state]
@@ -94,7 +94,7 @@ def score_readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Scores]:
 def _scores(
     model: nn.Module,
     batches: Iterable[Batch],
-    readouts_of: Callable[[nn.Module, Batch], Sequence[torch.Tensor]],
+    readouts_of: Callable[[nn.Module, Batch], Sequence[Tensor]],
 ) -> list[Scores]:
     """Return each readout's means over the target tokens of all batches (not means of the batches' means)."""
 
@@ -128,11 +128,10 @@ def over_batches(model: nn.Module, batches: Iterable[Batch], measure: Callable[[
     return [value for _, value in sorted(gather_object(measured), key=lambda pair: pair[0])]
 
 
-def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, torch.Tensor]:
+def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, Tensor]:
     """Return the looped model, its inputs on its device, and the label of what follows each position, [B, S - 1]."""
     looped = find_looped_model(model)
-    device = next(model.parameters()).device
-    inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    inputs = send_to_device(batch, next(model.parameters()).device)
     inputs = dict(looped.complete_batch(inputs))  # as in training: what else the model reads of a batch with labels
     return looped, inputs, inputs.pop("labels")[:, 1:]
 

@@ -118,11 +118,12 @@ def _warn_of_cut_rows(before: Dataset, rows: Dataset, name: str, max_length: int
         before, rows: the dataset as it was given and as it was prepared, packed or not.
         end: id of the end token.
     """
-    parts = rows["seq_lengths"] if "seq_lengths" in rows.column_names else ([len(ids)] for ids in rows["input_ids"])
+    is_packed = "seq_lengths" in rows.column_names
+    parts = rows["seq_lengths"] if is_packed else ([len(ids)] for ids in rows["input_ids"])
     # A template may write something after the end of the last turn, such as a new line.
     pairs = zip(rows["input_ids"], parts, strict=True)
     cut = sum(lengths == [max_length] and end not in ids[-3:] for ids, lengths in pairs)
-    gone = 0 if "seq_lengths" in rows.column_names else len(before) - len(rows)
+    gone = 0 if is_packed else len(before) - len(rows)
     if cut or gone:
         logger.warning(
             f"Of {len(before):,} rows of `{name}_dataset`, {cut:,} are cut at `max_length`, {max_length:,}, and lose their "

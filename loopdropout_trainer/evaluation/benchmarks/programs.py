@@ -89,27 +89,28 @@ class CodeBenchmark(GeneratedBenchmark):
     def score(self, completions: list[str], texts: list[str], log: AnswerLog, progress: bool) -> BenchmarkResult:
         is_main = all_processes().is_main_process
         (verdicts,) = broadcast_object_list([self.verdicts(completions, log, progress) if is_main else None])
-        metrics, predictions = {name: [] for name in dict.fromkeys((self.name, self.metric))}, []
-        for name, text, completion, verdict in zip(self.references, texts, completions, verdicts, strict=True):
-            for metric, values in metrics.items():  # `plus: fail` has passed the problem's own tests
-                values.append(verdict == "pass" or metric == self.metric and verdict.startswith("plus"))
+        with_added = [verdict == "pass" for verdict in verdicts]
+        own = [
+            verdict == "pass" or verdict.startswith("plus") for verdict in verdicts
+        ]  # passed the problem's own tests
+        passed = {self.name: with_added, self.metric: own}
+        predictions = []
+        for index, verdict in enumerate(verdicts):
+            values = {metric: float(of_metric[index]) for metric, of_metric in passed.items()}
             predictions.append(
                 Prediction(
-                    prompt=text,
-                    completion=completion,
+                    prompt=texts[index],
+                    completion=completions[index],
                     reference="",
-                    extracted=completion if completion.strip() else None,
-                    correct=metrics[self.name][-1],
-                    id=name,
-                    values={metric: float(values[-1]) for metric, values in metrics.items()}
-                    if len(metrics) > 1
-                    else None,
+                    extracted=completions[index] if completions[index].strip() else None,
+                    correct=passed[self.name][index],
+                    id=self.references[index],
+                    values=values if len(values) > 1 else None,
                     note=None if verdict == "pass" else verdict,
                 )
             )
-        return BenchmarkResult(
-            self.name, predictions, {metric: Metric.of(values) for metric, values in metrics.items()}
-        )
+        metrics = {metric: Metric.of(of_metric) for metric, of_metric in passed.items()}
+        return BenchmarkResult(self.name, predictions, metrics)
 
     def verdicts(self, completions: Sequence[str], log: AnswerLog, progress: bool = True) -> list[str]:
         """Return EvalPlus's verdict on each completion: `pass`, `base: fail`, `plus: timeout`, ...

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import type_validator
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -19,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from loopdropout_trainer.checks import check_integer
-from loopdropout_trainer.errors import UserError, one_line
+from loopdropout_trainer.errors import one_line
 from loopdropout_trainer.processes import StopSignals, TrainingInterrupted, from_main_process
 from loopdropout_trainer.record.identity import WHOLE_RUN, Difference, Identity, continues, differences, make_identity
 from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_metadata
@@ -64,7 +66,6 @@ class CheckpointsMixin:
         self._earlier: dict[str, Any] = {}  # totals up to the checkpoint that was resumed from
         self._signals = StopSignals()
         self._began = time.time()
-        self._losses: list[torch.Tensor] = []  # of the running step, by micro-batch
 
     @cached_property
     def run_identity(self) -> Identity:
@@ -98,7 +99,7 @@ class CheckpointsMixin:
             checkpoint, self._goes_on_changed = from_main_process(lambda: self._choose_checkpoint(wanted))
             with StopSignals() as self._signals:
                 output = super().train(checkpoint, *args, **kwargs)
-                self._note_totals()
+                self._run_state.totals = self.progress()
                 if not self._stopping:  # after the last step: in an evaluation, or while saving
                     self._sum_over_processes()
                     last = self._checkpoint_folder()
@@ -128,7 +129,7 @@ class CheckpointsMixin:
     def _check_output_dir(self, wanted: str | bool | None) -> None:
         """Refuse to take the place of anything but this run; note whether the folder is another's, and that was asked for."""
         folder = Path(self.args.output_dir)
-        runs = [run for run in map(run_of, (folder, *sealing.checkpoints(folder))) if run is not None]
+        runs = list(filter(None, map(run_of, (folder, *sealing.checkpoints(folder)))))
         weights = [file for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
         if weights and not isinstance(wanted, str) and not any((folder / name).exists() for name in sealing.OURS):
             raise CheckpointError(f"{weights[0]} is of no run of this package: choose another `output_dir`.")
@@ -168,11 +169,6 @@ class CheckpointsMixin:
             "loss_since_log": self.accelerator.reduce(self._tr_loss, "mean").item(),
             "last_logged_step": self._globalstep_last_logged,
         }
-
-    def _note_totals(self) -> None:
-        """Put the totals so far into the trainer's state, which is saved; all processes must make this call."""
-        self._run_state.totals = self.progress()
-        self.state.stateful_callbacks[RunState.__name__] = self._run_state.state()
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         return super()._finalize_training(trial, num_train_samples, start_time - self._earlier.get("seconds", 0.0))
@@ -267,8 +263,7 @@ class CheckpointsMixin:
                 setattr(callback, name, value)
         self._earlier = self._run_state.totals
         for name in _TOTALS if self._earlier else ():
-            if not isinstance(self._earlier[name], (int, float)):
-                raise TypeError(f"`{name}` is no number")
+            type_validator(name, self._earlier[name], int | float)
         # Saving updates the table that was loaded, which may be of other callbacks.
         self.state.stateful_callbacks = {type(state).__name__: state.state() for state in [*stateful, self.control]}
 
@@ -301,11 +296,6 @@ class CheckpointsMixin:
 
     # Numbers, and being asked to stop
 
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        self._losses.append(loss)
-        return loss
-
     def _get_grad_norm(self, model, grad_norm=None):
         """Refuse the step if a loss or the gradient is not finite; note whether any process was asked to stop.
 
@@ -314,8 +304,7 @@ class CheckpointsMixin:
         """
         returned = super()._get_grad_norm(model, grad_norm)
         norm = returned.full_tensor() if isinstance(returned, DTensor) else returned
-        losses, self._losses = self._losses, []
-        finite_losses = torch.isfinite(torch.stack(losses)).all()
+        finite_losses = torch.isfinite(torch.stack(self.step_callback.losses)).all()
         finite_norm = torch.isfinite(torch.as_tensor(0.0 if norm is None else norm))
         broken_losses, broken_norms = self._sum_over_processes(~finite_losses, ~finite_norm)
         scaled = getattr(self.accelerator, "scaler", None) is not None  # float16: it skips such steps and scales less
@@ -328,7 +317,7 @@ class CheckpointsMixin:
             "regardless."
         )
 
-    def _sum_over_processes(self, *facts: torch.Tensor) -> list[float]:
+    def _sum_over_processes(self, *facts: Tensor) -> list[float]:
         """Return in how many processes each fact holds, and note the signal that has asked any of them to stop."""
         signals = [self._signals.asked == name for name in ("SIGINT", "SIGTERM")]
         held = torch.tensor([*facts, *signals], dtype=torch.float32, device=self.accelerator.device)
@@ -372,6 +361,7 @@ class CheckpointsMixin:
         with staged_files(folder, "The adapter", advice) as partial:
             self._save_files(partial, state_dict, folder)
             if is_run:
+                self.state.stateful_callbacks[RunState.__name__] = self._run_state.state()
                 self.state.save_to_json(str(partial / _STATE))
             files = [file for file in partial.rglob("*") if file.is_file() and file.suffix != ".md"]
             names = [file.relative_to(partial) for file in files]
@@ -391,7 +381,7 @@ class CheckpointsMixin:
     def _save_checkpoint(self, model, trial) -> None:
         args, folder = self.args, self._checkpoint_folder(trial)
         self._check_weights()  # before anything is touched
-        self._note_totals()
+        self._run_state.totals = self.progress()
         if args.should_save:
             sealing.unseal(folder)
         limit, args.save_total_limit = args.save_total_limit, None  # nothing is deleted before the new one is complete
@@ -478,7 +468,7 @@ class RunState(TrainerCallback, ExportableState):
     def on_train_begin(self, args, state, control, **kwargs):
         trainer, earlier = self.trainer, self.trainer._earlier
         forget_peak_memory()
-        trainer._began, trainer._losses = time.time(), []
+        trainer._began = time.time()
         if earlier:
             trainer._initial_global_step = 0  # the reported loss is the mean over all steps
             trainer._total_loss_scalar = earlier["loss_sum"]
@@ -500,15 +490,14 @@ _TOTALS = ("seconds", "step_seconds", "num_tokens", "loss_sum", "loss_since_log"
 
 
 def _check_state(state: TrainerState) -> None:
-    """Raise ValueError for a trainer_state.json that no training has written."""
+    """Raise ValueError or TypeError for a trainer_state.json that no training has written."""
     for name, number in (
         ("global_step", state.global_step),
         ("max_steps", state.max_steps),
         ("train_batch_size", state.train_batch_size or 0),
     ):
         check_integer(name, number, 0)
-    if not isinstance(state.log_history, list) or not all(isinstance(log, dict) for log in state.log_history):
-        raise UserError("`log_history` must be a list of mappings.")
+    type_validator("log_history", state.log_history, list[dict])
 
 
 @contextmanager
@@ -525,7 +514,7 @@ def _reading(folder: str | Path | None) -> Iterator[None]:
         ) from error
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def _local(parameter: Tensor) -> Tensor:
     """Return what this process holds of a parameter."""
     parameter = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from huggingface_hub.dataclasses import type_validator
 from transformers.utils import logging
 
 from loopdropout_trainer.record.identity import WHOLE_RUN, Identity, continues, differences, read_identity
@@ -84,12 +85,9 @@ def _read_manifest(folder: Path) -> tuple[Identity | None, dict[str, str]]:
     """Return the identity of the run, if it is known, and the hash of each file; one of `_UNREADABLE` for another form."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     run, hashes = manifest.get("run"), manifest["files"]
-    parts = run or {}
-    lengths = parts.get("length", {}).values()
-    if not all(isinstance(part, dict) for part in (hashes, *parts.values())):
-        raise ValueError("a part is no mapping")
-    if not all(isinstance(length, (int, float, type(None))) for length in lengths):
-        raise ValueError("a length is no number")
+    type_validator("files", hashes, dict[str, str])
+    type_validator("run", run, dict[str, dict] | None)
+    type_validator("length", (run or {}).get("length", {}), dict[str, int | float | None])
     return run, hashes
 
 
