@@ -20,7 +20,6 @@ drawn from more of their kind; where a seed gives one number, Student's t. Verdi
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
