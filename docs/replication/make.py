@@ -20,7 +20,6 @@ drawn from more of their kind; where a seed gives one number, Student's t. Verdi
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -64,8 +63,7 @@ def rows_of(run: dict, folder: Path) -> Iterator[dict]:
         method = run["method"]
     if study == "small" and run["seed"] in FRESH:
         study = "fresh_seeds"
-    measured = run["result"].rows or rows_of_results_file(folder / run["folder"] / "results.json")
-    result = Result([row for row in measured if row.method != BASE])
+    result = Result([row for row in run["result"].rows if row.method != BASE])
     num_loops = result.training.depth
     easiest, hardest = load_recipe(folder / run["folder"] / "recipe.yaml").get("arithmetic_steps") or (3, 5)
     known = {
@@ -79,12 +77,12 @@ def rows_of(run: dict, folder: Path) -> Iterator[dict]:
         return
     frozen = result.value("frozen_loss")
     for row in result.rows:
-        if (
-            row.family == "accuracy" and row.benchmark == "development"
-        ):  # held-out problems, at one rate more than a sweep had
+        if row.family == "accuracy" and row.benchmark == "development":  # of a rate more than a sweep had
             yield {**known, "metric": "development", "depth": row.depth, "value": row.value}
         elif row.family == "accuracy":
             yield {**known, "metric": "accuracy", "depth": row.depth, **counted(row), "loop": row.loop}
+        elif row.metric == "by_num_steps" and study == "small_lm" and row.benchmark == TEST and row.loop is None:
+            yield {**known, "metric": f"accuracy_of_{row.group}_steps", "depth": row.depth, "value": row.value}
         elif row.metric == "frozen_loss":
             yield {**known, "metric": "frozen_loss", "value": frozen}
         elif row.metric == "loss" and row.step is None:  # with the adapter in one loop, or in all
@@ -92,48 +90,6 @@ def rows_of(run: dict, folder: Path) -> Iterator[dict]:
             yield {**known, "metric": "loss_reduction", "loop": row.loop, "value": reduction}
         elif row.metric == "readout_loss":
             yield {**known, "metric": "readout_loss", "loop": row.loop, "value": row.value}
-
-
-def rows_of_results_file(file: Path) -> list[Measurement]:
-    """Return the measurements of a run that was finished before there were any: they stand in its results.json."""
-    results = json.loads(file.read_text(encoding="utf-8"))
-    trained = results["train_info"]
-    num_loops = trained["num_loops"]
-    known = {"writer": "training", "identity": "unknown", "method": trained["rule"], "steps": trained["steps"]}
-    known |= {"depth": num_loops}
-    rows = [Measurement(**known, family="cost", metric="examples", value=trained["examples"])]
-
-    def add(name: str, benchmark: dict, **place: int) -> None:
-        verdicts = [int(prediction["correct"]) for prediction in benchmark["predictions"]]
-        facts = {
-            **known,
-            "family": "accuracy",
-            "metric": name,
-            "benchmark": name,
-            "value": benchmark["score"],
-            **place,
-        }
-        rows.append(Measurement(**facts, total=len(verdicts), verdicts=verdicts))
-
-    def add_loss(metric: str, value: float, loop: int | None = None) -> None:
-        rows.append(Measurement(**known, family="losses", metric=metric, value=value, loop=loop))
-
-    for name, benchmark in results["benchmarks"].items():
-        add(name, benchmark)
-    first = next(iter(results["benchmarks"]), "")
-    for depth, benchmark in results["by_depth"].items():
-        if int(depth) != num_loops:
-            add(first, benchmark, depth=int(depth))
-    for loop, benchmark in enumerate(results.get("single_loop_benchmarks", ()), 1):
-        add(first, benchmark, loop=loop)
-    if losses := results.get("single_loop"):
-        add_loss("frozen_loss", losses["frozen"])
-        for loop, loss in enumerate(losses["only"], 1):
-            add_loss("loss", loss, loop)
-        add_loss("loss", losses["all_on"])
-    for loop, loss in enumerate(results.get("readout_losses", ()), 1):
-        add_loss("readout_loss", loss, loop)
-    return rows
 
 
 def counted(row: Measurement) -> dict:
@@ -299,6 +255,8 @@ def flatter(study: Study) -> np.ndarray:
     spreads = []
     for method in ("lora", "loop_dropout"):
         loops = sorted(study.rows.loc[study.rows["method"] == method, "loop"].dropna().unique())
+        if not loops:
+            return np.empty((0, 1))
         rho = pd.concat([study.of(method, "loss_reduction", loop=int(loop))["value"] for loop in loops], axis=1)
         spreads.append(rho.max(axis=1) - rho.min(axis=1))
     return (spreads[0] - spreads[1]).dropna().to_numpy(dtype=float)[:, None]
@@ -475,7 +433,7 @@ def language_line(study: Study | None, told: Callable[[str], str]) -> str:
 
 def seeds_text(study: Study) -> str:
     number = len(study.of("lora", "accuracy").index.intersection(study.of("loop_dropout", "accuracy").index))
-    return f"{number} seed{'s' * (number > 1)}"
+    return f"{number} seed{'s' * (number != 1)}"
 
 
 def rho_text(study: Study, method: str) -> str:
@@ -628,7 +586,7 @@ def language_model_table(study: Study | None) -> str:
             cells += [mean_sd(study.of(method, "loss_reduction", loop=loop)) for loop in (1, 2, 3, 4)]
             lines.append(f"| here | {METHODS.get(method, method)} | {rate:g} | {len(own)} | {' | '.join(cells)} |")
     for method, cells in OF_THE_PAPER.items():
-        lines.append(f"| paper, Ouro-1.4B on GSM8K | {method} | 0.0001 | 3, of rho 1 | {' | '.join(cells)} |")
+        lines.append(f"| paper, Ouro-1.4B on GSM8K | {method} | 0.0001 | 3 (rho: 1) | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
