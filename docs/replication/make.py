@@ -372,7 +372,7 @@ def claims_found(studies: dict[str, Study]) -> tuple[pd.DataFrame, dict[str, lis
     return table, left_out
 
 
-def summary(studies: dict[str, Study], table: pd.DataFrame, cells: pd.DataFrame) -> str:
+def summary(studies: dict[str, Study], table: pd.DataFrame, gains: pd.DataFrame) -> str:
     """Return what a reader of the paper wants to know first, in some lines."""
     found = {row.claim.words: row for row in table.itertuples()}
 
@@ -386,15 +386,13 @@ def summary(studies: dict[str, Study], table: pd.DataFrame, cells: pd.DataFrame)
     )
     undecided = "; ".join(_lower(words) for words, row in found.items() if row.alone == "seen" != row.verdict)
     opposite = "; ".join(_lower(words) for words, row in found.items() if row.verdict == "opposite")
-    huginn, language = studies["huginn"], studies.get("small_lm")
+    huginn = studies["huginn"]
     mean = lambda study, method: mean_sd(study.of(method, "accuracy"))
-    words = map_table(cells).groupby("depth")["word"].value_counts().unstack(fill_value=0)
+    words = gains.groupby("depth")["word"].value_counts().unstack(fill_value=0)
     of_map = lambda depth: ", ".join(
         f"{words.loc[depth].get(word, 0)} {word}" for word in ("ahead", "level", "behind")
     )
-    annealed = "; ".join(
-        f"{words} {mean(studies[name], 'annealed')}" for name, (words, *_) in BASES.items() if name in studies
-    )
+    annealed = "; ".join(f"{base} {mean(studies[name], 'annealed')}" for name, (base, *_) in BASES.items())
     lines = [
         f"**{len(table)} comparisons**, corrected for their number: {counted('verdict')}; each alone: {counted('alone')}.",
         f"**One layer, five seeds.** LoRA's late bias: {told(LATE)} (points of loss). Loop Dropout at the training depth: "
@@ -407,17 +405,15 @@ def summary(studies: dict[str, Study], table: pd.DataFrame, cells: pd.DataFrame)
         f"{mean(huginn, 'lora')}%: {told('More accurate than LoRA' + HUGINN)}.",
         f"**Seen alone, and undecided among {len(table)}:** {undecided}.",
         f"**Opposite** after correction: {opposite or 'none'}.",
-        f"**The map**, {len(map_table(cells)) // 2} cells: at the training depth {of_map(4)}; at twice it {of_map(8)}.",
+        f"**The map**, {len(gains) // 2} cells: at the training depth {of_map(4)}; at twice it {of_map(8)}.",
         f"**p annealed from 0.5 to 0** (-: not yet run): {annealed}.",
-        language_line(language, told),
+        language_line(studies["small_lm"], told),
     ]
     return "\n".join(f"- {line}" for line in lines)
 
 
-def language_line(study: Study | None, told: Callable[[str], str]) -> str:
+def language_line(study: Study, told: Callable[[str], str]) -> str:
     """Return what the language model shows; `told` gives a claim's difference and verdict."""
-    if study is None:
-        return "**A real language model** has not run."
     rho = [f"{rho_text(study, method)}% with {title}" for method, title in METHODS.items()]
     parts = []
     for place, depth, words in (
@@ -485,7 +481,7 @@ def rates_text(studies: dict[str, Study]) -> str:
 
 def same_rates(studies: dict[str, Study]) -> str:
     """Return in how many comparisons LoRA and Loop Dropout chose the same rate."""
-    pairs = [(studies[name].rates["lora"], studies[name].rates["loop_dropout"]) for name in BASES if name in studies]
+    pairs = [(studies[name].rates["lora"], studies[name].rates["loop_dropout"]) for name in BASES]
     small = studies["small"].rates
     names = ("rank_4", "rank_64", "depth_2", "depth_6", "depth_8", "random_depth")
     pairs += [(small[f"{name}_lora"], small[name]) for name in names]
@@ -538,8 +534,6 @@ def choices_table(studies: dict[str, Study], cells: pd.DataFrame) -> str:
         "|---" * 7 + "|",
     ]
     for name, (words, *depths) in BASES.items():
-        if name not in studies:
-            continue
         numbers = [
             mean_sd(studies[name].of(method, "accuracy", depth=depth)) for depth in depths for method in methods
         ]
@@ -565,10 +559,8 @@ OF_THE_PAPER = {
 }
 
 
-def language_model_table(study: Study | None) -> str:
+def language_model_table(study: Study) -> str:
     """Return accuracies by depth and loss reductions by loop of the language model's methods, and the paper's beside."""
-    if study is None:
-        return "Not yet run."
     heads = [
         "where",
         "method",
@@ -595,10 +587,8 @@ def language_model_table(study: Study | None) -> str:
     return "\n".join(lines)
 
 
-def by_steps_table(study: Study | None) -> str:
+def by_steps_table(study: Study) -> str:
     """Return the language model's accuracies by depth and by how many steps a problem takes."""
-    if study is None:
-        return "Not yet run."
     steps = sorted({name for name in study.rows["metric"] if name.startswith("accuracy_of_")})
     lines = [f"| method | K | {' | '.join(name.removeprefix('accuracy_of_').replace('_', ' ') for name in steps)} |",
              "|---" * (2 + len(steps)) + "|"]  # fmt: skip
@@ -616,23 +606,17 @@ def prose(studies: dict[str, Study], claims: pd.DataFrame) -> dict[str, str]:
     at = lambda method, depth: small.of(method, "accuracy", depth=depth)
     gain = lambda method, depth: at(method, depth)["value"].mean() - at("lora", depth)["value"].mean()
     kept = [100 * gain("annealed", depth) / gain("loop_dropout", depth) for depth in (4, 8)]
-    rates = [study.rates["loop_dropout"] / study.rates["lora"] for study in studies.values() if "lora" in study.rates]
+    language = [mean_sd(studies["small_lm"].of(method, "accuracy")) for method in ("loop_dropout", "lora")]
     numbers = {f"{method}_{depth}": f"{mean_sd(at(method, depth))}%" for method in METHODS for depth in (4, 8)}
     return numbers | {
         "deep_at_4": f"{mean_sd(at('depth_8', 4))}%",
         "deep_lora_at_4": f"{mean_sd(at('depth_8_lora', 4))}%",
         "kept_at_4": f"{kept[0]:.0f}%",
         "kept_at_8": f"{kept[1]:.0f}%",
-        "rates": f"{min(rates):g} to {max(rates):g} times",
         "random_depth_gain": f"{means['LoRA at random depth is more accurate at twice the depth than LoRA']:.0f} points",
-        "language_model": _language_model_numbers(studies["small_lm"]),
+        "language_model": f"{language[0]}% against {language[1]}%",
         "readout_gain": f"{means['The readout of loop 4 has a lower loss']:.3f} nats",
     }
-
-
-def _language_model_numbers(study: Study) -> str:
-    sides = [mean_sd(study.of(method, "accuracy", depth=4)) for method in ("loop_dropout", "lora")]
-    return f"{sides[0]}% against {sides[1]}%"
 
 
 def methods_table(studies: dict[str, Study]) -> pd.DataFrame:
@@ -764,7 +748,7 @@ def map_counts(table: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def map_figure(rows: pd.DataFrame) -> None:
+def map_figure(gains: pd.DataFrame) -> None:
     """Draw by how many points Loop Dropout is more accurate than LoRA, by examples, epochs, difficulty and depth."""
     from plotnine import (
         aes,
@@ -780,7 +764,7 @@ def map_figure(rows: pd.DataFrame) -> None:
     from loopdropout_trainer.reports import save_figure
     from loopdropout_trainer.reports.plots import BLUE, ORANGE, theme
 
-    table = map_table(rows)
+    table = gains.copy()
     for name in ("examples", "epochs"):
         table[name] = pd.Categorical(table[name].astype(str), [str(each) for each in sorted(table[name].unique())])
     table["shown"] = [f"{gain:+.1f}\n({lora:.0f})" for gain, lora in zip(table["gain"], table["lora"], strict=True)]
@@ -803,25 +787,27 @@ def write(rows: pd.DataFrame) -> None:
     """Replace what stands between each pair of marks in the documents."""
     studies = {name: Study(part) for name, part in rows.groupby("study") if name != "map"}
     cells = rows[rows["study"] == "map"]
+    gains = map_table(cells)
     effect_figure(studies["small"])
-    map_figure(cells)
+    map_figure(gains)
     methods_table(studies).to_csv(HERE / "methods.csv", index=False)
     claims, left_out = claims_found(studies)
     tables = {
-        "summary": summary(studies, claims, cells),
+        "summary": summary(studies, claims, gains),
         "claims": claims_table(claims, left_out),
         "rates": rates_text(studies),
-        "map": map_counts(map_table(cells)),
+        "map": map_counts(gains),
         "fresh": fresh_table(studies["fresh_seeds"]),
         "agreement": agreement_table(rows[rows["study"] == "fresh_seeds"]),
         "choices": choices_table(studies, cells),
         "same_rates": same_rates(studies),
-        "language_model": language_model_table(studies.get("small_lm")),
-        "by_steps": by_steps_table(studies.get("small_lm")),
+        "language_model": language_model_table(studies["small_lm"]),
+        "by_steps": by_steps_table(studies["small_lm"]),
     }
+    numbers = prose(studies, claims)
     for document in (DOCUMENT, WHEN, README):
         text = document.read_text(encoding="utf-8")
-        for name, words in prose(studies, claims).items():  # within sentences
+        for name, words in numbers.items():  # within sentences
             text = re.sub(rf"<!--{name}-->.*?<!--/-->", f"<!--{name}-->{words}<!--/-->", text)
         for name, table in tables.items():
             begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"

@@ -214,6 +214,11 @@ def _last_integer(text: str) -> str | None:
     return numbers[-1].replace(",", "") if numbers else None
 
 
+def answers_folder(output_dir: str | Path, row: str, benchmark: str) -> Path:
+    """Return the folder of the answers of a row, or of a moment of a training, on a benchmark."""
+    return Path(output_dir, ANSWERS_FOLDER, row, benchmark.replace("/", "_"))
+
+
 def write_predictions(folder: str | Path, predictions: Sequence[Prediction]) -> None:
     """Write predictions, a line of JSON for each, beside the answers that they are made of."""
     lines = [json.dumps(prediction.as_json(), ensure_ascii=False) + "\n" for prediction in predictions]

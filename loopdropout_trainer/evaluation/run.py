@@ -18,7 +18,7 @@ from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.benchmark import AnswerLog, Benchmark, check_same, evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_benchmark
-from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, BenchmarkResult
+from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, BenchmarkResult, answers_folder
 from loopdropout_trainer.evaluation.subject import Subject, load_model, training_of
 from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import ONE_MODEL, ONE_RUN, Identity, differences, identity_key, model_identity
@@ -225,11 +225,8 @@ class _Evaluation:
                 if writer.startswith(f"{WRITER}/{row.name}/"):
                     parts = ONE_RUN if writer == _writer(row, benchmark) else ONE_MODEL
                     check_same(measured, identity, f"{self.folder}, row `{row.name}`,", parts)
-            log = AnswerLog(self._log_dir(row, benchmark))
+            log = AnswerLog(answers_folder(self.folder, row.name, benchmark.name))
             from_main_process(lambda log=log, identity=identity: log.check(identity))
-
-    def _log_dir(self, row: Row, benchmark: Benchmark) -> Path:
-        return self.folder / ANSWERS_FOLDER / row.name / benchmark.name.replace("/", "_")
 
     def evaluate(self, row: Row) -> list[BenchmarkResult]:
         """Evaluate one row on every benchmark, and write what was measured as soon as it is there."""
@@ -242,7 +239,8 @@ class _Evaluation:
         facts["method"] = training.method or row.of_adapter
         results = []
         for benchmark in self.benchmarks:
-            result = evaluate_subject(subject, benchmark, self._log_dir(row, benchmark), self.identity)
+            folder = answers_folder(self.folder, row.name, benchmark.name)
+            result = evaluate_subject(subject, benchmark, folder, self.identity)
             results.append(result)
             if is_main:
                 identity = benchmark.identity(subject, self.identity)

@@ -18,26 +18,21 @@ from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, PLACES, Me
 
 logger = logging.getLogger(__name__)
 
-OF_ROWS = dict.fromkeys(
-    (
-        *(
-            "run",
-            "method",
-            "seed",
-            "benchmark",
-            "family",
-            "metric",
-            "value",
-            "unit",
-            "total",
-            *PLACES,
-            "steps",
-            "sweep",
-        ),
-        *(field.name for field in fields(Measurement)),
-        "source",
-    )
+_FIRST = (
+    "run",
+    "method",
+    "seed",
+    "benchmark",
+    "family",
+    "metric",
+    "value",
+    "unit",
+    "total",
+    *PLACES,
+    "steps",
+    "sweep",
 )
+OF_ROWS = dict.fromkeys([*_FIRST, *(field.name for field in fields(Measurement)), "source"])
 """The columns that say what was measured, and where; all others come from identities."""
 
 OBJECTS = ("of_run", "of_number")
@@ -81,7 +76,8 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
             )
         skipped += faults
         beside = {"source": str(folder), "sweep": _sweep_of(folder)}
-        rows = [{**_facts(measurement, identities), **asdict(measurement), **beside} for measurement in measurements]
+        facts = {key: _facts(*key, identities) for key in {(row.run, row.identity) for row in measurements}}
+        rows = [{**facts[row.run, row.identity], **asdict(row), **beside} for row in measurements]
         tables.append(pd.DataFrame(rows, dtype=object))
     for fault in skipped:
         logger.warning("Left out: %s", fault)
@@ -111,10 +107,10 @@ def folders_with_results(folders: Iterable[str | Path]) -> list[Path]:
     return list(by_place.values())
 
 
-def _facts(measurement: Measurement, identities: Mapping[str, Identity]) -> dict[str, Any]:
+def _facts(run: str | None, identity: str, identities: Mapping[str, Identity]) -> dict[str, Any]:
     """Return the columns that identities say: first those of the training, whose values count where both have a column."""
-    of_run = identities.get(measurement.run)
-    of_number = identities[measurement.identity] if measurement.identity != measurement.run else None
+    of_run = identities.get(run)
+    of_number = identities[identity] if identity != run else None
     columns = _columns_of_run(of_run) if of_run else {}
     columns = columns | _columns(of_number or {}, _BEFORE_NAMES) | columns
     return {**columns, "of_run": of_run, "of_number": of_number}

@@ -30,6 +30,7 @@ from loopdropout_trainer.errors import one_line, user_supplied
 from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.benchmark import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_benchmark
+from loopdropout_trainer.evaluation.results import answers_folder
 from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.processes import from_main_process
 from loopdropout_trainer.record.identity import (
@@ -320,10 +321,8 @@ class Run:
         if script.single_loop_accuracy and num_loops > 1:
             for loop, gates in enumerate(torch.eye(num_loops).tolist(), start=1):
                 more.append((f"after/only_loop_{loop}", None, gates))
-        bar = tqdm(
-            more, desc="other depths, single loops", disable=quiet or not more or None
-        )  # None: without a terminal
-        for moment, depth, gates in bar:
+        hidden = quiet or not more or None  # None: without a terminal
+        for moment, depth, gates in tqdm(more, desc="other depths, single loops", disable=hidden):
             with run_as(trainer.model, readout=depth):
                 self.evaluate(result, trainer, self.benchmarks[0], moment, gates)
         if script.single_loop_batches and trainer.eval_dataset is not None:
@@ -389,7 +388,7 @@ class Run:
         if not isinstance(wanted, str):
             return wanted
         folders = Path(wanted).resolve().parents
-        others = [config for config in self.configs[1:] if Path(config.output_dir).resolve() in folders]
+        others = [other for other in self.configs[1:] if Path(other.output_dir).resolve() in folders]
         return wanted if config is (others or self.configs)[0] else True
 
     def evaluate(
@@ -401,7 +400,7 @@ class Run:
         gates: Sequence[float] | None = None,
     ) -> None:
         """Evaluate on a benchmark, at unit gates or at these gates [K]; what a killed run evaluated is not evaluated again."""
-        folder = Path(trainer.args.output_dir, "answers", moment, benchmark.name.replace("/", "_"))
+        folder = answers_folder(trainer.args.output_dir, moment, benchmark.name)
         subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
         untrained, progress = moment == "before", moment in ("before", "after")
         model = from_main_process(lambda: self.identity_of_model(trainer, untrained))
