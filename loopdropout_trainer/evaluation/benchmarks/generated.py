@@ -64,7 +64,8 @@ class GeneratedBenchmark(Benchmark):
         }
 
     def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
-        state, in_turns = all_processes(), subject.in_turns(self.in_turns)
+        state = all_processes()
+        in_turns = subject.in_turns(self.in_turns)
         texts = [subject.prompt_text(prompt, in_turns) + self.beginning for prompt in self.prompts]
         missing = [place for place in range(len(texts)) if place not in log.answers]
         share = missing[state.process_index :: state.num_processes]
