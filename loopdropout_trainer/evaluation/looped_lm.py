@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from accelerate.utils import gather, gather_object
+from accelerate.utils import gather
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -191,8 +191,7 @@ class LoggedLM(LoopedLM):
         share = {key: request for key, request in missing.items() if request.args[0] in mine}
         if share:
             getattr(super(), kind)(list(share.values()), disable_tqdm=not self.progress)  # it calls `add_partial`
-        for part in gather_object([{key: self.log.answers[key] for key in share}]):
-            self.log.answers.update(part)
+        self.log.exchange(share)
         return [self.log.answers[key] for key in keys]
 
     def add_partial(self, kind: str, arguments: Iterable[Any], answer: Any) -> None:
