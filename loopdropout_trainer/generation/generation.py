@@ -183,14 +183,11 @@ def _advancing(
     batches = iter(decoder)
     while True:
         was_training = model.training
-        generation_config = looped.generation_config
         model.eval()
-        looped.generation_config = GenerationConfig()  # `generate` fills unset fields from it, such as penalties
         try:
             with nullcontext() if prepared is None else prepared.in_use():
                 finished = next(batches, None)
         finally:
-            looped.generation_config = generation_config
             model.train(was_training)
         if finished is None:
             return
@@ -246,12 +243,17 @@ def _generate(
         mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
         length = ids.shape[1]
         ended = lambda ids, *_, start=length, **kwargs: torch.tensor(ends(ids[:, start:].tolist()), device=device)
-        answers = looped.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=config,
-            stopping_criteria=StoppingCriteriaList([ended]),
-        )
+        own = looped.generation_config
+        looped.generation_config = GenerationConfig()  # `generate` fills unset fields from it, such as penalties
+        try:
+            answers = looped.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                stopping_criteria=StoppingCriteriaList([ended]),
+            )
+        finally:
+            looped.generation_config = own
         yield list(zip(indices, answers[:, length:].tolist(), strict=True))
 
 
