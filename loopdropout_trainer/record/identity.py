@@ -244,7 +244,8 @@ def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharde
     frozen = {name: weight for name, weight in looped.named_parameters() if ".lora_" not in name}
     own = getattr(looped, "generation_config", None)
     generation = {} if own is None else own.to_diff_dict()
-    facts = dict(_flat({**config.to_dict(), "generation": generation}))
+    settings = flat({**config.to_dict(), "generation": generation})
+    facts = {name: value for name, value in settings if _says_something(name)}
     facts.pop(depth, None)
     facts["dtype"] = str(next(iter(frozen.values())).dtype).removeprefix("torch.")
     facts["attn_implementation"] = getattr(config, "_attn_implementation", None)
@@ -286,15 +287,18 @@ def _settings(settings: Any) -> Identity:
     return {"settings": facts, "seeds": {name: given[name] for name in _SEEDS if name in given}, "length": length}
 
 
-def _flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields of nested mappings under dotted names, but those that say nothing of a model."""
+def flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of nested mappings under dotted names, which begin with `before`."""
     for name, value in fields.items():
-        if str(name) in _OF_NO_MODEL or str(name).startswith("_"):
-            continue
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
+            yield from flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
+
+
+def _says_something(name: str) -> bool:
+    """Return whether a field of a configuration, under its dotted name, says something of a model."""
+    return not any(part in _OF_NO_MODEL or part.startswith("_") for part in name.split("."))
 
 
 def _plain(value: Any) -> Any:

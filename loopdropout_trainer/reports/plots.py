@@ -23,13 +23,13 @@ from loopdropout_trainer.record.measurement import ALL, BASE, NONE, TRAINING
 from loopdropout_trainer.reports.averaging import (
     OF_THE_RUN,
     PLACES_OF_IDENTITIES,
-    as_trained,
     at_trained_depth,
     average,
     check_column,
     difference,
     numbers_in,
     select,
+    select_as_trained,
     settings_of,
     shown,
     telling,
@@ -448,8 +448,8 @@ def _in_panels(spec: FigureSpec, table: pd.DataFrame, change: dict[str, Any]) ->
     """Return the rows of a figure's panels, or of what is subtracted from them."""
     panels = []
     for title, selection in spec.panels.items():
-        wanted = as_trained({**spec.filter, **selection, **change}, *spec.x)
-        panels.append(select(table, wanted).assign(panel=title))
+        rows = select_as_trained(table, {**spec.filter, **selection, **change}, *spec.x)
+        panels.append(rows.assign(panel=title))
     return pd.concat(panels)
 
 
