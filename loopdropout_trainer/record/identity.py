@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -239,13 +239,15 @@ def _versions() -> dict[str, str | None]:
 
 def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharded: bool) -> dict[str, Any]:
     """Return what tells a base model and its tokenizer from any other, whatever adapter is on it."""
+    from transformers.utils import flatten_dict
+
     config = looped.config
     depth = type(config).attribute_map.get("num_loops", "num_loops")
     frozen = {name: weight for name, weight in looped.named_parameters() if ".lora_" not in name}
     own = getattr(looped, "generation_config", None)
     generation = {} if own is None else own.to_diff_dict()
-    settings = flat({**config.to_dict(), "generation": generation})
-    facts = {name: value for name, value in settings if _says_something(name)}
+    settings = flatten_dict({**config.to_dict(), "generation": generation})
+    facts = {name: value for name, value in settings.items() if value != {} and _says_something(name)}
     facts.pop(depth, None)
     facts["dtype"] = str(next(iter(frozen.values())).dtype).removeprefix("torch.")
     facts["attn_implementation"] = getattr(config, "_attn_implementation", None)
@@ -285,15 +287,6 @@ def _settings(settings: Any) -> Identity:
         }
     facts |= {name: value for name, value in given.items() if name not in {*_WITHOUT_EFFECT, *_LENGTH, *_SEEDS}}
     return {"settings": facts, "seeds": {name: given[name] for name in _SEEDS if name in given}, "length": length}
-
-
-def flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields of nested mappings under dotted names, which begin with `before`."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 def _says_something(name: str) -> bool:

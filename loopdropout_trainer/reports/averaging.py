@@ -105,15 +105,13 @@ def select_as_trained(rows: pd.DataFrame, wanted: Mapping[str, Any], axis: str =
         rows = rows[rows["gates"] == ALL]
     if said.isdisjoint(("readout", "loop")):
         rows = rows[rows["readout"].isna()]
-    return rows if "depth" in said else at_trained_depth(rows)
+    return rows if "depth" in said else rows[is_at_trained_depth(rows)]
 
 
-def at_trained_depth(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows at the depth that their models were trained at."""
-    if "num_loops" not in rows:
-        return rows
-    trained = rows["num_loops"]
-    return rows[trained.isna() | (rows["depth"] == trained)]
+def is_at_trained_depth(rows: pd.DataFrame) -> pd.Series:
+    """Say which rows are at the depth that their models were trained at, if it is known."""
+    trained = rows.get("num_loops", pd.Series(index=rows.index))
+    return trained.isna() | (rows["depth"] == trained)
 
 
 def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:

@@ -23,10 +23,10 @@ from loopdropout_trainer.record.measurement import ALL, BASE, NONE, TRAINING
 from loopdropout_trainer.reports.averaging import (
     OF_THE_RUN,
     PLACES_OF_IDENTITIES,
-    at_trained_depth,
     average,
     check_column,
     difference,
+    is_at_trained_depth,
     numbers_in,
     select,
     select_as_trained,
@@ -108,13 +108,12 @@ def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str | No
     names = list(columns.values())
     data = []
     for key, part in rows.dropna(subset=names).groupby(names, sort=False):
-        said = zip(names, map(shown, key), strict=True)
-        what = ", ".join(f"{name} = {value}" for name, value in said if value)
+        place = dict(zip(names, key, strict=True))
+        what = _said(place, [name for name in names if place[name] != ""])
         if minus is None:
             values = average(part, what)
         else:
-            less = minus[(minus[names] == list(key)).all(axis=1)]
-            values = difference(part, less, what).mean(axis=1)
+            values = difference(part, select(minus, place), what).mean(axis=1)
         data.append([*key, values.mean(skipna=False), values.std(), len(values)])
     if not data:
         raise ReportError(f"There is nothing to draw by {', '.join(names)}.")
@@ -302,9 +301,11 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     figures: dict[str, p9.ggplot] = {}
     drawn = set()
     for family, x, rows in _what_to_draw(table):
-        if not len(rows) or (x == "metric" and family in drawn):
-            continue
-        name = family if x == "metric" else f"{family}_{x}"
+        name = f"{family}_{x}"
+        if x == "metric":
+            if family in drawn:
+                continue
+            name = family
         try:
             figures[re.sub(r"[^\w-]", "_", name)] = _figure(family, x, rows)  # a part of a file's name
             drawn.add(family)
@@ -318,29 +319,33 @@ def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]
 
     `metric` is for families that nothing else has been drawn of.
     """
-    rows = table[table["family"] != "cost"]
-    for (family, axis), part in rows.groupby(["family", axis_of(rows)], sort=False):
-        part = part if axis == "depth" else at_own_depth(part)
-        yield family, axis, _at_several_places(part, axis, ["metric"])
-    single = rows[rows["step"].isna()]
-    for family, part in single.groupby("family", sort=False):
-        yield family, "metric", _at_several_places(at_own_depth(part), "metric", ["family"])
-    accuracies = select(table, {"family": "accuracy", "gates": ALL, "readout": None})
-    for setting in (name for name in OF_TRAINING if name in table):
-        part = accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()]
-        yield "accuracy", setting, _at_several_places(at_own_depth(part), setting, ["metric", "method"])
+    rows = table[table["family"] != "cost"].assign(axis=axis_of)
+    rows = rows[(rows["axis"] == "depth") | _is_at_own_depth(rows)]
+    for (family, axis), part in rows.groupby(["family", "axis"], sort=False):
+        yield from _at_several_places(family, axis, part, ["metric"])
+    rows = rows[_is_at_own_depth(rows)]
+    for family, part in rows[rows["step"].isna()].groupby("family", sort=False):
+        yield from _at_several_places(family, "metric", part, ["family"])
+    accuracies = select(rows, {"family": "accuracy", "gates": ALL, "readout": None})
+    for setting in OF_TRAINING:
+        if setting in table:
+            part = accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()]
+            yield from _at_several_places("accuracy", setting, part, ["metric", "method"])
 
 
-def at_own_depth(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows at the depth that their models were trained at; of groups of problems those at unit gates."""
-    rows = at_trained_depth(rows)
+def _is_at_own_depth(rows: pd.DataFrame) -> pd.Series:
+    """Say which rows are at the depth that their models were trained at; of groups of problems those at unit gates."""
     is_plain = rows["gates"].isin([ALL, NONE]) & rows["readout"].isna()
-    return rows[is_plain | rows["group"].isna()]
+    return is_at_trained_depth(rows) & (is_plain | rows["group"].isna())
 
 
-def _at_several_places(rows: pd.DataFrame, x: str, within: list[str]) -> pd.DataFrame:
-    """Return the rows whose groups have several values in the column x."""
-    return rows[rows.groupby(within)[x].transform("nunique") > 1]
+def _at_several_places(
+    family: str, x: str, rows: pd.DataFrame, within: list[str]
+) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Yield the rows whose groups have several values in the column x, if there are any."""
+    rows = rows[rows.groupby(within)[x].transform("nunique") > 1]
+    if len(rows):
+        yield family, x, rows
 
 
 def _figure(family: str, x: str, rows: pd.DataFrame) -> p9.ggplot:
@@ -411,17 +416,13 @@ _OVERVIEW = {
 
 def overview_figure(table: pd.DataFrame) -> p9.ggplot | None:
     """Return one figure of what runs measured of their first benchmark: by depth, and in one loop only; None: of nothing."""
-    table = select(table, {"writer": TRAINING, "unit": "%"})
-    parts = []
-    axes = axis_of(table)
-    for (family, axis), title in _OVERVIEW.items():
-        rows = table[(table["family"] == family) & (axes == axis)]
-        rows = rows[rows["metric"].isin(rows["metric"][:1])]
-        if rows[axis].nunique() > 1:
-            parts.append(labelled(rows, axis).assign(panel=title, position=rows[axis]))
-    if not parts:
-        return None
-    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops")
+    panels = {}
+    for family, x, rows in _what_to_draw(select(table, {"writer": TRAINING, "unit": "%"})):
+        if title := _OVERVIEW.get((family, x)):
+            first = rows[rows["metric"] == rows["metric"].iloc[0]]
+            panels[title] = labelled(first, x).assign(panel=title, position=first[x])
+    parts = [panels[title] for title in _OVERVIEW.values() if title in panels]
+    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops") if parts else None
 
 
 def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot | None:
@@ -459,10 +460,7 @@ def gates_plot(spec: GatesSpec) -> p9.ggplot:
     examples = [(row, 0) for row in range(8)]
     draw = Draw(seed=given.seed, step=0, example_ids=examples, num_loops=given.num_loops)
     gates = make_rule("loop_dropout", p=given.p).sample(draw).tolist()  # [K, 8]
-    rows = []
-    for loop, of_loop in enumerate(gates, start=1):
-        for example, gate in enumerate(of_loop, start=1):
-            rows.append({"panel": "training", "loop": loop, "example": example, "value": gate, "seed": 0})
-    training = pd.DataFrame(rows)
-    rows = pd.concat([training, training.assign(panel="inference", value=1.0)])
-    return heat_plot(rows, "loop", "example", "gate", "panel", "loop", "example", spec.title)
+    gates = pd.DataFrame(gates, range(1, given.num_loops + 1), range(1, 9))
+    training = gates.stack().rename_axis(["loop", "example"]).reset_index(name="value")
+    rows = pd.concat([training.assign(panel="training"), training.assign(panel="inference", value=1.0)])
+    return heat_plot(rows.assign(seed=0), "loop", "example", "gate", "panel", "loop", "example", spec.title)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from transformers.utils import flatten_dict
 
 from loopdropout_trainer.errors import UserError, one_line
-from loopdropout_trainer.record.identity import Identity, flat
+from loopdropout_trainer.record.identity import Identity
 from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, PLACES, Measurement, read_measurements
 
 
@@ -40,7 +41,7 @@ OBJECTS = ("of_run", "of_number")
 
 _OLD = ("results.json", "evaluation.json")
 _BEFORE_NAMES_OF_RUN = {"adapter": "", "settings": "", "loops": "", "seeds": "", "length": ""}
-_BEFORE_NAMES = {"adapter": "", **dict.fromkeys(("data", "settings", "loops", "seeds", "length"), "evaluation.")}
+_BEFORE_NAMES = {"adapter": "", **dict.fromkeys(("data", "settings", "loops", "seeds", "length"), "evaluation")}
 """What the columns of an identity's parts begin with; those of the other parts begin with the part's name."""
 
 
@@ -135,8 +136,9 @@ def _flat(identity: Identity, before_names: Mapping[str, str]) -> dict[str, Any]
     """Return the columns of an identity. A list stands as its JSON, a mapping as columns of its own."""
     columns = {}
     for part, of_part in identity.items():
-        for name, value in flat(of_part, before_names.get(part, f"{part}.")):
-            columns[name] = json.dumps(value) if isinstance(value, list) else value
+        for name, value in flatten_dict(of_part, before_names.get(part, part)).items():
+            if value != {}:
+                columns[name] = json.dumps(value) if isinstance(value, list) else value
     return columns
 
 

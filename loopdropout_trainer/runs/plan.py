@@ -71,8 +71,7 @@ def plan_run(
         model: configuration of the base, with the depth that it will run at; model_name: to be printed.
         data, config, peft_config: as loaded for the run, its training arguments and its adapter.
     """
-    trained = [0, 0]  # numbers of weights, by whether they are
-    for parameter in model_to_train(model, peft_config, config.make_rule()).parameters():
-        trained[parameter.requires_grad] += parameter.numel()
+    trainable, total = model_to_train(model, peft_config, config.make_rule()).get_nb_trainable_parameters()
     steps_per_epoch, steps = config.num_steps(config.num_rows(data.report.lengths))
-    return RunPlan(model_name, model.num_loops, *trained, steps, steps / steps_per_epoch, data, config)
+    epochs = steps / steps_per_epoch
+    return RunPlan(model_name, model.num_loops, total - trainable, trainable, steps, epochs, data, config)

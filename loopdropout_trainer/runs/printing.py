@@ -73,15 +73,15 @@ def _tables(results: Sequence[Result], depths: Sequence[int]) -> Iterator[_Table
     loops = range(1, first.training.depth + 1)
     if benchmarks := list(first.scores()):
         yield _accuracy_table(results)
-        name = benchmarks[0]
+        places = {}
         if depths:
-            title = f"Accuracy on {name} with K loops at inference, in %"
-            rows = [_row(result, [result.scores(depth)[name].value for depth in depths]) for result in results]
-            yield _Table(title, [f"K={depth}" for depth in depths], rows)
+            places["K loops at inference"] = {f"K={depth}": {"depth": depth} for depth in depths}
         if first.scores(loop=1):
-            title = f"Accuracy on {name} with the adapter in one loop only, in %"
-            rows = [_row(result, [result.scores(loop=loop)[name].value for loop in loops]) for result in results]
-            yield _Table(title, [f"loop {loop}" for loop in loops], rows)
+            places["the adapter in one loop only"] = {f"loop {loop}": {"loop": loop} for loop in loops}
+        name = benchmarks[0]
+        for where, columns in places.items():
+            rows = [_row(result, [result.scores(**place)[name].value for place in columns.values()]) for result in results]
+            yield _Table(f"Accuracy on {name} with {where}, in %", list(columns), rows)
     if any(row.family == "single_loop" for row in first.rows):
         rows = []
         for result in results:

@@ -13,19 +13,21 @@ import re
 import shlex
 import socket
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields
+from itertools import cycle, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import optuna
 import psutil
 from filelock import FileLock
+from optuna.storages._heartbeat import get_heartbeat_thread
 from optuna.trial import TrialState
 
 from loopdropout_trainer.errors import run_command, user_supplied
@@ -102,7 +104,7 @@ class Queue:
     def _open_storage(self) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats
-        warnings.filterwarnings("ignore", "Heartbeat of storage")  # they come from `_heartbeat`, not from `optimize`
+        warnings.filterwarnings("ignore", "Heartbeat of storage")  # they come from `_do`, not from `optimize`
         given, file = self.sweep.arguments.storage, self.output_dir.resolve() / "sweep.db"
         wait = None if given else {"connect_args": {"timeout": 60}}
         with user_supplied(f"{'`storage`' if given else file} cannot be opened"):
@@ -177,12 +179,8 @@ class Queue:
         run = read_run(folder)
         if run is not None and run.facts["run_name"] == run_name:
             costs = {row.metric: row.value for row in run.result.rows if row.family == "cost"}
-            return {
-                "identity": run.identity,
-                "benchmarks": {name: row.value for name, row in run.result.scores().items()},
-                "train_seconds": costs.get("train_seconds"),
-                "peak_memory_gb": costs.get("peak_memory_gb"),
-            }
+            benchmarks = {name: row.value for name, row in run.result.scores().items()}
+            return {**costs, "identity": run.identity, "benchmarks": benchmarks}
         with suppress(*_DAMAGED):
             diverged = json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))
             if diverged["run_name"] == run_name:
@@ -243,11 +241,9 @@ class Queue:
         if number == 1:
             self.work()
             return
-        spawn, gpus = multiprocessing.get_context("spawn"), workers.gpus()
-        processes = []
-        for place in range(number):
-            given = (self.sweep, self.script.parent, gpus[place % len(gpus)])
-            processes.append(spawn.Process(target=_work, args=given))
+        start = multiprocessing.get_context("spawn").Process
+        gpus = islice(cycle(workers.gpus()), number)
+        processes = [start(target=_work, args=(self.sweep, self.script.parent, gpu)) for gpu in gpus]
         status = workers.run_processes(processes)
         with self.lock:
             remain = self._ready_jobs()
@@ -324,7 +320,7 @@ class Queue:
         """Train and evaluate a job's run; whatever goes wrong ends its trial."""
         began = time.monotonic()
         try:
-            with self._heartbeat(trial):
+            with get_heartbeat_thread(trial._trial_id, self.storage):
                 outcome = self._train(job)
             with self.lock:
                 self._refresh()  # others have worked in the meantime
@@ -341,26 +337,6 @@ class Queue:
         scores = ", ".join(f"{name} {score:.2f}%" for name, score in outcome.get("benchmarks", {}).items())
         seconds = f"{time.monotonic() - began:.0f} s"
         print(f"{done} of at most {len(jobs)}. {job.run}: {scores or outcome['error']} ({seconds})", flush=True)
-
-    @contextmanager
-    def _heartbeat(self, trial: optuna.Trial) -> Iterator[None]:
-        """Tell the storage every few seconds that the process of a trial is alive."""
-        study = self.storage.get_study_id_from_name(self.study.study_name)
-        number = self.storage.get_trial_id_from_study_id_trial_number(study, trial.number)
-        ended = threading.Event()
-
-        def beat() -> None:
-            self.storage.record_heartbeat(number)
-            while not ended.wait(HEARTBEAT):
-                self.storage.record_heartbeat(number)
-
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
 
     def _train(self, job: Job) -> Outcome:
         """Start the script for a job, and return its outcome."""
@@ -406,14 +382,17 @@ class Queue:
         runs, choices = [], self._choices()
         chosen = [(choice["method"], choice["learning_rate"]) for choice in choices]
         for folder, facts in self._last.items():
-            run = {name: facts.get(name) for name in _OF_SUMMARY}
-            run["folder"] = folder
-            run["chosen"] = (facts["method"], facts["learning_rate"]) in chosen
-            run["final"] = not facts["selects"]
-            run["diverged"] = "error" in facts
-            run["selection_score"] = self._scores.get(folder)
-            runs.append(run)
-        runs.sort(key=lambda run: (run["method"], run["learning_rate"], run["seed"]))
+            runs.append(
+                {
+                    **{name: facts.get(name) for name in _OF_SUMMARY},
+                    "folder": folder,
+                    "chosen": (facts["method"], facts["learning_rate"]) in chosen,
+                    "final": not facts["selects"],
+                    "diverged": "error" in facts,
+                    "selection_score": self._scores.get(folder),
+                }
+            )
+        runs.sort(key=itemgetter("method", "learning_rate", "seed"))
         return {"runs": runs, "choices": choices}
 
     def table(self) -> str:
@@ -424,8 +403,7 @@ class Queue:
         summary = self.summary()
         self.study.set_user_attr("choices", summary["choices"])
         write_atomically(self.output_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
-        text = summary_text(summary, self.sweep.arguments.select_on)
-        write_atomically(self.output_dir / "summary.txt", text + "\n")
+        write_atomically(self.output_dir / "summary.txt", self.table() + "\n")
 
 
 def _work(sweep: Sweep, scripts: Path, gpu: str) -> None:

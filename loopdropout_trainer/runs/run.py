@@ -286,7 +286,7 @@ class Run:
         own_memory = config is self.configs[0] or device_name() != "cpu"  # a CPU's holds what the rules before needed
         seconds, tokens = progress["step_seconds"], progress["num_tokens"]
         costs = [
-            ("trainable_parameters", sum(p.numel() for p in trainer.model.parameters() if p.requires_grad), ""),
+            ("trainable_parameters", trainer.model.get_nb_trainable_parameters()[0], ""),
             ("examples", len(trainer.train_dataset), ""),
             ("num_tokens", tokens, "tokens"),
             ("train_loss", metrics["train_loss"], "nats"),

@@ -252,9 +252,10 @@ class Sweep:
         for _ in range(part.max_extensions if part.extend_grid else 0):
             rates = choice.rates
             if choice.edge == "smallest":
-                choice = self._choice(part, [_rounded(rates[0] ** 2 / rates[1]), *rates], method, scores)
+                rates = [_rounded(rates[0] ** 2 / rates[1]), *rates]
             if choice.edge == "largest":
-                choice = self._choice(part, [*rates, _rounded(rates[-1] ** 2 / rates[-2])], method, scores)
+                rates = [*rates, _rounded(rates[-1] ** 2 / rates[-2])]
+            choice = self._choice(part, rates, method, scores)
         return choice
 
     def _choice(self, part: PartArguments, rates: list[float], method: str, scores: Scores) -> Choice:
