@@ -17,6 +17,7 @@ import numpy as np
 from filelock import FileLock
 
 from loopdropout_trainer.checks import shown
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.record.identity import Identity, identity_key, read_identity
 from loopdropout_trainer.saving.files import write_atomically
 
@@ -215,9 +216,10 @@ def read_identities(folder: str | Path) -> dict[str, Identity]:
     try:
         contents = json.loads(_text(path) or "{}")
         identities = {key: read_identity(content) for key, content in contents.items()}
-    except (ValueError, AttributeError, RecursionError) as error:
-        reason = str(error) if str(error).startswith(("holds", "was written")) else "cannot be read as JSON"
-        raise RecordError(f"{path} {reason}; {_REMEDY}") from None
+    except UserError as error:
+        raise RecordError(f"{path} {error}; {_REMEDY}") from None
+    except (ValueError, AttributeError, RecursionError):
+        raise RecordError(f"{path} cannot be read as JSON; {_REMEDY}") from None
     if changed := [key for key, identity in identities.items() if identity_key(identity) != key]:
         raise RecordError(f"{path} has been changed: `{changed[0]}` is not the key of what stands there; {_REMEDY}")
     return identities

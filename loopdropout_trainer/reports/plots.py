@@ -113,7 +113,8 @@ def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str | No
         if minus is None:
             values = average(part, what)
         else:
-            values = difference(part, select(minus, place), what).mean(axis=1)
+            less = select(minus, place)
+            values = difference(part, less, what).mean(axis=1)
         data.append([*key, values.mean(skipna=False), values.std(), len(values)])
     if not data:
         raise ReportError(f"There is nothing to draw by {', '.join(names)}.")
@@ -139,9 +140,15 @@ def _with_panels(plot: p9.ggplot, scales: str = "free") -> p9.ggplot:
 
 
 def line_plot(
-    rows: pd.DataFrame, x: str, y_label: str, by: str = "method", panel: str | None = None,
-    x_label: str | None = None, title: str | None = None, bars: bool = False,
-) -> p9.ggplot:  # fmt: skip
+    rows: pd.DataFrame,
+    x: str,
+    y_label: str,
+    by: str = "method",
+    panel: str | None = None,
+    x_label: str | None = None,
+    title: str | None = None,
+    bars: bool = False,
+) -> p9.ggplot:
     """Return lines of the mean over seeds, with a band of one SD where there are several seeds; or groups of bars.
 
     Args:
@@ -155,9 +162,13 @@ def line_plot(
     data = points(rows, panel=panel, by=by, x=x)
     look = looks(data["by"])
     data["by"] = pd.Categorical(data["by"], list(look))
-    data["x"] = _in_order(data["x"]) if bars else numbers_in(data["x"], x)
+    if bars:
+        data["x"] = _in_order(data["x"])
+        layers = _bars(data, look)
+    else:
+        data["x"] = numbers_in(data["x"], x)
+        layers = _lines(data, look)
     texts = p9.labs(x=x if x_label is None else x_label, y=y_label, title=title)
-    layers = _bars(data, look) if bars else _lines(data, look)
     return _with_panels(p9.ggplot(data) + theme() + texts + layers)
 
 
@@ -189,7 +200,10 @@ def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
         p9.scale_shape_manual(markers, limits=limits),
         p9.scale_size_manual(widths, limits=limits),
         p9.geom_ribbon(
-            p9.aes(ymin="mean - sd", ymax="mean + sd", fill="by"), alpha=0.18, color="none", show_legend=False
+            p9.aes(ymin="mean - sd", ymax="mean + sd", fill="by"),
+            alpha=0.18,
+            color="none",
+            show_legend=False,
         ),
         p9.geom_line(),
     ]
@@ -204,9 +218,16 @@ def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
 
 
 def heat_plot(
-    rows: pd.DataFrame, x: str, y: str, label: str, panel: str | None = None, x_label: str | None = None,
-    y_label: str | None = None, title: str | None = None, minus: pd.DataFrame | None = None,
-) -> p9.ggplot:  # fmt: skip
+    rows: pd.DataFrame,
+    x: str,
+    y: str,
+    label: str,
+    panel: str | None = None,
+    x_label: str | None = None,
+    y_label: str | None = None,
+    title: str | None = None,
+    minus: pd.DataFrame | None = None,
+) -> p9.ggplot:
     """Return a matrix of means over seeds with its numbers, the first row on top; `label` is that of the colours.
 
     x and y are the columns across and down; the rows of `minus` are subtracted, paired by seed.
@@ -255,10 +276,18 @@ def save_figure(
     panels = plot.data["panel"].nunique() if "panel" in plot.data else 1
     width = width or _WIDTHS[min(panels, 3)]
     height = height or 0.9 + 2.6 * math.ceil(panels / 3)
-    dates = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    dates = {
+        "png": None,
+        "pdf": {"CreationDate": None},
+        "svg": {"Date": None},
+    }
+    settings = {  # the same numbers give the same file; letters stay letters
+        "backend": "agg",
+        "svg.hashsalt": "loopdropout",
+        "pdf.fonttype": 42,
+    }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # The same numbers give the same file; letters stay letters.
-    with mpl.rc_context({"backend": "agg", "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}):
+    with mpl.rc_context(settings):
         figure = (plot + p9.theme(figure_size=(width, height))).draw()
         for ending, date in dates.items():
             figure.savefig(f"{path}.{ending}", dpi=200, metadata=date)
@@ -298,7 +327,7 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     A line is one setting: where runs of one method differ in more than the seed, what they differ in stands in the legend.
     Each metric, and each way in which a benchmark was evaluated, is a panel. What cannot be drawn is left out, and said.
     """
-    figures: dict[str, p9.ggplot] = {}
+    figures = {}
     drawn = set()
     for family, x, rows in _what_to_draw(table):
         name = f"{family}_{x}"
@@ -336,7 +365,8 @@ def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]
 def _is_at_own_depth(rows: pd.DataFrame) -> pd.Series:
     """Say which rows are at the depth that their models were trained at; of groups of problems those at unit gates."""
     is_plain = rows["gates"].isin([ALL, NONE]) & rows["readout"].isna()
-    return is_at_trained_depth(rows) & (is_plain | rows["group"].isna())
+    is_whole = rows["group"].isna()
+    return is_at_trained_depth(rows) & (is_plain | is_whole)
 
 
 def _at_several_places(
@@ -378,9 +408,12 @@ def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFr
     panels = []
     said = []
     for row in rows.to_dict("records"):
-        said.append(_said(row, apart[row["method"]]))
-        labels.append(_joined(", ", row["method"], said[-1]))
-        panels.append(_joined("\n", _measured(row, several), _said(row, ways)))
+        method = row["method"]
+        setting = _said(row, apart[method])
+        protocol = _said(row, ways)
+        said.append(setting)
+        labels.append(_joined(", ", method, setting))
+        panels.append(_joined("\n", _measured(row, several), protocol))
     if len(set(labels)) > most:
         labels = rows["method"]
         panels = [_joined("\n", *texts) for texts in zip(panels, said, strict=True)]
@@ -434,7 +467,7 @@ def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot
     rows = _in_panels(spec, table, {})
     for name in (x, y):
         check_column(table, name)
-    rows = rows[rows[x].notna() & rows[y].notna()]
+    rows = rows.dropna(subset=[x, y])
     if not len(rows):
         return None
     if spec.figure == "heat":

@@ -63,7 +63,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
         ReportError: if a folder is missing.
     """
     skipped = []
-    rows: list[dict[str, Any]] = []
+    rows = []
     for folder in folders_with_results(folders):
         try:
             measurements, identities, faults = read_measurements(folder)
@@ -97,7 +97,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
 
 def folders_with_results(folders: Iterable[str | Path]) -> list[Path]:
     """Return the folders with measurements below some folders, and those with results of other versions."""
-    by_place: dict[Path, Path] = {}
+    by_place = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ReportError(f"There is no folder {folder}: name folders that training, evaluation or sweeps wrote.")

@@ -12,7 +12,6 @@ from typing import Any
 
 import jinja2
 import pandas as pd
-import plotnine as p9
 
 from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.record.measurement import ALL, BASE, NONE, PLACES, mean_sd
@@ -52,16 +51,18 @@ def write_report(
     if not len(table):
         faults = " ".join(table.attrs["skipped"]) or "train, evaluate or sweep first."
         raise ReportError(f"No measurements below {', '.join(map(str, folders))}: {faults}")
-    finished: dict[str, pd.DataFrame] = {}
-    figures: dict[str, p9.ggplot | None] = {}
+    finished = {}
+    figures = {}
     for name, spec in specs.items():
         if isinstance(spec, TableSpec):
             finished[name] = build_table(spec, table)
         else:
             figures[name] = paper_figure(spec, table)
     if not specs:
-        finished, figures = summary_tables(table), automatic_figures(table)
-    of_tables, of_figures = (Path(output_dir, name) for name in ("tables", "figures"))
+        finished = summary_tables(table)
+        figures = automatic_figures(table)
+    of_tables = Path(output_dir, "tables")
+    of_figures = Path(output_dir, "figures")
     of_tables.mkdir(parents=True, exist_ok=True)
     of_figures.mkdir(exist_ok=True)
     long = table.drop(columns=["verdicts", "answered", *OBJECTS]).dropna(axis=1, how="all")
@@ -95,14 +96,16 @@ def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str,
         name = f"{run['method']}, seed {shown(run['seed'])}: {run['source']}"
         runs[name] = json.dumps(run["of_run"], indent=1)
     figures = {name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()}
+    shown_tables = []
+    for cells in tables:
+        texts = grid(cells, html.escape, "<b>{}</b>")
+        shown_tables.append((cells.attrs["spec"].title, texts, notes(cells)))
     here = Path(__file__).parent
     page = jinja2.Environment(autoescape=True, loader=jinja2.FileSystemLoader(here)).get_template("page.html")
     return page.render(
         title=title,
         style=(here / "page.css").read_text(encoding="utf-8"),
-        tables=[
-            (cells.attrs["spec"].title, grid(cells, html.escape, "<b>{}</b>"), notes(cells)) for cells in tables
-        ],
+        tables=shown_tables,
         figures=figures,
         runs=runs,
         skipped=table.attrs["skipped"],
@@ -118,11 +121,15 @@ def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     rows = labelled(table, most=math.inf)
     names = []
     for row in rows[places].to_dict("records"):
-        said = [(f"{place} " if place in PLACES else "") + shown(row[place]) for place in places if not pd.isna(row[place])]
+        said = []
+        for place, value in row.items():
+            if not pd.isna(value):
+                said.append(f"{place} {shown(value)}" if place in PLACES else value)
         names.append(", ".join(said))
-    texts: dict[str, dict[str, str]] = {}
-    for (name, label), part in rows.assign(number=names).groupby(["number", "label"], sort=False):
-        texts.setdefault(name, {})[label] = mean_sd(average(part, f"{label}, {name}"), 4)
+    texts = {}
+    for (name, label), part in rows.groupby([pd.Series(names, rows.index), "label"], sort=False):
+        values = average(part, f"{label}, {name}")
+        texts.setdefault(name, {})[label] = mean_sd(values, 4)
     return pd.DataFrame.from_dict(texts, orient="index").fillna("")
 
 

@@ -30,7 +30,22 @@ from loopdropout_trainer.reports.statistics import estimate
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
-NUMBERS = ("mean", "sd", "low", "high", "count", "seeds", "by_seed")
+COLUMNS = [
+    "row",
+    "column",
+    "text",
+    "paper",
+    "missing",
+    "bold",
+    "mean",
+    "sd",
+    "low",
+    "high",
+    "count",
+    "seeds",
+    "by_seed",
+]
+"""Of a finished table."""
 
 
 def _check_value(value: Any) -> Any:
@@ -53,7 +68,7 @@ class _Checked(BaseModel):
 class Cell(_Checked):
     """A cell of a table: what it shows, and by all fields of other names which rows of the long table it shows it of.
 
-    `fill` returns its text, its numbers, and as `rows` the places of what they are made of; its ReportErrors begin with `what`.
+    `fill` returns its text, its numbers, and as `rows` the places of what these are made of; ReportErrors begin with `what`.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -78,9 +93,12 @@ class RecipeCell(Cell):
         if len(values) > 1:
             numbers_in(pd.Series(values, dtype=object), self.of)
             factors = " x ".join(map(str, values))
-            return {"text": f"{factors} = {math.prod(values)}"}
+            product = math.prod(values)
+            return {"text": f"{factors} = {product}"}
         value = values[0]
-        return {"text": f"{value:,}" if isinstance(value, int) else shown(value)}
+        if isinstance(value, int):
+            return {"text": f"{value:,}"}
+        return {"text": shown(value)}
 
 
 class _OfRows(Cell):
@@ -88,19 +106,27 @@ class _OfRows(Cell):
     decimals: int = Field(2, ge=0, le=20)
 
     def rows(self, table: pd.DataFrame, wanted: Selection) -> pd.DataFrame:
-        """Return the rows that are selected; of `average_of` a row for each run that has all of the metrics, with their mean."""
+        """Return the rows that are selected; of `average_of` one for each run that has all the metrics, with their mean."""
         rows = select_as_trained(table, wanted)
         if self.average_of is not None:
             of_runs = rows[rows["metric"].isin(self.average_of)].groupby("run")
             rows = of_runs.filter(lambda of_run: sorted(of_run["metric"]) == sorted(self.average_of))
             means = rows.groupby("run")["value"].transform("mean")
-            rows = rows.assign(value=means, metric="average", benchmark="", verdicts=None).drop_duplicates("run")
+            rows = rows.assign(
+                value=means,
+                metric="average",
+                benchmark="",
+                verdicts=None,
+            )
+            rows = rows.drop_duplicates("run")
         if not len(rows):
             said = [f"{name} {shown(value)}" for name, value in wanted.items()]
             raise Missing(f"no run with {', '.join(said)}")
         seeds = wanted.get("seed")
-        if isinstance(seeds, list) and (lacking := [seed for seed in seeds if seed not in set(rows["seed"])]):
-            raise Missing(f"no result of seed {shown(lacking)}")
+        if isinstance(seeds, list):
+            lacking = [seed for seed in seeds if seed not in set(rows["seed"])]
+            if lacking:
+                raise Missing(f"no result of seed {shown(lacking)}")
         return rows
 
 
@@ -124,14 +150,16 @@ class ResultCell(_OfRows):
         if self.show == "seeds":
             by_seed = [f"{value:.{self.decimals}f}" for value in values]
             text = " / ".join(by_seed)
-        return {"text": text, "rows": rows.index, **_numbers(values)}
+        numbers = _numbers(values)
+        return {"text": text, "rows": rows.index, **numbers}
 
     def _shared(self, values: pd.Series) -> str:
         if values.nunique() > 1:
             different = shown(values.unique().tolist())
             raise Missing(f"the runs differ in `{self.of}`: {different}")
         if self.model_fields_set & {"decimals", "scale"}:
-            values = (numbers_in(values, self.of) * self.scale).round(self.decimals)
+            values = numbers_in(values, self.of) * self.scale
+            values = values.round(self.decimals)
         return shown(values.iloc[0])
 
 
@@ -148,9 +176,12 @@ class DifferenceCell(_OfRows):
         numbers = _numbers(gains.mean(axis=1))
         form = f"+.{self.decimals}f"
         text = format(numbers["mean"], form)
-        if certainty := estimate(gains.to_numpy()):
-            numbers |= {"low": certainty.low, "high": certainty.high}
-            text += f" [{certainty.low:{form}}, {certainty.high:{form}}]"
+        certainty = estimate(gains.to_numpy())
+        if certainty is not None:
+            low = certainty.low
+            high = certainty.high
+            numbers |= {"low": low, "high": high}
+            text += f" [{low:{form}}, {high:{form}}]"
         return {"text": text, "rows": rows.index, **numbers}
 
 
@@ -166,8 +197,10 @@ def read_cell(fields: dict[str, Any]) -> RecipeCell | DifferenceCell | ResultCel
     elif "minus" in fields:
         kind = DifferenceCell
     options = kind.model_fields.keys()
-    if stray := sorted(_OPTIONS & fields.keys() - options):
-        raise ReportError(f"`{stray[0]}` has no effect here, beside which of {', '.join(options)} would have one.")
+    stray = sorted(_OPTIONS & fields.keys() - options)
+    if stray:
+        valid = ", ".join(options)
+        raise ReportError(f"`{stray[0]}` has no effect here, beside which of {valid} would have one.")
     return kind.model_validate(fields)
 
 
@@ -297,32 +330,35 @@ def build_table(spec: TableSpec, table: pd.DataFrame, missing: type[ReportError]
     Raises:
         ReportError: if a cell would average different settings, or two cells of one metric were not evaluated alike.
     """
-    filled: list[dict[str, Any]] = []
-    refused: list[str] = []
+    filled = []
+    refused = []
     compared: dict[str, set[int]] = {}  # rows, by column where columns say how they were evaluated
     named = {name.split(".")[0] for column in spec.columns.values() for name in column}
     by_column = named & {"evaluation", "total", "panel"}
     for row, column, printed, cell in spec.cells():
-        paper = "" if printed is None else shown(printed)
-        filled.append({"row": row, "column": column, "paper": paper, "missing": ""})
+        numbers = {"row": row, "column": column, "paper": "", "missing": ""}
+        if printed is not None:
+            numbers["paper"] = shown(printed)
         if cell.bold is not None:
             for name in {*cell.bold} - {"row", "column"}:
                 check_column(table, name)
-            where = {**cell.model_extra, "row": row, "column": column}
-            filled[-1]["bold"] = str([where.get(name) for name in cell.bold])
+            where = cell.model_extra | numbers
+            numbers["bold"] = str([where.get(name) for name in cell.bold])
+        names = " / ".join(row)
         try:
-            names = " / ".join(row)
-            numbers = cell.fill(table, f"{spec.label}: {names}, {column}")
-            compared.setdefault(column if by_column else "", set()).update(numbers.pop("rows", ()))
+            numbers |= cell.fill(table, f"{spec.label}: {names}, {column}")
+            rows = compared.setdefault(column if by_column else "", set())
+            rows.update(numbers.pop("rows", ()))
         except missing as reason:
-            numbers = {"text": "–", "missing": str(reason)}
+            numbers |= {"text": "–", "missing": str(reason)}
             if not isinstance(reason, Missing):
                 refused.append(str(reason))
-        filled[-1] |= numbers
+        filled.append(numbers)
     for rows in compared.values():
-        for _, part in table.loc[sorted(rows)].groupby("depth", dropna=False):
-            check_alike(part, spec.label)
-    cells = pd.DataFrame(filled, columns=["row", "column", "text", "paper", "missing", "bold", *NUMBERS])
+        rows = table.loc[sorted(rows)]
+        for _, at_depth in rows.groupby("depth", dropna=False):
+            check_alike(at_depth, spec.label)
+    cells = pd.DataFrame(filled, columns=COLUMNS)
     cells.attrs |= {"spec": spec, "refused": refused}
     return cells
 
@@ -359,7 +395,8 @@ def notes(cells: pd.DataFrame) -> list[str]:
     """Return what a reader must know below a table: seeds, intervals, what is missing, and which commands make it."""
     spec = cells.attrs["spec"]
     lines = [spec.note] if spec.note else []
-    if counts := sorted(cells["count"].dropna().astype(int).unique()):
+    counts = sorted(cells["count"].dropna().astype(int).unique())
+    if counts:
         seeds = "seed" if counts == [1] else "seeds"
         numbers = " or ".join(map(str, counts))
         lines.append(f"Mean ± SD over {numbers} training {seeds}.")
@@ -369,9 +406,10 @@ def notes(cells: pd.DataFrame) -> list[str]:
     missing = missing_of(cells)
     if spec.made_by and missing:
         commands = [name if " " in name else f"loopdropout sweep {name}" for name in spec.made_by]
-        nothing = len(missing) == len(cells)
-        lines.append("Nothing of this table is in these folders." if nothing else f"Missing: {'; '.join(missing)}.")
-        lines.append(f"Made by: {' ; '.join(commands)}")
+        cause = f"Missing: {'; '.join(missing)}."
+        if len(missing) == len(cells):
+            cause = "Nothing of this table is in these folders."
+        lines += [cause, f"Made by: {' ; '.join(commands)}"]
     return lines
 
 
@@ -393,9 +431,15 @@ def markdown(cells: pd.DataFrame) -> str:
 
 
 _TEX = str.maketrans(
-    {"&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "$": r"\$", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",
-     "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--"}
-)  # fmt: skip
+    {
+        **{sign: f"\\{sign}" for sign in "&%#_${}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "\\": r"\textbackslash{}",
+        "±": r"$\pm$",
+        "–": "--",
+    }
+)
 
 
 def latex(cells: pd.DataFrame) -> str:
@@ -405,6 +449,12 @@ def latex(cells: pd.DataFrame) -> str:
     spec = cells.attrs["spec"]
     heads = len(spec.heads)
     columns = "l" * heads + "c" * (texts.shape[1] - heads)
-    caption = escape(" ".join([f"{spec.title}.", *notes(cells)]))
-    of_page = {"caption": caption, "label": spec.label, "position": "t", "position_float": "centering"}
-    return texts.style.hide(axis="index").to_latex(hrules=True, column_format=columns, **of_page)
+    caption = " ".join([f"{spec.title}.", *notes(cells)])
+    return texts.style.hide(axis="index").to_latex(
+        hrules=True,
+        column_format=columns,
+        caption=escape(caption),
+        label=spec.label,
+        position="t",
+        position_float="centering",
+    )

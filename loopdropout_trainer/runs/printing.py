@@ -56,7 +56,7 @@ def compared(one: Result, other: Result, depths: Sequence[int] = ()) -> str:
     """Return a sentence on which of two methods is more accurate with how many loops, and by how much."""
     first, second = one.training, other.training
     benchmark = next(iter(one.scores()))
-    ahead: dict[str, list[str]] = {}
+    ahead = {}
     for depth in sorted({first.depth, *depths}):
         gain = round(one.scores(depth)[benchmark].value - other.scores(depth)[benchmark].value, 1)
         words = f"as accurate as {second.method}"
@@ -80,7 +80,9 @@ def _tables(results: Sequence[Result], depths: Sequence[int]) -> Iterator[_Table
             places["the adapter in one loop only"] = {f"loop {loop}": {"loop": loop} for loop in loops}
         name = benchmarks[0]
         for where, columns in places.items():
-            rows = [_row(result, [result.scores(**place)[name].value for place in columns.values()]) for result in results]
+            rows = []
+            for result in results:
+                rows.append(_row(result, [result.scores(**place)[name].value for place in columns.values()]))
             yield _Table(f"Accuracy on {name} with {where}, in %", list(columns), rows)
     if any(row.family == "single_loop" for row in first.rows):
         rows = []

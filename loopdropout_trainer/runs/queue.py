@@ -31,7 +31,7 @@ from optuna.storages._heartbeat import get_heartbeat_thread
 from optuna.trial import TrialState
 
 from loopdropout_trainer.errors import run_command, user_supplied
-from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, make_identity
+from loopdropout_trainer.record.identity import ONE_SETTING, Identity, computing_versions, differences
 from loopdropout_trainer.runs import workers
 from loopdropout_trainer.runs.result import (
     DIVERGED_FILE,
@@ -84,7 +84,7 @@ class Queue:
             self._open_storage()
             self._claim_folder()
             self._refresh()
-            self._check_alike("A run of now", make_identity())
+            self._check_alike("A run of now", {"versions": computing_versions()})
             if check:
                 self.study.set_user_attr("failure", None)  # what failed before is tried again
 

@@ -78,7 +78,7 @@ class Result:
             method: `base` for the model before training; default: the trained one.
             families: of metrics.
         """
-        scores: dict[str, Measurement] = {}
+        scores = {}
         place = (depth or self.training.depth, loop, method or self.training.method)
         for row in self.rows:
             if row.family in families and (row.depth, row.loop, row.method) == place:

@@ -22,7 +22,7 @@ from transformers import ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from loopdropout_trainer import diagnostics
-from loopdropout_trainer.checks import shown
+from loopdropout_trainer.checks import check_choice
 from loopdropout_trainer.data import DataArguments, check_vocabulary, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics.losses import Readouts, SingleLoop, readout_rows, single_loop_rows
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, facts_of_batches
@@ -38,7 +38,6 @@ from loopdropout_trainer.record.identity import (
     differences,
     identity_key,
     library_versions,
-    make_identity,
     read_identity,
     trained_weights,
 )
@@ -141,8 +140,7 @@ class Run:
             )
         if script.single_loop_accuracy and not script.benchmarks:
             raise RecipeError("`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them.")
-        if config.metric_for_best_model not in (None, "loss", "eval_loss"):
-            raise RecipeError(f"`metric_for_best_model` must be loss; got {shown(config.metric_for_best_model)}.")
+        check_choice("metric_for_best_model", config.metric_for_best_model, (None, "loss", "eval_loss"))
         if getattr(config, "dataset_kwargs", None):
             raise RecipeError("`dataset_kwargs` is for datasets that are prepared in Python: leave it out.")
         if config.rule in (script.compare_with or ()):
@@ -216,10 +214,10 @@ class Run:
         """Return what the trainer takes beside model, data, tokenizer and adapter."""
         return {}
 
-    def train(self, config: LoopDropoutArguments, base: Result | None) -> Result:
+    def train(self, config: LoopDropoutArguments, result: Result) -> Result:
         """Train one adapter, measure it and save it; return what was measured, complete in the first process.
 
-        `base`: what was measured before training, if it is known; it is the same for every rule.
+        `result`: what was measured before training, if anything was; it is the same for every rule.
         """
         with user_supplied("The training cannot begin"):
             trainer = self.trainer_class(
@@ -245,8 +243,7 @@ class Run:
                         method = finished.training.method
                         print(f"{method} is finished: its results are read from {folder}.", flush=True)
                     return finished
-            result = Result() if base is None else base
-            if base is None and self.script.evaluate_base:  # a new adapter changes nothing yet
+            if self.script.evaluate_base and not result.rows:  # a new adapter changes nothing yet
                 for benchmark in self.benchmarks:
                     self.evaluate(result, trainer, benchmark, "before")
             self.train_and_measure(result, trainer, checkpoint)
@@ -336,8 +333,8 @@ class Run:
             Readouts.name: readout_rows(score_readouts(trainer.model, batches)),
         }
         model = from_main_process(lambda: self.identity_of_model(trainer))
-        data, loops = {"source": HELD_OUT, **facts_of_batches(batches)}, {"num_loops": trainer.num_loops}
-        identity = make_identity(data=data, loops=loops) | model
+        data = {"source": HELD_OUT, **facts_of_batches(batches)}
+        identity = {**model, "data": data, "loops": {"num_loops": trainer.num_loops}}
         facts = {**self.facts(trainer), "benchmark": HELD_OUT, "identity": identity_key(identity)}
         for name, of_diagnostic in rows.items():
             result.keep(identity, [Measurement(**{**facts, "family": name, **row}) for row in of_diagnostic])
@@ -472,9 +469,9 @@ def run_all(run: Run) -> None:
         run.announce()
     if script.dry_run:
         return
-    results: list[Result] = []
+    results = []
     for of_rule in run.configs:
-        results.append(run.train(of_rule, results[0].of_base() if results else None))
+        results.append(run.train(of_rule, results[0].of_base() if results else Result()))
     if not config.should_save:  # the other processes
         return
     print_results(results, script.depths or ())
